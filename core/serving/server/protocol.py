@@ -131,7 +131,7 @@ def _whole(value: Any) -> Any:
 
 
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
-"""A whole number, which may be written as ``4.0``."""
+"""A whole number, which may be written as ``4.0``. Of a long list each would take a call of Python."""
 
 
 def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
@@ -150,7 +150,7 @@ def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
     return BeforeValidator(expect_accepted)
 
 
-_Token = Annotated[Whole, Field(ge=0)]
+_Token = Annotated[int, Field(ge=0)]
 _TEXT: TypeAdapter[Any] = TypeAdapter(str)
 _TEXTS: TypeAdapter[Any] = TypeAdapter(Items[str])
 _TOKENS: TypeAdapter[Any] = TypeAdapter(Items[_Token])
@@ -255,7 +255,7 @@ class Generation(Body):
     repetition_penalty: float | None = None
     seed: Whole | None = None
     stop: Texts | None = None
-    stop_token_ids: Items[Whole] | None = None
+    stop_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     logit_bias: Annotated[dict[str, float], _up_to_wrong(_is_number)] | None = None
     min_tokens: Whole | None = None
