@@ -54,7 +54,7 @@ _HIDDEN = tuple(byte for byte in range(256) if byte not in _VISIBLE)
 _BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {
     chr(256 + number): byte for number, byte in enumerate(_HIDDEN)
 }
-"""Bytes by the characters that stand for them in a vocabulary of byte-level BPE, as GPT-2 introduced it."""
+"""Bytes by their characters in a vocabulary of byte-level BPE, as GPT-2 introduced it."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ SHAPES: dict[str, tuple[str, Callable[[], str], str | None]] = {
     ),
     "messages": (CHATS, lambda: f'"messages":{filled(MESSAGE)}', None),
     "wrong-messages": (CHATS, lambda: f'"messages":{filled("1")}', "messages[0]"),
-    "unknown-fields": (CHATS, lambda: f'"messages":[],{named("1")}', "k000000"),
+    "unknown-fields": (CHATS, lambda: f'"messages":[],{named("1")}', "messages"),
     "unknown-nulls": (CHATS, lambda: f'"messages":[],{named("null")}', "messages"),
     "wrong-biases": (
         COMPLETIONS,

@@ -36,7 +36,7 @@ class Sampled:
         tokens: ``[n]``, int64, on the device of the logits; -1 in a failed row.
         logprobs: by key of the request, if asked for.
         errors: by key, the reason for each failed row.
-        refused: keys of requests that failed by what they ask for, such as a grammar.
+        refused: keys of requests with a reason of their own, such as a grammar.
     """
 
     tokens: Tensor
@@ -147,7 +147,7 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 
 
 class _Fault(NamedTuple):
-    """The reason why nothing can be sampled in a row, which lies in the request or in the model."""
+    """The reason for a row without a token, in the request or in the model."""
 
     message: str
     of_request: bool

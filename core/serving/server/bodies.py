@@ -19,7 +19,7 @@ MOST_CONTAINERS = 1 << 15
 """Lists and objects of a body, at most. Python takes 100 times the memory of such text, and time to collect it."""
 
 IGNORED = "x-ignored-fields"
-"""The header that names the fields of a request that the server does not know."""
+"""The header with the names of unknown fields of a request."""
 
 _MOST_CHARACTERS = 1 << 10
 _LARGE_BYTES = 1 << 16

@@ -60,7 +60,7 @@ class Chat(Generating[ChatRequest]):
     def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
-        """Yield the choices of chunks. The first has the role; the reason of the end has a chunk of its own."""
+        """Yield the choices of chunks: the first with the role, the last with the reason of the end."""
         told = self._told.setdefault(index, _Told())
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
         text = self.tools.plain(answer.text, answer.finished)[told.characters :]
@@ -118,14 +118,14 @@ class Chat(Generating[ChatRequest]):
 
 
 class _Told:
-    """Counts the characters of an answer that a stream has told: of the text, and of the arguments of calls."""
+    """Counts the characters of an answer in a stream: of the text, and of the arguments of calls."""
 
     def __init__(self) -> None:
         self.characters = 0
         self._arguments: list[int] = []
 
     def news_of(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the new parts of calls: a new call as it is, and of a former one the further arguments."""
+        """Return the news of calls: each new call, and the further arguments of former calls."""
         news: list[dict[str, Any]] = []
         for number, call in enumerate(calls):
             arguments: str = call["function"]["arguments"]

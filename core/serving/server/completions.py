@@ -108,10 +108,13 @@ class Completion(Generating[CompletionRequest]):
             context = self.prompt_ids[index // self.params.n]
             skips = self.params.skip_special_tokens
             answer = Detokenizer(tokenizer, context, skip_special_tokens=skips)
-            self._written[index] = answer, len(self._prompt_text(prompt))
+            start = len(self._prompt_text(prompt))
+            self._written[index] = answer, start
         answer, start = self._written[index]
         echo = Detokenizer(tokenizer, skip_special_tokens=False)
-        return [*_places(echo, prompt), *(start + place for place in _places(answer, tokens))]
+        echoed = list(_places(echo, prompt))
+        answered = [start + place for place in _places(answer, tokens)]
+        return echoed + answered
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
         tokenizer = self.service.llm.engine.inputs.tokenizer

@@ -71,7 +71,7 @@ class Generating(ABC, Generic[_B]):
     def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
-        """Yield the choices of chunks: what is new in an answer, which is choice number ``index``."""
+        """Yield the choices of chunks with the news of an answer, choice number ``index``."""
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Generating(ABC, Generic[_B]):
                 yield number, output
 
     async def _prepared(self) -> Job:
-        """Read the prompts and the sampling of the request, and refuse what the server does not take."""
+        """Read the prompts and the sampling of the request, within the limits of the server."""
         if self.service.settings.log_prompts:
             logged = self.body.model_dump(include={self.prompt_field})
             self.record["prompt"] = logged[self.prompt_field]
@@ -183,7 +183,7 @@ class Generating(ABC, Generic[_B]):
                 yield event({**chunk, **self._usage_so_far()})
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """Return the usage of a chunk: null until the last one, if the stream has usage, or the tokens so far."""
+        """Return the usage of a chunk in a stream with usage: null, or the tokens so far."""
         options = self.body.stream_options
         if options is None or not options.include_usage:
             return {}

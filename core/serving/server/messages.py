@@ -21,7 +21,7 @@ _TEMPLATE_FIELDS = {"role", "name", "tool_call_id"}
 _ROLES = {"developer": "system", "function": "tool"}
 
 _INVALID = "invalid_json"
-"""The name under which a template finds arguments of a call that are no JSON object."""
+"""Name of arguments in a template if they are no JSON object."""
 
 
 def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -93,9 +93,9 @@ def _as_plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the arguments of a call as an object, which templates go through.
+    """Return the arguments of a call as an object, for templates to go through.
 
-    A model may have written what is no object, and its chat goes on all the same.
+    A chat goes on although the model has written something else.
     """
     if not given or not isinstance(given, str):
         return given or {}

@@ -1,12 +1,11 @@
 """Bodies of requests, by the names of OpenAI's interface, and of vLLM's if that has more.
 
-Clients send what other servers know, and send back what other servers have answered. So a field
-without an effect here is taken, and an unknown field is ignored and named in a header of the answer,
-unless ``server.unknown_fields`` says ``refuse``. A field that would change the answer, and that this
-server cannot follow, is an error that names the field. ``null`` stands for a field that is left out.
+Clients send fields of other servers, and send back answers of other servers. So a field without an
+effect here is taken, and an unknown field is ignored and named in a header of the answer, unless
+``server.unknown_fields`` says ``refuse``. If a field would change the answer and this server cannot
+follow, the request is refused with the name of the field. ``null`` stands for an absent field.
 
-The first fault of a body is told, and the rest is not looked for: the time of a check does not depend
-on how wrong a body is.
+A check ends at the first fault of a body, so that a body with many faults takes no more time.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
@@ -64,7 +64,7 @@ _UNKNOWN_FIELDS: ContextVar[UnknownFields | None] = ContextVar("unknown fields",
 
 @contextmanager
 def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
-    """Collect the unknown fields of the bodies that are checked within the block."""
+    """Collect the unknown fields of all bodies that the block checks."""
     found = UnknownFields(refused)
     token = _UNKNOWN_FIELDS.set(found)
     try:
@@ -74,7 +74,7 @@ def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
 
 
 _MOST_NAMES = 32
-"""Ignored fields of a request that are named."""
+"""Names of ignored fields in an answer, at most."""
 
 
 class Body(BaseModel):
@@ -131,11 +131,11 @@ def _whole(value: Any) -> Any:
 
 
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
-"""A whole number, which may be written as ``4.0``. Of a long list each would take a call of Python."""
+"""A whole number, perhaps written as ``4.0``. Long lists have none: each would take a call of Python."""
 
 
 def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
-    """Return the validator of a field that this server follows for some values alone.
+    """Return the validator of a field with few values that this server can follow.
 
     Args:
         *accepted: values under which the answer is as without the field.
@@ -301,7 +301,7 @@ class CompletionRequest(Generation):
 
 
 class TextPart(Body):
-    """A part of a message that is text."""
+    """A text as a part of a message."""
 
     place = "messages[].content[]."
 
@@ -310,7 +310,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A part of an answer that says why a model refuses."""
+    """The reason of a refusal, as a part of an answer."""
 
     place = "messages[].content[]."
 
@@ -340,8 +340,7 @@ Content: TypeAlias = Annotated[
 class FunctionCall(Body):
     """A function with its arguments: JSON as text, as a rule.
 
-    Clients send back what a model has written: an object in place of text, nothing, or text that was
-    cut off.
+    In a history the arguments may be an object, absent, or cut off.
     """
 
     place = "messages[].tool_calls[].function."
@@ -351,7 +350,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call that a model made."""
+    """A call by a model."""
 
     place = "messages[].tool_calls[]."
     without_effect = frozenset({"index"})  # of the parts of a stream

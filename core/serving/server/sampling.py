@@ -101,7 +101,7 @@ def params_of(
 def expect_few_logprobs(
     params: SamplingParams, prompt_tokens: int, answer_tokens: int, service: Service
 ) -> None:
-    """Refuse so many log-probabilities that to write them would take the memory and the time of others.
+    """Refuse too many log-probabilities: to write them would take memory and time from others.
 
     Args:
         params: of the request.
@@ -151,8 +151,9 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     if wanted > room:
         raise HTTPError(
             400,
-            f"{field} is {wanted} after a prompt of {longest} tokens, and the model's maximum context length is "
-            f"{room + longest} tokens: ask for at most {room}, or shorten the prompt",
+            f"{field} is {wanted} after a prompt of {longest} tokens, and the model's maximum "
+            f"context length is {room + longest} tokens: ask for at most {room}, or shorten the "
+            "prompt",
             field=field,
             code="context_length_exceeded",
         )
@@ -178,7 +179,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def schema_of(body: Generation) -> dict[str, Any] | None:
-    """Return the JSON schema that an answer is held to, or None.
+    """Return the JSON schema of an answer, or None.
 
     Raises:
         HTTPError: the schema is missing.

@@ -281,8 +281,8 @@ class Service:
         if len(text) > limit:
             raise HTTPError(
                 400,
-                f"{field} has a text of {len(text)} characters, and this server takes {limit}, as the model's maximum "
-                f"context length is {self.max_model_len} tokens: shorten it",
+                f"{field} has a text of {len(text)} characters, and this server takes {limit}, as "
+                f"the model's maximum context length is {self.max_model_len} tokens: shorten it",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -1,4 +1,4 @@
-"""Calls of functions: what a model is told of them, and how its calls are found in its text."""
+"""Calls of functions: how a model learns of functions, and how a text becomes calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HERMES, _MISTRAL = "<tool_call>", "[TOOL_CALLS]"
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
 To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and nothing else."""
-"""Text of a system message about the functions, if the template of the chat has no place for them."""
+"""Text of a system message about functions, for templates without a place for tools."""
 
 _MARKED = r"""%llguidance {{}}
 start: call* TEXT
@@ -51,7 +51,7 @@ _HEAD = re.compile(
     r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
     re.DOTALL,
 )
-"""Beginning of a call as models write one: a name, and arguments, which some models name parameters."""
+"""Beginning of a call: a name, and arguments, or parameters as some models write."""
 
 _DECODER = json.JSONDecoder()
 
@@ -90,25 +90,33 @@ class Tools:
     """
 
     def __init__(self, body: ChatRequest, template: str) -> None:
-        tools = () if body.tool_choice == "none" else body.tools or ()
+        tools = body.tools or ()
+        if body.tool_choice == "none":
+            tools = ()
         offered = [tool.model_dump(exclude_none=True) for tool in tools]
+        functions = [tool["function"] for tool in offered]
+        chosen = _chosen(body, offered)
+
         self.functions = offered or None
-        self._offered = [tool["function"] for tool in offered]
-        self._known = {function["name"] for function in self._offered}
-        self._most = 1 if body.parallel_tool_calls is False else None
         self.instruction = None
         if offered and "tools" not in template:
-            described = "\n".join(map(json.dumps, self._offered))
+            described = "\n".join(map(json.dumps, functions))
             self.instruction = _INSTRUCTION.format(functions=described)
 
-        chosen = _chosen(body, offered)
-        self.forced = _forced([self._offered[place] for place in chosen])
+        self.forced = _forced([functions[place] for place in chosen])
         self.forced_field = "tools"
         self._only: str | None = None
         if len(chosen) == 1:
-            self.forced_field = f"tools[{chosen[0]}].function.parameters"
-            self._only = self._offered[chosen[0]]["name"]
-        self._marker = "" if self.forced is not None else _marker_of(template)
+            (place,) = chosen
+            self.forced_field = f"tools[{place}].function.parameters"
+            self._only = functions[place]["name"]
+
+        self._offered = functions
+        self._known = {function["name"] for function in functions}
+        self._most = 1 if body.parallel_tool_calls is False else None
+        self._marker = ""
+        if self.forced is None:
+            self._marker = _marker_of(template)
 
     def structured_output(
         self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
@@ -142,7 +150,7 @@ class Tools:
         return {"grammar": grammar.format(**parts, lazy=lazy, trigger=trigger)}
 
     def _schema_of_calls(self, *others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the schema of one call, or of a list of calls, or of what has another schema."""
+        """Return the schema of one call, of a list of calls, or of an answer of another schema."""
         schemas = [
             _schema_of(
                 function if function.get("strict") else {"name": function["name"]},
@@ -174,7 +182,7 @@ class Tools:
     def calls(self, text: str) -> list[Call]:
         """Return the calls in an answer so far, the last one perhaps cut.
 
-        What does not have the form of a call, or calls no known function, ends the list.
+        Other text, or a call of an unknown function, ends the list.
         """
         if self.functions is None:
             return []
@@ -190,7 +198,7 @@ class Tools:
         return found[: self._most]
 
     def _calls_in(self, text: str) -> tuple[list[Call], bool]:
-        """Return the calls at the beginning of a text, one or a list, and whether nothing was amiss."""
+        """Return the calls at the beginning of a text, one or a list, and True if nothing was amiss."""
         text = text.lstrip()
         several = text.startswith("[")
         rest = text[1:] if several else text
