@@ -239,11 +239,12 @@ class TextEngine(RequestEngine):
 
     def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
         """Return the likeliest tokens at a place, and the token of the output."""
-        ranked = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
-        ranked.setdefault(found.token, (found.logprob, found.rank))
         logprobs = {}
-        for token, (value, rank) in ranked.items():
+        for rank, (token, value) in enumerate(found.top, start=1):
             logprobs[token] = Logprob(value, rank, self._text(token))
+        if found.token not in logprobs:
+            text = self._text(found.token)
+            logprobs[found.token] = Logprob(found.logprob, found.rank, text)
         return logprobs
 
     def _text(self, token: int) -> str | None:

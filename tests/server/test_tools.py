@@ -182,6 +182,7 @@ def test_arguments_keep_the_words_of_the_model() -> None:
         ),
         ('{"name": "weather", "arguments": "{\\"city\\": 1}"}', '{"city": 1}'),
         ('{"name": "weather"}', "{}"),
+        ('{"name": "weather", "id": 1, "arguments": {"city": 1}}', '{"city": 1}'),
         ('{"arguments": {"city": 1}, "name": "weather"}', '{"city": 1}'),
     ):
         assert found.calls(written) == [Call("weather", arguments)]

@@ -71,12 +71,13 @@ class Chat(Generating[ChatRequest]):
             delta["content"] = text
         if new_calls:
             delta["tool_calls"] = new_calls
-        if delta or news.logprobs:
-            logprobs = self._logprobs(news.tokens, news.logprobs) if news.logprobs else None
-            yield {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        logprobs = None
+        if news.logprobs:
+            logprobs = self._logprobs(news.tokens, news.logprobs)
+        if delta or logprobs is not None:
+            yield _choice(index, delta, logprobs, None)
         if answer.finished:
-            reason = _finish_reason(answer, calls)
-            yield {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+            yield _choice(index, {}, None, _finish_reason(answer, calls))
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
@@ -117,6 +118,17 @@ class Chat(Generating[ChatRequest]):
         }
 
 
+def _choice(
+    index: int, delta: Mapping[str, Any], logprobs: Any, finish_reason: str | None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
+
+
 class _Told:
     """Counts the characters of an answer in a stream: of the text, and of the arguments of calls."""
 
@@ -130,12 +142,13 @@ class _Told:
         for number, call in enumerate(calls):
             arguments: str = call["function"]["arguments"]
             if number == len(self._arguments):
+                self._arguments.append(0)
                 news.append({"index": number, **call})
-                self._arguments.append(len(arguments))
             elif len(arguments) > self._arguments[number]:
-                further = arguments[self._arguments[number] :]
-                news.append({"index": number, "function": {"arguments": further}})
-                self._arguments[number] = len(arguments)
+                told = self._arguments[number]
+                function = {"arguments": arguments[told:]}
+                news.append({"index": number, "function": function})
+            self._arguments[number] = len(arguments)
         return news
 
 

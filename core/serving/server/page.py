@@ -41,5 +41,9 @@ def _html() -> str:
 def _digests(tag: str, html: str) -> str:
     """Return the digest of each element of a kind, by which a policy allows it."""
     texts = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+    sources = []
+    for text in texts:
+        digest = hashlib.sha256(text.encode()).digest()
+        written = base64.b64encode(digest).decode()
+        sources.append(f"'sha256-{written}'")
+    return " ".join(sources)

@@ -100,16 +100,20 @@ class Passing:
     def finish(self, metrics: HTTPMetrics) -> None:
         """Write the line of the request, and count its answer; 499 is that of a client who left before one."""
         status = self.record.setdefault("status", 499)
-        metrics.count(self.record["method"], self.record["path"], self.scope.get("route"), status)
-        self.record["seconds"] = round(time.monotonic() - self.started, 6)
-        unexpected = None if isinstance(self._failure, OpgraftError) else self._failure
-        polled = self.record["path"] in _POLLED_PATHS and self.record["status"] == 200
-        level = (
-            logging.DEBUG if polled else logging.INFO if self._failure is None else logging.ERROR
-        )
-        log.log(
-            level, "%s", json.dumps(self.record), extra={"fields": self.record}, exc_info=unexpected
-        )
+        method, path = self.record["method"], self.record["path"]
+        metrics.count(method, path, self.scope.get("route"), status)
+        seconds = time.monotonic() - self.started
+        self.record["seconds"] = round(seconds, 6)
+        unexpected = self._failure
+        if isinstance(unexpected, OpgraftError):
+            unexpected = None
+        level = logging.INFO
+        if self._failure is not None:
+            level = logging.ERROR
+        elif path in _POLLED_PATHS and status == 200:
+            level = logging.DEBUG
+        line = json.dumps(self.record)
+        log.log(level, "%s", line, extra={"fields": self.record}, exc_info=unexpected)
         del self.scope["state"]["passing"]  # which would be a cycle
 
 

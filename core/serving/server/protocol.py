@@ -98,14 +98,18 @@ class Body(BaseModel):
         names = _names_of_fields(cls)
         if not isinstance(given, dict) or given.keys() <= names:
             return validated(given)
-        body = validated({name: value for name, value in given.items() if name in names})
+        kept = {name: value for name, value in given.items() if name in names}
+        body = validated(kept)
         known = names | cls.without_effect
-        unknown = [name for name, value in given.items() if name not in known and value is not None]
+        unknown = (name for name in given if name not in known)
+        set_ones = (name for name in unknown if given[name] is not None)
         fields = _UNKNOWN_FIELDS.get() or UnknownFields()
-        if unknown and fields.refused:
-            raise _unknown_field(cls, unknown[0], names)
-        for name in unknown[: max(0, _MOST_NAMES - len(fields.names))]:
-            fields.names[cls.place + _printable(name)] = None
+        room = max(0, _MOST_NAMES - len(fields.names))
+        for name in islice(set_ones, room):
+            if fields.refused:
+                raise _unknown_field(cls, name, names)
+            place = cls.place + _printable(name)
+            fields.names[place] = None
         return body
 
 

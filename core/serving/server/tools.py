@@ -282,16 +282,20 @@ def _first_call(text: str) -> tuple[Call | None, str]:
     except (ValueError, RecursionError):
         return _cut_call(text), ""
     rest = text.lstrip()[end:]
-    name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments", value.get("parameters", {})) if name else None
+    if not isinstance(value, dict):
+        return None, rest
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not isinstance(arguments, str | dict):
         return None, rest
     if isinstance(arguments, str):
         return Call(name, arguments), rest
+    written = json.dumps(arguments, ensure_ascii=False)
     cut = _cut_call(text)
-    # As the model has written them, so that a stream has brought the same.
-    written = json.dumps(arguments, ensure_ascii=False) if cut is None else cut.arguments
-    return Call(name, written if arguments else "{}"), rest
+    # In the words of the model, if a stream could bring them.
+    if cut is not None and cut.arguments:
+        written = cut.arguments
+    return Call(name, written), rest
 
 
 def _cut_call(text: str) -> Call | None:
