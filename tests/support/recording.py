@@ -15,6 +15,7 @@ from opgraft import OpgraftConfig, set_config
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.recorded_calls import FORWARD, RecordedCall
 from opgraft.registry.state import host_state
+from opgraft.serving.llm import LLM  # its parts are registered before the record begins
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from support import counting_plugin
@@ -145,7 +146,7 @@ def _encoder(name: str) -> Scene:
         )
         getattr(transformers, f"{name}Model")(config).save_pretrained(folder)
         word_tokenizer().save_pretrained(folder)
-        opgraft.LLM(str(folder), **{"load.progress": False}).embed(["the cat sleeps", "a dog"])
+        LLM(str(folder), **{"load.progress": False}).embed(["the cat sleeps", "a dog"])
 
     return run
 
