@@ -135,6 +135,7 @@ class CustomOp(Replaceable, nn.Module):
         if cls.__specialisation__:
             return nn.Module.__new__(cls)
         binding = bind(cls)
+        # The specialisation is a subclass, so Python calls the constructor of the op next.
         op: CustomOp = nn.Module.__new__(binding.specialisation)
         # Not by setattr: a class may override that, and no constructor has run yet.
         op.__dict__["_binding"] = binding

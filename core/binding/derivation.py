@@ -163,6 +163,9 @@ def _derived(cls: type, name: str) -> Any:
     # Marks need the op, and a static method is not given self.
     if is_static:
         derived = _as_method(derived)
+    # The log names a kernel by these.
+    derived.__name__ = f"forward_{name.removeprefix(_DECLARED)}"
+    derived.__qualname__ = f"{cls.__qualname__}.{derived.__name__}"
     if getattr(kernels, "inference_only", False):
         derived = mark_inference_only(derived)
     check = getattr(kernels, "needs", None)
