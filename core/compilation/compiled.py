@@ -25,6 +25,7 @@ from opgraft.compilation.sources import Sources
 from opgraft.compilation.tensors import Places
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config.compilation import PACKAGED
+from opgraft.distributed.groups import get_world_group
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from opgraft.logger import logger
 from opgraft.machine.memory import without_collections
@@ -282,7 +283,7 @@ def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
     try:
         return CompilationCache.of(settings)
     except ConfigError as error:
-        if settings.cache or settings.cache_folder:
+        if settings.cache or settings.cache_folder or settings.cache_remote:
             raise
         logger.warning_once(_NO_FOLDER, error)
         return None
@@ -305,7 +306,9 @@ def _expect_alike(compiled: Compiled, example: Example, settings: CompilationCon
     try:
         compiled.verify(example)
     except CompilationError as error:
-        guilty = _pass_that_changes_values(compiled.model, example, settings)
+        # A search on one rank alone would call collectives that the other ranks do not join.
+        alone = get_world_group().world_size == 1
+        guilty = _pass_that_changes_values(compiled.model, example, settings) if alone else None
         if guilty is None:
             raise
         kind = type(guilty)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import RequestError
+from opgraft.serving.server.call_reader import Call
 from opgraft.serving.server.protocol import ChatRequest
-from opgraft.serving.server.tools import Call, Tools
+from opgraft.serving.server.tools import Tools
 from opgraft.serving.tokenizer import Tokenizer
 from support.small_tokenizers import trained_tokenizer
 
@@ -25,6 +26,14 @@ def tools(template: str, **body: Any) -> Tools:
     offered = [{"type": "function", "function": {"name": "weather"}}]
     given = {"model": "m", "messages": [], "tools": offered, **body}
     return Tools(ChatRequest.model_validate(given), template)
+
+
+def read(found: Tools, text: str) -> tuple[list[Call], str]:
+    """Return the calls and the text of a whole answer."""
+    reader = found.reader()
+    if reader is not None:
+        reader.read(text, ended=True)
+    return found.calls(reader, ended=True), found.plain(reader, text)
 
 
 def wrapped(call: dict[str, Any]) -> str:
@@ -60,16 +69,17 @@ def wrapped(call: dict[str, Any]) -> str:
 def test_calls_and_text(template: str, text: str, cities: list[str], plain: str) -> None:
     """What is a call becomes one, all else stays text; a stream of the text has the same, and takes nothing back."""
     found = tools(template)
-    assert found.calls(text) == [Call("weather", json.dumps({"city": city})) for city in cities]
-    assert found.plain(text, ended=True) == plain
-    for end in range(len(text)):
-        for sofar, whole in zip(found.calls(text[:end]), found.calls(text), strict=False):
-            assert whole.arguments.startswith(sofar.arguments)
-    told = ""
-    for end in range(1, len(text) + 1):
-        told += found.plain(text[:end], ended=False)[len(told) :]
-    told += found.plain(text, ended=True)[len(told) :]
+    calls = [Call("weather", json.dumps({"city": city})) for city in cities]
+    assert read(found, text) == (calls, plain)
+    told, reader = "", found.reader()
+    assert reader is not None
+    for end in range(len(text) + 2):
+        reader.read(text[:end], ended=end > len(text))
+        told += found.plain(reader, text[:end])[len(told) :]
+        for call, whole in zip(reader.calls, calls, strict=False):
+            assert whole.arguments.startswith(call.arguments)
     assert told.rstrip() == plain
+    assert reader.calls == calls
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -135,7 +145,8 @@ def test_only_strict_functions_need_a_grammar() -> None:
 def test_one_call_at_a_time() -> None:
     """Without parallel calls the first one counts."""
     text = wrapped(ROME) + wrapped(OSLO)
-    assert len(tools(HERMES, parallel_tool_calls=False).calls(text)) == 1
+    calls, _ = read(tools(HERMES, parallel_tool_calls=False), text)
+    assert calls == [Call("weather", '{"city": "Rome"}')]
 
 
 @pytest.mark.parametrize("template", [HERMES, MISTRAL, PLAIN])
@@ -168,8 +179,7 @@ def test_a_forced_call_that_is_cut_stays_a_call(text: str, calls: list[Call]) ->
     """The arguments are those so far, and no text shows how the model writes a call."""
     named = {"type": "function", "function": {"name": "weather"}}
     found = tools(PLAIN, tool_choice=named)
-    assert found.calls(text) == calls
-    assert found.plain(text, ended=True) == ""
+    assert read(found, text) == (calls, "")
 
 
 def test_arguments_keep_the_words_of_the_model() -> None:
@@ -183,13 +193,53 @@ def test_arguments_keep_the_words_of_the_model() -> None:
         ('{"name": "weather", "arguments": "{\\"city\\": 1}"}', '{"city": 1}'),
         ('{"name": "weather"}', "{}"),
         ('{"name": "weather", "id": 1, "arguments": {"city": 1}}', '{"city": 1}'),
+        ('{"name": "weather", "arguments": {"a": "}\\"{"}, "id": [{}]}', '{"a": "}\\"{"}'),
         ('{"arguments": {"city": 1}, "name": "weather"}', '{"city": 1}'),
     ):
-        assert found.calls(written) == [Call("weather", arguments)]
+        assert read(found, written) == ([Call("weather", arguments)], "")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (PLAIN, '{"name": "a\nb", "arguments": {}}'),
+        (PLAIN, '{"name": "C:\\q", "arguments": {}}'),
+        (PLAIN, '{"name": "weather", "arguments": [1]}'),
+        (PLAIN, '{"name": "weather", "arguments": null}'),
+        (HERMES, '<tool_call>{"name": "weather", "arguments": "'),
+        (HERMES, "<tool_call>[[]]"),
+    ],
+)
+def test_text_that_only_looks_like_a_call(template: str, text: str) -> None:
+    """It is told as text, whole or in a stream, and no call begins in between."""
+    found = tools(template)
+    assert read(found, text) == ([], text)
+    reader = found.reader()
+    assert reader is not None
+    for end in range(len(text) + 1):
+        reader.read(text[:end], ended=False)
+        assert reader.calls == []
+
+
+def test_markers_within_arguments() -> None:
+    """They are a part of a text, and begin no call."""
+    call = {"name": "weather", "arguments": {"city": "a <tool_call>{ b"}}
+    calls, _ = read(tools(HERMES), wrapped(call) + wrapped(ROME))
+    assert [json.loads(each.arguments) for each in calls] == [call["arguments"], ROME["arguments"]]
+
+
+def test_many_calls_are_read_once() -> None:
+    """The work for a stream grows with the text alone, and the number of calls has a limit."""
+    text = "[" + ", ".join([json.dumps(ROME)] * 4000)
+    reader = tools(PLAIN).reader()
+    assert reader is not None
+    for end in range(0, len(text), 40):
+        reader.read(text[:end], ended=False)
+    assert len(reader.calls) == 128
 
 
 def test_a_template_without_tools_gets_an_instruction() -> None:
-    """A system message tells the model of the functions, and how to call them."""
+    """A text before the first message tells the model of the functions, and how to call them."""
     found = tools("{{ messages }}")
     assert found.instruction is not None
     assert '"name": "weather"' in found.instruction

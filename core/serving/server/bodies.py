@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ IGNORED = "x-ignored-fields"
 """The header with the names of unknown fields of a request."""
 
 _MOST_CHARACTERS = 1 << 10
+"""Characters of that header, at most."""
 _LARGE_BYTES = 1 << 16
 # One alone, as none of them lets go of the interpreter while it parses.
 _PARSING = ThreadPoolExecutor(1, "opgraft-json")
@@ -41,7 +42,7 @@ class BodyRoute(APIRoute):
             with unknown_fields(refused) as unknown:
                 response = await handle(bounded)
             if unknown.names:
-                ignored = _ascii(", ".join(unknown.names))
+                ignored = _named(unknown.names)
                 log.debug("request %s: ignored %s", request.state.passing.id, ignored)
                 response.headers[IGNORED] = ignored
             return response
@@ -49,9 +50,20 @@ class BodyRoute(APIRoute):
         return handle_within_bounds
 
 
-def _ascii(names: str) -> str:
-    """Return names as a header can have them."""
-    return re.sub(r"[^A-Za-z0-9_.,\[\] -]", "?", names)[:_MOST_CHARACTERS]
+def _named(names: Iterable[str]) -> str:
+    """Return names as one header can have them; ``...`` stands for further names."""
+    room, told = _MOST_CHARACTERS, list[str]()
+    for name in map(_ascii, names):
+        room -= len(name) + len(", ")
+        if room < 0:
+            return ", ".join([*told, "..."])
+        told.append(name)
+    return ", ".join(told)
+
+
+def _ascii(name: str) -> str:
+    """Return a name as a header can have it."""
+    return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name)
 
 
 class _BoundedRequest(Request):

@@ -7,13 +7,14 @@ from typing import Any
 
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
+from opgraft.serving.server.call_reader import CallReader
 from opgraft.serving.server.generating import Generating
 from opgraft.serving.server.messages import for_template, template_values
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import News, finite, likeliest, token_text
-from opgraft.serving.server.tools import Call, Tools
+from opgraft.serving.server.tools import Tools
 
 
 class Chat(Generating[ChatRequest]):
@@ -32,7 +33,7 @@ class Chat(Generating[ChatRequest]):
         self._held = self.tools.structured_output(tokenizer.special_token, form)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
-        elif self._held is not None:
+        elif self.tools.strict:
             self.grammar_field = "tools"
         self._told: dict[int, _Told] = {}
 
@@ -61,11 +62,15 @@ class Chat(Generating[ChatRequest]):
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
         """Yield the choices of chunks: the first with the role, the last with the reason of the end."""
-        told = self._told.setdefault(index, _Told())
+        told = self._told.get(index)
+        if told is None:
+            told = self._told[index] = _Told(self.tools.reader())
+        if told.reader is not None:
+            told.reader.read(answer.text, answer.finished)
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
-        text = self.tools.plain(answer.text, answer.finished)[told.characters :]
+        text = self.tools.plain(told.reader, answer.text)[told.characters :]
         told.characters += len(text)
-        calls = self._calls(answer)
+        calls = self._calls(answer, told.reader)
         new_calls = told.news_of(calls)
         if text or (news.first and not new_calls):
             delta["content"] = text
@@ -81,8 +86,11 @@ class Chat(Generating[ChatRequest]):
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
-        calls = self._calls(answer)
-        text = self.tools.plain(answer.text, ended=True)
+        reader = self.tools.reader()
+        if reader is not None:
+            reader.read(answer.text, ended=True)
+        calls = self._calls(answer, reader)
+        text = self.tools.plain(reader, answer.text)
         message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         return {
             "index": index,
@@ -93,9 +101,9 @@ class Chat(Generating[ChatRequest]):
             "finish_reason": _finish_reason(answer, calls),
         }
 
-    def _calls(self, answer: CompletionOutput) -> list[dict[str, Any]]:
+    def _calls(self, answer: CompletionOutput, reader: CallReader | None) -> list[dict[str, Any]]:
         """Return the calls of an answer so far."""
-        found: list[Call] = self.tools.calls(answer.text)
+        found = self.tools.calls(reader, answer.finished)
         return [
             call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}")
             for number, call in enumerate(found)
@@ -132,7 +140,8 @@ def _choice(
 class _Told:
     """Counts the characters of an answer in a stream: of the text, and of the arguments of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: CallReader | None) -> None:
+        self.reader = reader
         self.characters = 0
         self._arguments: list[int] = []
 

@@ -28,6 +28,7 @@ class Completion(Generating[CompletionRequest]):
     def __init__(self, service: Service, body: CompletionRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
         self._written: dict[int, tuple[Detokenizer, int]] = {}
+        self._echoed: dict[int, list[int]] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the prompts, of which a body has one or several."""
@@ -111,8 +112,11 @@ class Completion(Generating[CompletionRequest]):
             start = len(self._prompt_text(prompt))
             self._written[index] = answer, start
         answer, start = self._written[index]
-        echo = Detokenizer(tokenizer, skip_special_tokens=False)
-        echoed = list(_places(echo, prompt))
+        number = index // self.params.n
+        if prompt and number not in self._echoed:
+            echo = Detokenizer(tokenizer, skip_special_tokens=False)
+            self._echoed[number] = list(_places(echo, prompt))
+        echoed = self._echoed[number] if prompt else []
         answered = [start + place for place in _places(answer, tokens)]
         return echoed + answered
 

@@ -49,15 +49,21 @@ def for_template(
 
     Args:
         messages: of a request.
-        instruction: stands at the beginning of the system message, which is made if there is none.
+        instruction: stands before the first text, for a template without a place for tools. Calls
+            are then told as text, too.
     """
     plain = [_as_plain_message(message) for message in messages]
-    if instruction is None:
+    if instruction is None or not plain:
         return plain
-    if plain and plain[0]["role"] == "system":
-        first, *others = plain
-        return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *others]
-    return [{"role": "system", "content": instruction}, *plain]
+    # Not in a system message of its own, as some templates refuse one.
+    first, *others = map(_with_calls_as_text, plain)
+    return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *others]
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+    content = "\n".join(filter(None, [message["content"], *calls]))
+    return {**message, "content": content}
 
 
 def _as_plain_message(message: ChatMessage) -> dict[str, Any]:

@@ -73,6 +73,9 @@ def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
         _UNKNOWN_FIELDS.reset(token)
 
 
+_LONGEST_NAME = 80
+"""Characters of the name of an unknown field that are told."""
+
 _MOST_NAMES = 32
 """Names of ignored fields in an answer, at most."""
 
@@ -108,7 +111,7 @@ class Body(BaseModel):
         for name in islice(set_ones, room):
             if fields.refused:
                 raise _unknown_field(cls, name, names)
-            place = cls.place + _printable(name)
+            place = cls.place + _printable(name[:_LONGEST_NAME])
             fields.names[place] = None
         return body
 
@@ -244,7 +247,7 @@ class Generation(Body):
         {
             *("reasoning_effort", "verbosity", "prediction", "store", "service_tier"),
             *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-            *("request_id", "include_reasoning", "skip_reading_prefix_cache"),
+            *("request_id", "skip_reading_prefix_cache"),
         }
     )
 
@@ -277,6 +280,7 @@ class Generation(Body):
         Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
     ) = None
     use_beam_search: Annotated[Any, _only(False)] = None
+    include_reasoning: Annotated[Any, _only(True)] = None
     length_penalty: Annotated[Any, _only(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
     allowed_token_ids: Annotated[Any, _only()] = None

@@ -115,7 +115,8 @@ def expect_few_logprobs(
     if params.logprobs is None:
         return
     limit = service.settings.max_total_logprobs
-    echoed = 0 if params.prompt_logprobs is None else prompt_tokens
+    # Each answer has the echo of its prompt.
+    echoed = 0 if params.prompt_logprobs is None else prompt_tokens * params.n
     total = (echoed + answer_tokens) * (params.logprobs + 1)
     if total > limit:
         raise _too_many("log-probabilities in all", total, limit, "logprobs")

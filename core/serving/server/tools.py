@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from opgraft.engine.sampling.structured import WHITESPACE
 from opgraft.errors import HTTPError
+from opgraft.serving.server.call_reader import HERMES, MISTRAL, PLAIN, Call, CallReader
 from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
-
-_HERMES, _MISTRAL = "<tool_call>", "[TOOL_CALLS]"
-"""Beginnings of a call in the text of models of these two schools; others write plain JSON."""
 
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
@@ -46,30 +42,8 @@ TEXT: /[^{{\[ \n\t](.|\n)*/
 """
 """Grammar of a call, or several, or else of text that does not begin as one."""
 
-_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
-    r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
-    re.DOTALL,
-)
-"""Beginning of a call: a name, and arguments, or parameters as some models write."""
-
-_DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a function, its arguments as JSON."""
-
-    name: str
-    arguments: str
-
-    def as_dict(self, call_id: str) -> dict[str, Any]:
-        """Return the call as OpenAI has it."""
-        return {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+_SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+"""Bounds the blanks of JSON, as small models fill an answer with them."""
 
 
 class Tools:
@@ -81,9 +55,10 @@ class Tools:
 
     Attributes:
         functions: as the template gets them; None if the model is not to know of any.
-        instruction: tells the model of the functions if the template has no place for them.
+        instruction: a text about the functions, if the template has no place for them.
         forced: the JSON schema of an answer that must be a call; None if it need not be one.
         forced_field: where that schema comes from.
+        strict: True if calls of a function are held to its schema.
 
     Raises:
         HTTPError: a function is chosen that is not there.
@@ -111,12 +86,11 @@ class Tools:
             self.forced_field = f"tools[{place}].function.parameters"
             self._only = functions[place]["name"]
 
+        self.strict = any(function.get("strict") for function in functions)
         self._offered = functions
         self._known = {function["name"] for function in functions}
         self._most = 1 if body.parallel_tool_calls is False else None
-        self._marker = ""
-        if self.forced is None:
-            self._marker = _marker_of(template)
+        self._marker = _marker_of(template)
 
     def structured_output(
         self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
@@ -135,13 +109,13 @@ class Tools:
         """
         if self.forced is not None:
             return {"json": self.forced}
-        strict = any(function.get("strict") for function in self._offered)
-        if not self._offered or not (strict or form is not None):
+        if not self._offered or not (self.strict or form is not None):
             return None
-        if self._marker == "{" and form is not None:
-            return {"json": self._schema_of_calls({"$id": "urn:opgraft:form", **form})}
-        parts = {"call": json.dumps(self._schema_of_calls()), "form": json.dumps(form)}
-        if self._marker == "{":
+        if self._marker == PLAIN and form is not None:
+            return {"json": self._schema_of_calls(_identified(form, "urn:opgraft:form"))}
+        spaced = None if form is None else {**_SPACED, **form}
+        parts = {"call": json.dumps(self._schema_of_calls()), "form": json.dumps(spaced)}
+        if self._marker == PLAIN:
             return {"grammar": _PLAIN.format(**parts)}
         token = special(self._marker)
         trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
@@ -162,63 +136,36 @@ class Tools:
         return {
             "anyOf": [call, {"type": "array", "items": call, "minItems": 1}, *others],
             "$defs": {"call": {"anyOf": schemas}},
-            "x-guidance": {"whitespace_pattern": WHITESPACE},
+            **_SPACED,
         }
 
-    def plain(self, text: str, ended: bool) -> str:
-        """Return the part of a text that is surely no call: up to the first marker, or what may become one."""
+    def reader(self) -> CallReader | None:
+        """Return a reader for the calls of one answer; None if the model knows of no function."""
         if self.functions is None:
+            return None
+        marker = PLAIN if self.forced is not None else self._marker
+        return CallReader(marker, self._known, self._most)
+
+    def plain(self, reader: CallReader | None, text: str) -> str:
+        """Return the part of a text that is surely no call, of a text that the reader has read."""
+        if reader is None:
             return text
-        if self.forced is not None:
-            return ""
-        if self._marker == "{":
-            return text if not _may_begin(text) or (ended and not self.calls(text)) else ""
-        at = text.find(self._marker)
-        if at >= 0:
-            return text if ended and not self.calls(text) else text[:at].rstrip()
-        held = 0 if ended else _overlap(text, self._marker)
-        return text[: len(text) - held]
+        return "" if self.forced is not None else reader.plain(text)
 
-    def calls(self, text: str) -> list[Call]:
-        """Return the calls in an answer so far, the last one perhaps cut.
-
-        Other text, or a call of an unknown function, ends the list.
-        """
-        if self.functions is None:
+    def calls(self, reader: CallReader | None, ended: bool) -> list[Call]:
+        """Return the calls that a reader has found; one that must come comes even if it is cut at once."""
+        if reader is None:
             return []
-        pieces = text.split(self._marker)[1:] if self._marker in (_HERMES, _MISTRAL) else [text]
-        found: list[Call] = []
-        for piece in pieces:
-            calls, whole = self._calls_in(piece)
-            found += calls
-            if not whole:
-                break
-        if not found and self._only is not None:
-            found = [Call(self._only, "")]  # cut within the name
-        return found[: self._most]
-
-    def _calls_in(self, text: str) -> tuple[list[Call], bool]:
-        """Return the calls at the beginning of a text, one or a list, and True if nothing was amiss."""
-        text = text.lstrip()
-        several = text.startswith("[")
-        rest = text[1:] if several else text
-        found: list[Call] = []
-        while True:
-            call, rest = _first_call(rest)
-            if call is None or call.name not in self._known:
-                return found, False
-            found.append(call)
-            rest = rest.lstrip()
-            if not several or not rest.startswith(","):
-                return found, True
-            rest = rest[1:]
+        if ended and not reader.calls and self._only is not None:
+            return [Call(self._only, "")]
+        return reader.calls
 
 
 def _marker_of(template: str) -> str:
     """Return the beginning of a call as models of a chat template write calls."""
-    if _HERMES in template:
-        return _HERMES
-    return _MISTRAL if _MISTRAL in template else "{"
+    if HERMES in template:
+        return HERMES
+    return MISTRAL if MISTRAL in template else PLAIN
 
 
 def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -249,65 +196,23 @@ def _forced(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"anyOf": schemas} if schemas else None
 
 
+def _identified(schema: Mapping[str, Any], identity: str) -> dict[str, Any]:
+    """Return a schema with an identity, so that references within the schema start there."""
+    identified = {"$id": identity, **schema}
+    if "draft-04" in str(identified.get("$schema")):
+        del identified["$schema"]  # it knows no $id
+    return identified
+
+
 def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
     """Return the schema of a call.
 
     The parameters get an identity, so that references within them go on from them and not from the whole.
     """
-    parameters = {"$id": identity, **(function.get("parameters") or {"type": "object"})}
-    if "draft-04" in str(parameters.get("$schema")):
-        del parameters["$schema"]  # it knows no $id
+    parameters = _identified(function.get("parameters") or {"type": "object"}, identity)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
-
-
-def _may_begin(text: str) -> bool:
-    """Tell whether a text may be JSON from its beginning, as far as it goes."""
-    return text.lstrip()[:1] in ("", "{", "[")
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Return how many characters at the end of a text begin a marker."""
-    return next((size for size in range(len(marker) - 1, 0, -1) if text.endswith(marker[:size])), 0)
-
-
-def _first_call(text: str) -> tuple[Call | None, str]:
-    """Return the call that a text begins with, perhaps cut, and the text behind the call."""
-    try:
-        value, end = _DECODER.raw_decode(text.lstrip())
-    except (ValueError, RecursionError):
-        return _cut_call(text), ""
-    rest = text.lstrip()[end:]
-    if not isinstance(value, dict):
-        return None, rest
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(name, str) or not isinstance(arguments, str | dict):
-        return None, rest
-    if isinstance(arguments, str):
-        return Call(name, arguments), rest
-    written = json.dumps(arguments, ensure_ascii=False)
-    cut = _cut_call(text)
-    # In the words of the model, if a stream could bring them.
-    if cut is not None and cut.arguments:
-        written = cut.arguments
-    return Call(name, written), rest
-
-
-def _cut_call(text: str) -> Call | None:
-    """Return a call that begins with a name, with the arguments so far."""
-    head = _HEAD.match(text)
-    if head is None:
-        return None
-    arguments = head["arguments"] or ""
-    if not arguments.startswith("{"):  # JSON within a text is told once it is whole
-        arguments = ""
-    try:
-        _, end = _DECODER.raw_decode(arguments)
-    except (ValueError, RecursionError):
-        end = len(arguments)
-    return Call(json.loads(head["name"]), arguments[:end])
