@@ -88,6 +88,13 @@ DIFFERENCES: Mapping[str, Callable[[], None]] = {
     "SamplingParams(logprobs=-1)": lambda: expect(
         (SamplingParams(logprobs=-1).logprobs or 0) > 1 << 40
     ),
+    "SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None, seed=-1)": (
+        lambda: expect(
+            SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None, seed=-1)
+            == SamplingParams()
+        )
+    ),
+    "SamplingParams(temperature=1e-6)": lambda: expect(SamplingParams(temperature=1e-6).greedy),
     "SamplingParams(max_tokens=None)": lambda: expect(
         SamplingParams(max_tokens=None).most_tokens > 1 << 40
     ),
