@@ -254,7 +254,6 @@ SETTINGS: Mapping[tuple[str, ...], str] = {
     ("--temperature", "nan"): "temperature is nan",
     ("--temperature", "inf"): "temperature is inf",
     ("--temperature", "-1"): "-1.0 is not in the range",
-    ("--temperature", "0.0001"): "temperature is 0.0001",
     ("--temperature", "hot"): "'hot' is not a valid float",
     ("--max-tokens", "0"): "0 is not in the range",
     ("--max-tokens", "1.5"): "'1.5' is not a valid integer",
