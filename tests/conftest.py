@@ -71,9 +71,9 @@ gc.disable()  # while modules are imported and items made, which all stay
 
 def pytest_collection_finish() -> None:
     """Register the catalogue before any test, and spare the collector what stays to the end: items and libraries."""
-    importlib.import_module(
-        "opgraft.ops"
-    )  # not above: a process that only hands out tests needs no torch
+    # Not above: a process that only hands out tests needs no torch.
+    for registered in ("opgraft.ops", "opgraft.models"):
+        importlib.import_module(registered)
     gc.collect()
     gc.freeze()
     gc.set_threshold(
