@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from types import FrameType
 from typing import Any
 
 
 class InterruptAt:
-    """Raises ``KeyboardInterrupt`` at the n-th line that runs in files of some names."""
+    """Raises ``KeyboardInterrupt`` at the n-th line that runs in files of some names.
+
+    Lines that begin with ``with`` are left out. A trace sees them a second time at the end of the
+    block, before the lock of the block is free, where no signal is handled.
+    """
 
     def __init__(self, number: int, files: tuple[str, ...]) -> None:
         self.left, self.files = number, files
@@ -24,9 +29,14 @@ class InterruptAt:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self.files):
             return None
-        if event == "line":
+        if event == "line" and not _is_with(frame):
             self.left -= 1
             if not self.left:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._trace
+
+
+def _is_with(frame: FrameType) -> bool:
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("with ")
