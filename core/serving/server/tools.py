@@ -14,7 +14,7 @@ from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
 To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and nothing else."""
-"""Text of a system message about functions, for templates without a place for tools."""
+"""Text before the first message about functions, for templates without a place for tools."""
 
 _MARKED = r"""%llguidance {{}}
 start: call* TEXT
