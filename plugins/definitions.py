@@ -296,7 +296,7 @@ def _replaced(owner: _Owner) -> Iterator[Change]:
         is_code = issubclass(type(value), _CODE)
         if not is_code and not owner.is_checked_in_full:
             continue
-        if not _is_own_doing(owner, new):
+        if not _is_own_doing(owner, value, new):
             undo = partial(setattr, owner.thing, name, value)
             yield Change(f"{owner.place}.{name}", undo, patch=owner.is_of_torch)
 
@@ -329,17 +329,29 @@ def is_of_running_plugin(module: str) -> bool:
     return running is not None and discover().provider_of(module) == running.provider
 
 
-def _is_own_doing(owner: _Owner, new: Any) -> bool:
-    """Return True if the owner itself replaces a function at the first use.
+def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
+    """Return True if the owner itself replaces a function, or puts the former one back.
 
-    Private modules of torch wrap public functions. Other modules put a function of their package,
-    or an imported module, in the place of a lazy one.
+    Private modules of torch wrap public functions, some of them only for as long as a thread traces
+    a model. Other modules put a function of their package, or an imported module, in the place of
+    a lazy one.
     """
     if owner.is_checked_in_full:
-        defined_in = getattr(new, "__globals__", {}).get("__name__", "")
-        return str(defined_in).startswith("torch._")
+        return _is_private_to_torch(new) or (
+            _is_private_to_torch(old) and _defined_in(new) == owner.home
+        )
     package = str(getattr(new, "__module__", "")).partition(".")[0]
     return isinstance(new, ModuleType) or package == owner.home.partition(".")[0]
+
+
+def _is_private_to_torch(function: Any) -> bool:
+    home = _defined_in(function)
+    return _is_below(home, _TORCH) and "._" in home
+
+
+def _defined_in(function: Any) -> str:
+    """Return the module of a function's code. Wrappers pass for a function of another module."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def _counts(owner: _Owner, name: str) -> bool:

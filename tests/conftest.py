@@ -25,6 +25,7 @@ from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
 from support.slow_variants import mark_slow
 from support.warm.interpreter import warm_interpreter
+from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = (
     "1"  # which its library reads when it is imported, here and in processes to come
@@ -93,6 +94,7 @@ def _lasting(path: tuple[str, ...]) -> discovery.Discovery:
 
 
 _numbers = itertools.count()
+_METHODS = {name: getattr(nn.Module, name) for name in ("__call__", "__getattr__", "__setattr__")}
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +127,17 @@ def fresh_host(
         yield
     # Later tests in this process would fail for it.
     hooks = intervening.hooks_of_every_module()
-    left = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), any(hooks)
-    if left != (True, False, False):
+    replaced = [name for name, method in _METHODS.items() if getattr(nn.Module, name) is not method]
+    left = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), any(hooks), replaced
+    if left != (True, False, False, []):
         torch.set_grad_enabled(True)
         torch.inference_mode(False).__enter__()
         intervening.set_hooks_of_every_module([{} for _ in hooks])
+        for name in replaced:
+            setattr(nn.Module, name, _METHODS[name])
         pytest.fail(
-            f"gradients are recorded: {left[0]}, inference mode: {left[1]}, hooks of every module: {hooks}"
+            f"gradients are recorded: {left[0]}, inference mode: {left[1]}, hooks of every module: {hooks}, "
+            f"replaced methods of every module: {replaced}"
         )
 
 

@@ -10,6 +10,7 @@ from opgraft.binding.specialisation import Binding
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
 from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,11 @@ def choice_of(form: Functional[..., Any]) -> FormChoice:
         OpgraftError: as constructing the op would.
     """
     return FormChoice(form, binding_of(form))
+
+
+def decided_choice(form: Functional[..., Any]) -> FormChoice | None:
+    """Return the choice for a form if one was made here; ``None`` if not. No code of plugins runs."""
+    state = host_state()
+    target: Any = state.registry.find_target(form.op)
+    binding: Binding | None = state.current_caches().constructed.get(target)
+    return None if binding is None else FormChoice(form, binding)

@@ -17,7 +17,7 @@ from typing import Any
 
 from opgraft.base.text import described, printable
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.form_choice import FormChoice, choice_of
+from opgraft.binding.form_choice import FormChoice, choice_of, decided_choice
 from opgraft.binding.functional import Functional
 from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
@@ -28,6 +28,8 @@ from opgraft.registry.choice import choosing
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
 from opgraft.registry.watching import RunningCall, calls_told_when_late, interrupts_counted
+
+_ChoiceFor = Callable[[Functional[..., Any]], FormChoice | None]
 
 Place = tuple[FrameType, int]
 
@@ -146,14 +148,15 @@ def kernels_told_when_late() -> AbstractContextManager[None]:
 def _running_call(frame: FrameType) -> RunningCall | None:
     """Return the call of a plugin's code on a stack, from its innermost frame.
 
-    Code of opgraft that was called by a plugin outside of ops is not the plugin's.
+    Code of opgraft that was called by a plugin outside of ops is not the plugin's. The watching
+    thread makes no choice: conditions of plugins would run beside the thread of the stack.
     """
     inner_first = list(traceback.walk_stack(frame))
     places = inner_first[::-1]
     within: RunningCall | None = None
     is_inner = True
     for depth in reversed(range(len(places))):
-        op = _of_op(places[depth:])
+        op = _of_op(places[depth:], decided_choice)
         # A native definition that takes long is no fault of a plugin, unless it has called one.
         if op is not None:
             return _call_of(op, places[depth]) if op.of_plugin else within
@@ -223,10 +226,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = cause or context
 
 
-def _of_op(places: list[Place]) -> Provenance | None:
+def _of_op(places: list[Place], choice_for: _ChoiceFor = choice_of) -> Provenance | None:
     """Describe the op of the outermost of some frames; ``None`` if the frame belongs to no op."""
     frame, _ = places[0]
-    ran = _ran(frame)
+    ran = _ran(frame, choice_for)
     if ran is None:
         return None
     binding = ran.binding if isinstance(ran, FormChoice) else ran
@@ -255,7 +258,7 @@ def _is_native(ran: Binding | FormChoice, constructing: bool) -> bool:
     return constructing or ran.kernel.winner.method in ("forward_native", "forward")
 
 
-def _ran(frame: FrameType) -> Binding | FormChoice | None:
+def _ran(frame: FrameType, choice_for: _ChoiceFor) -> Binding | FormChoice | None:
     """Return the choice for the op or the functional form of a frame; ``None`` for other code."""
     code = frame.f_code
     if not code.co_argcount:
@@ -270,7 +273,7 @@ def _ran(frame: FrameType) -> Binding | FormChoice | None:
     if not issubclass(cls, Functional) or code not in _codes_of_class(cls, Functional):
         return None
     try:
-        return choice_of(own)
+        return choice_for(own)
     # The choice itself has failed, and the message of that error says all.
     except OpgraftError:
         return None

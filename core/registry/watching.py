@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import signal
@@ -202,6 +203,8 @@ class _Calls(_Watched):
     def __init__(self, running: Callable[[FrameType], RunningCall | None]) -> None:
         super().__init__()
         self.running = running
+        # The choices of a thread depend on the scope of settings.
+        self.context = contextvars.copy_context()
         self.looked = self.began
         self.since = self.began
         self.identity: object = None
@@ -224,7 +227,7 @@ class _Calls(_Watched):
     def _call(self) -> RunningCall | None:
         frame = sys._current_frames().get(self.thread)
         try:
-            return None if frame is None else self.running(frame)
+            return None if frame is None else self.context.run(self.running, frame)
         # An object of a plugin on the stack may raise anything.
         except Exception as error:
             logger.debug("the stack of a thread cannot be read: %s", error)

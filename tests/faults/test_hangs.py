@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults.planting import GOOD, answer, in_time, of_brix
 from faults.platform_rows import HEAD
-from opgraft import LLM, SamplingParams, load_plugins
+from opgraft import LLM, OpgraftConfig, SamplingParams, load_plugins, set_config
 from opgraft.binding import provenance
 from opgraft.cli import isolation
 from opgraft.ops import RMSNorm
@@ -207,6 +207,30 @@ def test_a_step_within_a_scope_tells_alone(site, caplog) -> None:
         RMSNorm(8)
     (told,) = [line for line in waits(caplog) if "Acme" in line]
     assert "Acme.enabled() of acme 1.0: opgraft has" in told
+
+
+ASKED = """
+from opgraft.ops import RMSNorm
+platforms = "any"
+COUNT = []
+class Brix(RMSNorm):
+    def forward_oot(self, x, residual=None): return x
+RMSNorm.register_oot(Brix, when=COUNT.append)
+"""
+
+
+def test_the_thread_that_looks_decides_nothing(site, caplog) -> None:
+    """A stack is read with the settings of its own thread, and no condition of a plugin is asked for it."""
+    site.plugin("acme", FUNCTION)
+    site.plugin("brix", ASKED)
+    with (
+        set_config(OpgraftConfig(providers={"rms_norm": "acme"})),
+        provenance.kernels_told_when_late(),
+    ):
+        opgraft.functional.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
+    (told,) = calls(caplog)
+    assert told.startswith(TOLD)
+    assert sys.modules["brix"].COUNT == []
 
 
 def test_graft(site, caplog) -> None:

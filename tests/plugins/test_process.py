@@ -159,6 +159,42 @@ def test_what_torch_wraps_itself(cold_cli, site) -> None:
     ] == []
 
 
+TRACES = """
+import threading
+import torch
+from opgraft.ops import RMSNorm
+platforms = "any"
+READY, GO_ON = threading.Event(), threading.Event()
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        READY.set()
+        assert GO_ON.wait(60)
+        return x
+THREAD = threading.Thread(target=lambda: torch.fx.symbolic_trace(Slow()))
+def ends_while_asked(platform):
+    GO_ON.set()
+    THREAD.join()
+    return True
+class Acme(RMSNorm):
+    def forward_oot(self, x, residual=None): return x
+RMSNorm.register_oot(Acme, when=ends_while_asked)
+"""
+
+
+def test_a_trace_by_another_thread_that_ends(site, caplog) -> None:
+    """While torch traces, it replaces methods of all modules. What it puts back itself stays so."""
+    former = torch.nn.Module.__call__
+    site.plugin("acme", TRACES)
+    load_plugins()
+    module = sys.modules["acme"]
+    module.THREAD.start()
+    assert module.READY.wait(60)
+    assert torch.nn.Module.__call__ is not former
+    RMSNorm(8)
+    assert torch.nn.Module.__call__ is former
+    assert "changed" not in caplog.text
+
+
 ADDED = {
     "os.environ['ACME'] = '1'": (
         "the environment variable ACME (new)",
