@@ -35,7 +35,7 @@ from opgraft.registry.op_classes import (
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, unless a scope or the class decides."""
 
-IN_TREE = "forward_oot of a class in the tree runs on out-of-tree platforms only"
+IN_TREE = "forward_oot of a class that is no replacement runs on out-of-tree platforms only"
 """The reason why a built-in platform passes over the kernel."""
 
 

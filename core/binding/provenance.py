@@ -169,12 +169,9 @@ def _running_call(frame: FrameType) -> RunningCall | None:
 
 def _call_of(told: Provenance, place: Place) -> RunningCall:
     frame, _ = place
-    # Layers share the code of a kernel. The op, or the first argument, tells their calls apart.
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    own = frame.f_locals.get(names[0]) if names else None
     where = f" in op {told.op}" if told.op else ""
     what = f"{told.kernel} of {told.provider}{where} at {told.location}"
-    return RunningCall((frame.f_code, id(own)), what, told.provider, told.setting)
+    return RunningCall(frame, what, told.provider, told.setting)
 
 
 def _is_of_host(frame: FrameType) -> bool:

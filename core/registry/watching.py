@@ -136,13 +136,13 @@ class RunningCall:
     """A running call of a plugin's code.
 
     Attributes:
-        identity: equal at each look at the same call.
+        frame: the frame of the call, the same one at each look.
         what: the code and its place, in words.
         provider: the distribution of the code.
         setting: the setting to go without the code.
     """
 
-    identity: object
+    frame: FrameType
     what: str
     provider: Provider
     setting: str
@@ -207,7 +207,8 @@ class _Calls(_Watched):
         self.context = contextvars.copy_context()
         self.looked = self.began
         self.since = self.began
-        self.identity: object = None
+        # The frame of the latest call. While a frame is held, no other call gets the same one.
+        self.frame: FrameType | None = None
 
     def look(self, now: float, is_innermost: bool) -> None:
         # No look at the stack of a step of usual length.
@@ -216,9 +217,9 @@ class _Calls(_Watched):
         before, self.looked = self.looked, now
         call = self._call() if is_innermost else None
         if call is None:
-            self.identity = None
-        elif call.identity != self.identity:
-            self.identity = call.identity
+            self.frame = None
+        elif call.frame is not self.frame:
+            self.frame = call.frame
             self.since = before
         elif now >= self.since + PATIENCE:
             self.since = float("inf")

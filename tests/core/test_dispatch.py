@@ -204,7 +204,7 @@ def test_switching_an_op_off_switches_its_replacement_off(scale, tokens: list[st
         assert scale()(torch.ones(4)).sum() == 0
 
 
-PASSED_OVER = "forward_oot of a class in the tree runs on out-of-tree platforms only"
+PASSED_OVER = "forward_oot of a class that is no replacement runs on out-of-tree platforms only"
 
 
 def _both(cls: type, name: str) -> type:
