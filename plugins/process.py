@@ -103,9 +103,10 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         "whether algorithms are deterministic", of_torch.deterministic, of_torch.set_deterministic
     ),
     value(
-        "the precision of products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
+        "the precision of float32",
+        of_torch.precisions,
+        of_torch.set_precisions,
+        of_torch.changed_precisions,
     ),
     *of_torch.flags(),
     value(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 import torch
 from opgraft.compat import intervening
@@ -83,6 +85,52 @@ def random_state() -> bytearray:
 
 def set_random_state(state: bytearray) -> None:
     torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+
+
+def _owners_of_precision() -> dict[str, Any]:
+    """Return what has a ``fp32_precision`` in this release of torch. The first one is for all others."""
+    backends = torch.backends
+    owners: dict[str, Any] = {"all": backends}
+    for backend in ("cuda", "cudnn", "mkldnn"):
+        whole = getattr(backends, backend)
+        owners[backend] = whole
+        for kind in ("matmul", "conv", "rnn"):
+            owners[f"{backend}.{kind}"] = getattr(whole, kind, None)
+    has_one = {name: getattr(each, "fp32_precision", None) for name, each in owners.items()}
+    return {name: owners[name] for name, precision in has_one.items() if precision is not None}
+
+
+_PRODUCTS = "products"
+
+
+def precisions() -> dict[str, str]:
+    """Return the precision of computations in float32: of products, and of each library."""
+    owners = _owners_of_precision()
+    found = {name: str(owner.fp32_precision) for name, owner in owners.items()}
+    # torch refuses to name one for products if libraries have several.
+    with suppress(RuntimeError):
+        found[_PRODUCTS] = torch.get_float32_matmul_precision()
+    return found
+
+
+def set_precisions(former: Mapping[str, str]) -> None:
+    # First, as it also sets libraries.
+    if _PRODUCTS in former:
+        torch.set_float32_matmul_precision(former[_PRODUCTS])
+    for name, owner in _owners_of_precision().items():
+        if owner.fp32_precision != former[name]:
+            owner.fp32_precision = former[name]
+
+
+_FIRST_PRECISIONS = precisions()
+
+
+def changed_precisions(precisions: Mapping[str, str]) -> str:
+    changed = []
+    for name, precision in precisions.items():
+        if precision != _FIRST_PRECISIONS.get(name):
+            changed.append(f"{precision} of {name}")
+    return ", ".join(changed) or "the usual one"
 
 
 def flags() -> Iterator[Row]:

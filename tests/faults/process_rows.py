@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from opgraft.plugins.changes import thorough
 
 IMPORTS = """
@@ -23,7 +24,7 @@ AT_EVERY_LOAD = {
     "torch.set_grad_enabled(False)": "whether gradients are recorded from True to False",
     "torch.set_autocast_enabled('cpu', True)": "automatic dtypes from no device to cpu",
     "torch.use_deterministic_algorithms(True)": "whether algorithms are deterministic from (False, False) to (True,",
-    "torch.set_float32_matmul_precision('medium')": "the precision of products from highest to medium",
+    "torch.set_float32_matmul_precision('medium')": "the precision of float32 from the usual one to ",
     "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
     "sys.setrecursionlimit(9999)": "the recursion limit from ",
     "os.chdir('/')": "the working folder from ",
@@ -109,6 +110,17 @@ AT_EVERY_LOAD = {
     ),
 }
 """Source of a plugin, and what each load of plugins says of it; each is set back."""
+
+if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
+    AT_EVERY_LOAD |= {
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": (
+            "the precision of float32 from the usual one to bf16 of mkldnn.matmul while"
+        ),
+        "torch.backends.mkldnn.conv.fp32_precision = 'bf16'": (
+            "the precision of float32 from the usual one to bf16 of mkldnn.conv while"
+        ),
+        "torch.backends.fp32_precision = 'tf32'": "the precision of float32 from the usual one to tf32 of all, ",
+    }
 
 THOROUGH = {
     "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
