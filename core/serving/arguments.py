@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from opgraft.base.progress import Shown
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 
@@ -118,9 +119,26 @@ def priorities_for(given: Any, prompts: int) -> Sequence[int]:
     """
     if isinstance(given, Sequence) and not isinstance(given, str):
         return _as_many(given, prompts, "priorities", "priority")
-    # Of any type: the request itself refuses wrong ones.
-    one: Any = given
+    # Of any type: the request itself refuses wrong ones. None is vLLM's default.
+    one: Any = 0 if given is None else given
     return [one] * prompts
+
+
+def shown_bar(progress: bool | None, use_tqdm: Shown) -> Shown:
+    """Return the bar to show, from the two names of the argument.
+
+    Raises:
+        RequestError: both are given.
+    """
+    if progress is None:
+        return use_tqdm
+    if use_tqdm is not None:
+        raise RequestError(
+            f"progress is {progress} and use_tqdm {use_tqdm!r:.40}, two names of one argument: "
+            "leave one out",
+            "use_tqdm",
+        )
+    return progress
 
 
 def expect_params(given: Any) -> None:

@@ -34,6 +34,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         name: str | None = None,
+        source: str | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of a chat.
@@ -45,6 +46,7 @@ class ChatTemplate:
             documents: texts for the model to quote.
             add_generation_prompt: end with the text before an answer.
             name: the template's name; by default ``tool_use`` with tools, else ``default``.
+            source: a template in place of the model's own.
             values: further values for the template, by name, such as ``enable_thinking``.
 
         Raises:
@@ -59,7 +61,7 @@ class ChatTemplate:
                 '{"role": "user", "content": "..."}'
             )
         chosen = name or self._default(tools)
-        source = self._source(chosen)
+        template = self._source(chosen) if source is None else source
         chat = [_message(message, index) for index, message in enumerate(messages)]
         given = {"tools": tools, "documents": documents, **(values or {})}
         further = {key: _as_plain_data(value, key) for key, value in given.items()}
@@ -70,11 +72,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            kind, text = self._renderer.render(source, known)
+            kind, text = self._renderer.render(template, known)
         except RecursionError:
             kind, text = AnswerKind.REFUSED, "they are nested too deeply"
         if kind is AnswerKind.TEXT:
             return text
+        if kind is AnswerKind.INVALID and source is not None:
+            raise RequestError(f"the given chat template{text}. Correct it, or leave it out.")
         if kind is AnswerKind.INVALID:
             raise CheckpointError(
                 f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, "

@@ -11,12 +11,12 @@ from queue import SimpleQueue
 from threading import Lock, get_ident
 from typing import Any, TypeAlias
 
-from opgraft.base.progress import progress_bar
+from opgraft.base.progress import Shown, progress_bar
 from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import EngineError, RequestError
+from opgraft.errors import ConfigError, EngineError, ModelError, RequestError, close_matches
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.arguments import (
     listed_chats,
@@ -24,6 +24,7 @@ from opgraft.serving.arguments import (
     params_for,
     placed,
     priorities_for,
+    shown_bar,
     text_messages,
 )
 from opgraft.serving.engine_thread import News, QueuedReader
@@ -35,6 +36,8 @@ from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 
 Message: TypeAlias = Mapping[str, Any]
+
+_RUNNERS = ("auto", "generate", "pooling")
 
 _PATIENCE = 0.5
 """The longest wait for a step after a second interrupt. Then processes of workers are ended."""
@@ -68,6 +71,8 @@ class LLM(FrontEnd):
             ``org/name`` of a model in the local Hugging Face cache. By default ``model.name`` of
             the settings.
         opgraft_config: settings in place of the process's.
+        runner: vLLM's word for the kind of model: "generate", "pooling" for an encoder, or "auto".
+            The kind is that of the checkpoint. Another one is refused.
         on_step: called after each step with its ``EngineStats``, as a change since the last call,
             and the requests with news; see ``PrometheusExporter``. An encoder makes a call after
             each batch, without requests. Calls come from the thread of the engine.
@@ -78,7 +83,7 @@ class LLM(FrontEnd):
     Raises:
         ConfigError: a setting is unknown or has a wrong value, or the cache is too small for one
             request.
-        ModelError: no model is named, or its architecture is unknown.
+        ModelError: no model is named, its architecture is unknown, or it is not for ``runner``.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -88,9 +93,19 @@ class LLM(FrontEnd):
         *,
         opgraft_config: OpgraftConfig | None = None,
         on_step: OnStep | None = None,
+        runner: str = "auto",
         **settings: Any,
     ) -> None:
+        if runner not in _RUNNERS:
+            raise ConfigError(f"runner is {runner!r:.80}: {close_matches(str(runner), _RUNNERS)}")
         super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
+        kind = "pooling" if self.embeds else "generate"
+        if runner not in ("auto", kind):
+            self.shutdown()
+            raise ModelError(
+                f"runner is {runner!r}, and {self.opgraft_config.model.name} is a model for "
+                f"{kind!r}: leave runner out, or give another model"
+            )
         self._numbers = count()
         self._answering = Lock()
         self._answering_thread: int | None = None
@@ -102,8 +117,9 @@ class LLM(FrontEnd):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         progress: bool | None = None,
+        use_tqdm: Shown = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once, and return the answers in the order of the prompts.
 
@@ -117,6 +133,8 @@ class LLM(FrontEnd):
             priority: for all, or one for each. Lower numbers come first, under
                 ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default if stderr is a terminal.
+            use_tqdm: vLLM's name for ``progress``; also a class such as ``tqdm.tqdm``, to show that
+                bar.
 
         Raises:
             RequestError: a prompt cannot be served; then none is computed.
@@ -124,15 +142,20 @@ class LLM(FrontEnd):
             Interrupted: after an interrupt, with the outputs so far.
         """
         listed = listed_prompts(prompts)
-        return self._answer(listed, sampling_params, priority, progress)
+        bar = shown_bar(progress, use_tqdm)
+        return self._answer(listed, sampling_params, priority, bar)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Shown = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        priority: int | Sequence[int] = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer chats by the chat template of the model.
@@ -143,25 +166,35 @@ class LLM(FrontEnd):
                 text.
             sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
-            priority, progress: as for ``generate``.
+            chat_template: source of a template in place of the model's own.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            chat_template_kwargs: further values for the template, such as ``enable_thinking``.
+            priority, progress, use_tqdm: as for ``generate``.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
             EngineError: the engine has stopped, or was shut down.
             Interrupted: after an interrupt, with the outputs so far.
         """
+        bar = shown_bar(progress, use_tqdm)
+        template = self.engine.inputs.chat_template
+        render = partial(
+            template.render,
+            tools=tools,
+            source=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            values=chat_template_kwargs,
+        )
         chats = listed_chats(messages)
         texts = []
         for index, chat in enumerate(chats):
             name = placed("chat", index, len(chats))
-            texts.append(self._rendered(chat, tools, name))
-        return self._answer(texts, sampling_params, priority, progress, chat=True)
+            texts.append(self._rendered(chat, render, name))
+        return self._answer(texts, sampling_params, priority, bar, chat=True)
 
-    def _rendered(
-        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str
-    ) -> str:
+    def _rendered(self, chat: Sequence[Message], render: Callable[..., str], name: str) -> str:
         try:
-            return self.engine.inputs.chat_template.render(text_messages(chat), tools=tools)
+            return render(text_messages(chat))
         except RequestError as error:
             raise RequestError(f"{name}: {error.message}", error.field, code=error.code) from error
 
@@ -171,6 +204,7 @@ class LLM(FrontEnd):
         *,
         truncate: bool = False,
         progress: bool | None = None,
+        use_tqdm: Shown = None,
     ) -> list[EmbeddingOutput]:
         """Return the embeddings of texts, in their order.
 
@@ -181,7 +215,7 @@ class LLM(FrontEnd):
                 before texts, and not before token ids.
             truncate: cut texts that are too long for the model, instead of refusing them. The
                 checkpoint's ``truncation_side`` names the end to cut.
-            progress: as for ``generate``.
+            progress, use_tqdm: as for ``generate``.
 
         Raises:
             ModelError: the model is no encoder.
@@ -189,6 +223,7 @@ class LLM(FrontEnd):
             CheckpointError: the model computes no numbers for a text.
         """
         encoder = self.encoder
+        bar = shown_bar(progress, use_tqdm)
         listed = listed_prompts(texts, "texts")
         with encoder.counters.timed("text"):
             requests = []
@@ -203,8 +238,20 @@ class LLM(FrontEnd):
             if error is not None:
                 raise error
 
-        self._answer_all(requests, progress, expect_vector)
+        self._answer_all(requests, bar, expect_vector)
         return encoder.results(requests)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of the model, with the interface of transformers.
+
+        It gives the same token ids as the engine. Changes of it do not reach the engine.
+
+        Raises:
+            InputError: the model has no tokenizer, or transformers is not installed.
+        """
+        if self.embeds:
+            return self.encoder.tokenizer.of_transformers
+        return self.engine.inputs.expect_tokenizer().of_transformers
 
     @property
     def chats(self) -> bool:
@@ -248,8 +295,8 @@ class LLM(FrontEnd):
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        progress: bool | None,
+        priority: int | Sequence[int] | None,
+        bar: Shown,
         *,
         chat: bool = False,
     ) -> list[RequestOutput]:
@@ -267,20 +314,20 @@ class LLM(FrontEnd):
                 name=placed("chat" if chat else "prompt", index, len(prompts)),
             )
             requests.append(prepared)
-        self._answer_all(requests, progress)
+        self._answer_all(requests, bar)
         return [request.output for request in requests]
 
     def _answer_all(
         self,
         requests: Sequence[OpenRequest],
-        progress: bool | None,
+        bar: Shown,
         check: Callable[[RequestOutput], None] | None = None,
     ) -> None:
         """Compute prepared requests together, and call ``check`` with the output of each."""
         interrupts = Interrupts()
         with (
             interrupts.awaited(),
-            progress_bar("prompts answered", len(requests), progress) as ended,
+            progress_bar("prompts answered", len(requests), bar) as ended,
             closing(self.answers(requests, interrupts=interrupts)) as news,
         ):
             for output in news:

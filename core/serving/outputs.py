@@ -200,6 +200,22 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedding:
+    """A vector, where vLLM has it: in the ``outputs`` of an embedded text.
+
+    Attributes:
+        embedding: one number for each dimension.
+    """
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     """The embedding of one text.
 
@@ -212,3 +228,8 @@ class EmbeddingOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     embedding: list[float]
+
+    @property
+    def outputs(self) -> Embedding:
+        """The vector by the names of vLLM: ``outputs.embedding`` and ``outputs.hidden_size``."""
+        return Embedding(self.embedding)

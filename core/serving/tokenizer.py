@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,23 @@ class Tokenizer:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
+
+    @cached_property
+    def of_transformers(self) -> Any:
+        """The same vocabulary and templates in a copy, with the interface of transformers.
+
+        Raises:
+            InputError: transformers is not installed.
+        """
+        templates: Any = dict(self.chat_templates)
+        if templates.keys() == {"default"}:
+            templates = templates["default"]
+        return import_extra("transformers").PreTrainedTokenizerFast(
+            tokenizer_object=self.backend,
+            truncation_side=self.truncation_side,
+            chat_template=templates or None,
+            **self.special_tokens,
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token in UTF-8. A token may be a part of a character."""

@@ -108,7 +108,21 @@ DIFFERENCES: Mapping[str, Callable[[], None]] = {
     "LLM.generate(sampling_params=…)": lambda: expect(
         parameters(LLM.generate)[2] == "sampling_params"
     ),
-    "LLM.generate(use_tqdm=…)": lambda: expect("progress" in parameters(LLM.generate)),
+    "LLM.generate(use_tqdm=…)": lambda: expect(
+        all(
+            {"progress", "use_tqdm"} <= {*parameters(method)}
+            for method in (LLM.generate, LLM.chat, LLM.embed)
+        )
+    ),
+    "LLM.chat(add_generation_prompt=…, chat_template=…, chat_template_kwargs=…)": lambda: expect(
+        {"add_generation_prompt", "chat_template", "chat_template_kwargs"}
+        <= {*parameters(LLM.chat)}
+    ),
+    "LLM.get_tokenizer()": lambda: expect(parameters(LLM.get_tokenizer) == ["self"]),
+    'LLM(runner="pooling")': lambda: expect("runner" in parameters(LLM)),
+    "LLM.embed(…)[0].outputs.embedding": lambda: expect(
+        opgraft.EmbeddingOutput("0", None, [1], [2.0]).outputs.embedding == [2.0]
+    ),
     "LLM.generate(priority=[…])": lambda: expect("priority" in parameters(LLM.generate)),
     "LLM(gpu_memory_utilization=…)": lambda: refuses_setting(
         "gpu_memory_utilization", r"cache\.memory_share"

