@@ -1,7 +1,8 @@
 """Bundles: the entries of a cache in one file, for machines with the same environment.
 
-A bundle is code that is loaded without a further look, so one is taken only where its digest is the one that the user
-names, or where it was signed with the user's key (HMAC-SHA256, RFC 2104: who can verify can sign).
+A bundle is code, and code is loaded without a further look. A cache takes a bundle only if the user
+names the digest, or holds the key of the signature (HMAC-SHA256, RFC 2104: who can verify can
+sign).
 """
 
 from __future__ import annotations
@@ -34,26 +35,27 @@ from opgraft.version import __version__
 _MAGIC = b"opgraft bundle 1 "
 _UNSIGNED = b"0" * 64
 _HEADER = len(_MAGIC) + 64 + 1
-"""Bytes before the archive: what it is, the signature in hexadecimal digits, a line's end."""
+"""Bytes before the archive: the magic text, the signature in hexadecimal digits, a line's end."""
 
 _INDEX = "bundle.json"
 _LARGEST_INDEX = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _CHUNK = 1 << 20
-_SHORTEST_KEY, _LONGEST_KEY = 32, 1 << 16
+_SHORTEST_KEY = 32
+_LONGEST_KEY = 1 << 16
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was written or taken.
+    """The record of a bundle after an export or import.
 
     Attributes:
-        file: its path or URL.
-        entries: that it holds.
-        taken: those of them that were not in the cache before; all of them where it was written.
-        nbytes: of the file.
-        sha256: of the file.
-        signed: with a key.
+        file: the path or URL.
+        entries: the number of entries in the bundle.
+        taken: the number of entries that were new to the cache; after an export, all.
+        nbytes: the size of the file.
+        sha256: the digest of the file.
+        signed: the bundle is signed with a key.
     """
 
     file: str
@@ -64,7 +66,7 @@ class Bundle:
     signed: bool
 
     def to_dict(self) -> dict[str, str | int | bool]:
-        """Return it as plain data."""
+        """Return the record as plain data."""
         return {
             "file": self.file,
             "entries": self.entries,
@@ -76,7 +78,10 @@ class Bundle:
 
 
 def environment() -> dict[str, str]:
-    """Describe what compiled code of any model depends on. Imports no plugin, but the platform's class."""
+    """Describe the environment of compiled code: versions, platform, processor and plugins.
+
+    No plugin is imported, except for the class of the platform.
+    """
     chosen = current_platform()
     known = {str(offer.provider) for offer in discover().offers if not offer.built_in}
     return {
@@ -96,13 +101,13 @@ def export_entries(
     *,
     only: Collection[str] | None = None,
 ) -> Bundle:
-    """Write entries of a cache to a bundle. Who reads it meanwhile finds the former bundle of that name, if any.
+    """Write entries of a cache to a bundle. Readers find the former bundle until the end.
 
     Args:
-        cache: whose entries are written; those that are damaged are left out.
+        cache: the cache with the entries. Damaged entries are left out.
         file: a path, or a URL of fsspec such as ``s3://bucket/name``.
-        key: what signs it.
-        only: these entries, and not all.
+        key: signs the bundle, if given.
+        only: the keys of the entries; by default all.
 
     Raises:
         InputError: there is no entry, or the file cannot be written.
@@ -112,9 +117,11 @@ def export_entries(
         entries = _write_archive(cache, written, cache.keys if only is None else only)
         if not entries:
             raise InputError(
-                f"the cache of compiled code in {cache.folder} has no entry to export: compile a model with "
-                "compilation_config.cache on first, or name its folder by compilation_config.cache_folder"
+                f"the cache of compiled code in {cache.folder} has no entry to export: compile a "
+                "model with compilation_config.cache on first, or name its folder by "
+                "compilation_config.cache_folder"
             )
+        # The signature covers the archive, and takes its place in the header now.
         if key is not None:
             header = _MAGIC + _signature(written, key) + b"\n"
             written.seek(0)
@@ -133,36 +140,40 @@ def import_entries(
     sha256: str | None = None,
     only: Collection[str] | None = None,
 ) -> Bundle:
-    """Take the entries of a bundle into a cache, those that it has not.
+    """Take the new entries of a bundle into a cache.
 
     Args:
-        cache: that gets them.
+        cache: gets the entries.
         file: a path, or a URL of fsspec.
-        key: what it was signed with.
-        sha256: its digest, in hexadecimal digits; one of the two is needed.
-        only: the entries that are expected of it.
+        key: the key of the signature.
+        sha256: the digest in hexadecimal digits. The digest or the key is required.
+        only: the expected keys of the entries; by default any.
 
     Raises:
-        InputError: the file cannot be read, is not the one that was meant, was made in another environment, is
-            damaged, or is larger than the cache may be.
+        InputError: the file cannot be read, has another digest or signature, was made in another
+            environment, is damaged, or is larger than the cache may be.
     """
     if key is None and sha256 is None:
         raise InputError(
-            f"{file} holds code, which is taken only if you say that it is the one you mean: name its digest by "
-            "--sha256, or the key that it is signed with by --key"
+            f"{file} holds code, which is taken only if you say that it is the one you mean: name "
+            "its digest by --sha256, or the key that it is signed with by --key"
         )
+    # A copy, so that nobody changes the file after the check.
     with _temporary() as copy:
         with _reading(file) as source:
-            digest, nbytes = _copied(source, copy, _header(file, source), cache.limit)
+            header = _header(file, source)
+            digest, nbytes = _copied(source, copy, header, cache.limit)
         if nbytes > cache.limit:
             raise InputError(
-                f"{file} is larger than the cache may be, {cache.limit} bytes: raise compilation_config.cache_bytes"
+                f"{file} is larger than the cache may be, {cache.limit} bytes: raise "
+                "compilation_config.cache_bytes"
             )
         signed = _expect_meant(file, copy, digest, key, sha256)
         try:
             with zipfile.ZipFile(copy) as archive:
                 entries = _contents(archive, cache.limit)
-                _expect_environment(file, json.loads(archive.read(_INDEX))["environment"])
+                index = json.loads(archive.read(_INDEX))
+                _expect_environment(file, index["environment"])
                 if only is not None and entries.keys() != {*only}:
                     raise InputError(
                         f"{file} has other entries than {', '.join(only)}: export these anew"
@@ -174,18 +185,17 @@ def import_entries(
             raise InputError(
                 f"the folder {cache.folder} takes no entry of {file}: {described(error)}"
             ) from error
-        except (
-            Exception
-        ) as error:  # of an archive that another one wrote, whatever reading that raises
+        # An archive by another program may raise anything.
+        except Exception as error:
             raise InputError(f"{file} is damaged: {described(error)}: export it anew") from error
     return Bundle(file, len(entries), taken, nbytes, digest, signed)
 
 
 def read_key(file: Path) -> bytes:
-    """Read a key: any bytes, which nobody but their owner may read.
+    """Read a key: any bytes in a file that only the owner may read.
 
     Raises:
-        InputError: it cannot be read, is too short, or others may read it.
+        InputError: the file cannot be read, is too short, or others may read or write the file.
     """
     try:
         key = read_regular(file, _LONGEST_KEY)
@@ -199,28 +209,37 @@ def read_key(file: Path) -> bytes:
         )
     if state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise InputError(
-            f"the key {file} belongs to another user, or others may read or write it: make one of mode 0600"
+            f"the key {file} belongs to another user, or others may read or write it: make one of "
+            "mode 0600"
         )
     return key
 
 
 def _write_archive(cache: CompilationCache, file: IO[bytes], keys: Collection[str]) -> int:
-    """Append an archive of those entries that are whole, each of which stays while it is read; returns their number."""
+    """Append an archive of undamaged entries, and return the number of entries."""
     count = 0
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr(_INDEX, json.dumps({"environment": environment()}))
         for key in keys:
+            # Under the lock, no other process removes the entry.
             with cache.locked(key), contextlib.suppress(CacheEntryError):
                 found = cache.read(key)
-                if found is not None:
-                    for path in sorted(found[0].iterdir()):
-                        archive.write(path, f"{key}/{path.name}")
-                    count += 1
+                if found is None:
+                    continue
+                folder, _ = found
+                for path in sorted(folder.iterdir()):
+                    archive.write(path, f"{key}/{path.name}")
+                count += 1
     return count
 
 
 def _contents(archive: zipfile.ZipFile, limit: int) -> dict[str, list[str]]:
-    """Return the files of each entry, all of whose names and sizes are in order."""
+    """Check names and sizes in an archive, and return the names of files by entry.
+
+    Raises:
+        ValueError: the archive holds a file with another name than those of entries.
+        InputError: the entries take more than ``limit`` bytes.
+    """
     entries: dict[str, list[str]] = {}
     for info in archive.infolist():
         if info.filename == _INDEX:
@@ -233,13 +252,14 @@ def _contents(archive: zipfile.ZipFile, limit: int) -> dict[str, list[str]]:
         entries.setdefault(key, []).append(name)
     if sum(info.file_size for info in archive.infolist()) > limit:
         raise InputError(
-            f"its entries take more than {limit} bytes, which the cache may: raise compilation_config.cache_bytes"
+            f"its entries take more than {limit} bytes, which the cache may: raise "
+            "compilation_config.cache_bytes"
         )
     return entries
 
 
 def _taken(cache: CompilationCache, archive: zipfile.ZipFile, key: str, files: list[str]) -> bool:
-    """Write an entry that the cache has not, and tell whether that was so."""
+    """Write an entry into the cache; return False if the cache has the entry already."""
     with cache.locked(key):
         with contextlib.suppress(CacheEntryError):
             if cache.read(key) is not None:
@@ -254,7 +274,11 @@ def _taken(cache: CompilationCache, archive: zipfile.ZipFile, key: str, files: l
 def _expect_meant(
     file: str, copy: IO[bytes], digest: str, key: bytes | None, sha256: str | None
 ) -> bool:
-    """See that a bundle is the one that the user means, and tell whether its signature says so."""
+    """Check the digest and the signature of a bundle; return True if the bundle is signed.
+
+    Raises:
+        InputError: the digest is another one, or the signature is missing or wrong.
+    """
     copy.seek(len(_MAGIC))
     signature = copy.read(len(_UNSIGNED))
     if sha256 is not None and not hmac.compare_digest(sha256.lower().encode(), digest.encode()):
@@ -282,8 +306,8 @@ def _expect_environment(file: str, there: Mapping[str, str]) -> None:
     ]
     if other:
         raise InputError(
-            f"{file} was made in another environment, in which code may differ ({'; '.join(other)}): import it on a "
-            "machine like that, or compile here"
+            f"{file} was made in another environment, in which code may differ "
+            f"({'; '.join(other)}): import it on a machine like that, or compile here"
         )
 
 
@@ -299,11 +323,19 @@ def _signature(file: IO[bytes], key: bytes) -> bytes:
 def _copied(
     source: IO[bytes], target: IO[bytes], begun: bytes = b"", limit: int | None = None
 ) -> tuple[str, int]:
-    """Copy a file of which the first bytes were read, or the beginning of one of more than ``limit`` bytes.
+    """Copy a file, up to a little more than ``limit`` bytes.
 
-    Returns the digest of what was copied, and how many bytes it has.
+    Args:
+        source: the file.
+        target: gets the copy.
+        begun: bytes of the file that were read before.
+        limit: by default none.
+
+    Returns:
+        The digest and the number of the copied bytes.
     """
-    digest, nbytes = hashlib.sha256(begun), target.write(begun)
+    digest = hashlib.sha256(begun)
+    nbytes = target.write(begun)
     for chunk in _chunks(source):
         target.write(chunk)
         digest.update(chunk)
@@ -314,7 +346,11 @@ def _copied(
 
 
 def _header(file: str, source: IO[bytes]) -> bytes:
-    """Read the header of a bundle, before anything else of it."""
+    """Read the header of a bundle, the first bytes.
+
+    Raises:
+        InputError: the file is no bundle.
+    """
     header = source.read(_HEADER)
     if len(header) < _HEADER or not header.startswith(_MAGIC):
         raise InputError(
@@ -329,10 +365,15 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _reading(file: str) -> Iterator[IO[bytes]]:
-    """Open a path or a URL; of a pipe or a device nothing is read."""
+    """Open a path or a URL for reading.
+
+    Raises:
+        InputError: the file cannot be read, or is a pipe or a device.
+    """
     if os.path.exists(file) and not os.path.isfile(file):
         raise InputError(f"the bundle {file} cannot be read: it is no regular file")
-    import fsspec  # which comes with torch, and is imported by few others
+    # fsspec comes with torch, and few need the slow import.
+    import fsspec
 
     with _told(file, "read"), fsspec.open(file, "rb") as opened:
         yield opened
@@ -340,13 +381,18 @@ def _reading(file: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _writing(file: str) -> Iterator[IO[bytes]]:
-    """Open a path or a URL whose content changes at the end alone, and not at all where that is not reached."""
+    """Open a path or a URL for writing. The content changes at the end, or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     with _told(file, "written"):
         system, path = fsspec.url_to_fs(file)
-        if isinstance(system, LocalFileSystem):  # whose transactions move a file from another disk
+        # The transactions of fsspec would move a local file from another disk.
+        if isinstance(system, LocalFileSystem):
             with replacing(Path(path), 0o644) as opened:
                 yield opened
         else:
@@ -356,7 +402,7 @@ def _writing(file: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _told(file: str, done: str) -> Iterator[None]:
-    """Raise ``InputError`` for whatever file systems raise."""
+    """Turn any error of a file system into ``InputError``."""
     try:
         yield
     except InputError:
@@ -367,16 +413,16 @@ def _told(file: str, done: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary() -> Iterator[IO[bytes]]:
-    """Open a file without a name.
+    """Open a temporary file without a name.
 
     Raises:
-        InputError: it cannot be made, or what is put into it cannot be read or written, as on a full disk.
+        InputError: the file cannot be made, read or written, as on a full disk.
     """
     try:
         with tempfile.TemporaryFile() as file:
             yield file
     except OSError as error:
         raise InputError(
-            f"a bundle cannot be put into a temporary file: {described(error)}: where no space is left, set TMPDIR "
-            "to a folder with room"
+            f"a bundle cannot be put into a temporary file: {described(error)}: where no space is "
+            "left, set TMPDIR to a folder with room"
         ) from error

@@ -1,4 +1,7 @@
-"""The cache of compiled code: a folder of entries that are written at once, checked when read, and bounded in size."""
+"""The cache of compiled code: a folder of entries with checksums, bounded in size.
+
+An entry appears in one step: a process writes to another folder, and renames the folder at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +24,35 @@ from opgraft.config.environment import cache_home
 from opgraft.errors import CacheEntryError, ConfigError
 from opgraft.logger import logger
 
-ENTRY, SUMS = "entry.json", "sums.json"
-"""The files of an entry beside its own: its description, and the checksums of all the others."""
+ENTRY = "entry.json"
+"""The file of an entry with the description."""
+
+SUMS = "sums.json"
+"""The file of an entry with the checksums of all other files."""
 
 INDEX = "sources.json"
-"""The file of the folder that remembers digests of sources."""
+"""The file in the folder of a cache with digests of sources."""
 
-_LOCK, _WRITING = ".lock", ".writing"
-_LARGEST = 1 << 26  # bytes of a description, and of the checksums
-_PIECE = 1 << 20  # bytes that are read at a time
+_LOCK = ".lock"
+_WRITING = ".writing"
+_LARGEST = 1 << 26
+"""The largest number of bytes of a description, and of the checksums."""
+
+_PIECE = 1 << 20
+"""The number of bytes to read at a time."""
+
 KEY = re.compile("[0-9a-f]{40}")
-"""The name of an entry. Nothing of another name is touched, as the folder may have other things in it."""
+"""The name of an entry. Files of other names in the folder belong to others, and stay."""
 
 
 class CacheFigures(NamedTuple):
     """Totals of a cache.
 
     Attributes:
-        folder: where it is.
-        entries: in it.
-        nbytes: that they take.
-        limit: bytes that they may take.
+        folder: the folder of the cache.
+        entries: the number of entries.
+        nbytes: the bytes of all entries.
+        limit: the bytes that entries may take.
     """
 
     folder: str
@@ -60,34 +71,34 @@ class CacheFigures(NamedTuple):
 
 
 class CompilationCache:
-    """A folder of entries by key, each a folder of files with their checksums.
+    """A folder of entries by key. An entry is a folder of files with checksums.
 
     Args:
-        folder: for its owner alone.
-        limit: bytes that entries may take; those that were not used for longest go first.
-        make: make the folder where it is not there; a cache without one is empty.
+        folder: only the owner may write to this folder.
+        limit: the bytes that entries may take. The least recently used entries go first.
+        make: make a missing folder. Without a folder, the cache is empty.
 
     Raises:
-        ConfigError: the folder is another user's, or others may write to it, or it cannot be made.
+        ConfigError: the folder belongs to another user, or others may write to it, or it cannot be
+            made.
     """
 
     @classmethod
     def of(cls, settings: CompilationConfig, *, make: bool = True) -> CompilationCache:
-        """Return the cache that settings name.
+        """Return the cache of the settings.
 
         Raises:
-            ConfigError: its folder cannot be used.
+            ConfigError: the folder cannot be used.
         """
+        given = settings.cache_folder
         try:
-            folder = (
-                Path(settings.cache_folder)
-                if settings.cache_folder
-                else cache_home() / "opgraft" / "compiled"
-            )
+            folder = Path(given) if given else cache_home() / "opgraft" / "compiled"
             return cls(folder.expanduser(), settings.cache_bytes, make=make)
+        # There is no home folder.
         except RuntimeError as error:
             raise ConfigError(
-                f"compilation_config.cache_folder cannot be found: {described(error)}: name a folder by its full path"
+                f"compilation_config.cache_folder cannot be found: {described(error)}: name a "
+                "folder by its full path"
             ) from error
 
     def __init__(self, folder: Path, limit: int, *, make: bool = True) -> None:
@@ -99,23 +110,26 @@ class CompilationCache:
             elif not folder.exists():
                 return
             state = folder.stat()
-        except (OSError, ValueError) as error:  # the latter of a name that no file has
+        # ValueError stands for a name with a null byte.
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"the folder {folder} of compilation_config.cache_folder cannot be used: {described(error)}"
+                f"the folder {folder} of compilation_config.cache_folder cannot be used: "
+                f"{described(error)}"
             ) from error
         if state.st_uid != os.getuid() or state.st_mode & 0o022:
             raise ConfigError(
-                f"the folder {folder} of compilation_config.cache_folder belongs to another user, or others may write "
-                "to it, and code is loaded from it: name a folder of your own, of mode 0700"
+                f"the folder {folder} of compilation_config.cache_folder belongs to another user, "
+                "or others may write to it, and code is loaded from it: name a folder of your own, "
+                "of mode 0700"
             )
 
     def __contains__(self, key: str) -> bool:
-        """Tell whether there is an entry, whole or not."""
+        """Return True if there is an entry, damaged or not."""
         return (self.folder / key).is_dir()
 
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of a key, for which other processes wait.
+        """Hold the lock of a key. Other processes wait for the lock.
 
         Raises:
             CacheEntryError: the folder takes no file, as on a full disk.
@@ -132,7 +146,10 @@ class CompilationCache:
             os.close(lock)
 
     def _lock(self, key: str, at_once: int = 0) -> int:
-        """Return a descriptor that holds the lock; ``LOCK_NB`` for ``at_once`` raises where another one does."""
+        """Return a descriptor with the lock of a key.
+
+        With ``LOCK_NB`` for ``at_once``, a lock of another process raises ``BlockingIOError``.
+        """
         path = self.folder / f"{key}{_LOCK}"
         while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -140,7 +157,7 @@ class CompilationCache:
                 fcntl.flock(lock, fcntl.LOCK_EX | at_once)
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
-            # Removed while this waited: nobody else would wait for this one.
+            # Removed meanwhile: other processes would wait for another file.
             except FileNotFoundError:
                 pass
             except BaseException:
@@ -149,10 +166,10 @@ class CompilationCache:
             os.close(lock)
 
     def read(self, key: str) -> tuple[Path, Mapping[str, Any]] | None:
-        """Return the folder and the description of an entry, ``None`` where there is none.
+        """Return the folder and the description of an entry; ``None`` without an entry.
 
         Raises:
-            CacheEntryError: there is one, and it is damaged.
+            CacheEntryError: the entry is damaged.
         """
         if key not in self:
             return None
@@ -167,6 +184,7 @@ class CompilationCache:
                 if _sum(entry / name) != expected:
                     raise CacheEntryError(f"{name} of it is damaged")
             description: dict[str, Any] = json.loads(read_regular(entry / ENTRY, _LARGEST))
+            # The time tells the last use.
             os.utime(entry)
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CacheEntryError(f"it cannot be read: {described(error)}") from error
@@ -174,20 +192,20 @@ class CompilationCache:
 
     @contextlib.contextmanager
     def written(self, key: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Give a folder to write files to and a description to fill, which together become the entry at the end.
+        """Yield a folder for files and a description to fill. Both become the entry at the end.
 
-        Who writes holds the lock of the key.
+        The caller holds the lock of the key.
         """
         folder = self.folder / f"{key}{_WRITING}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        # A killed process may have left a folder.
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         try:
             description: dict[str, Any] = {}
             yield folder, description
             (folder / ENTRY).write_text(json.dumps(description))
-            (folder / SUMS).write_text(
-                json.dumps({path.name: _sum(path) for path in sorted(folder.iterdir())})
-            )
+            sums = {path.name: _sum(path) for path in sorted(folder.iterdir())}
+            (folder / SUMS).write_text(json.dumps(sums))
             self.discard(key)
             folder.rename(self.folder / key)
         finally:
@@ -195,43 +213,42 @@ class CompilationCache:
         self._make_room(key)
 
     def discard(self, key: str) -> None:
-        """Remove an entry, where there is one, or what has its name and is none."""
+        """Remove an entry, or a file or link of the same name."""
         entry = self.folder / key
         if entry.is_symlink() or entry.is_file():
             entry.unlink(missing_ok=True)
         shutil.rmtree(entry, ignore_errors=True)
 
     def clear(self) -> int:
-        """Remove all entries but those that somebody waits for or makes, and return how many there were."""
+        """Remove all entries without a lock, and return the number of removed entries."""
         entries = {key for _, _, key in self._entries()}
         (self.folder / INDEX).unlink(missing_ok=True)
-        return len(entries & {key for key in self._keys() if self._removed(key)})
+        removed = {key for key in self._keys() if self._removed(key)}
+        return len(entries & removed)
 
     @property
     def keys(self) -> list[str]:
-        """List the entries, those that were not used for longest first."""
+        """The keys of the entries, the least recently used first."""
         return [key for _, _, key in self._entries()]
 
     def figures(self) -> CacheFigures:
-        """Count entries and their bytes."""
+        """Count entries and bytes."""
         sizes = [size for _, size, _ in self._entries()]
         return CacheFigures(str(self.folder), len(sizes), sum(sizes), self.limit)
 
     def _keys(self, *endings: str) -> set[str]:
-        """Return the keys of which there is something, or something that ends so."""
+        """Return the keys of files and folders with one of the endings; by default with any."""
         if not self.folder.exists():
             return set()
-        found = {
-            path.stem
-            for path in self.folder.iterdir()
-            if path.suffix in (endings or ("", _LOCK, _WRITING))
-        }
+        wanted = endings or ("", _LOCK, _WRITING)
+        found = {path.stem for path in self.folder.iterdir() if path.suffix in wanted}
         return {key for key in found if KEY.fullmatch(key)}
 
     def _entries(self) -> list[tuple[int, int, str]]:
-        """Return when each entry was last used, its bytes and its key; other processes may remove some meanwhile."""
+        """Return the time of the last use, the bytes and the key of each entry, sorted."""
         found = []
         for key in self._keys(""):
+            # Other processes may remove an entry meanwhile.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 entry = self.folder / key
                 size = sum(file.stat().st_size for file in entry.iterdir())
@@ -239,8 +256,9 @@ class CompilationCache:
         return sorted(found)
 
     def _make_room(self, kept: str) -> None:
-        """Remove entries that were not used for longest, until the rest fits beside the one that is ``kept``."""
-        for key in self._keys(_WRITING):  # of processes that were killed; others hold their locks
+        """Remove the least recently used entries until the rest fits; the entry ``kept`` stays."""
+        # Folders of killed processes go. The lock protects those of living processes.
+        for key in self._keys(_WRITING):
             self._removed(key)
         entries = self._entries()
         total = sum(size for _, size, _ in entries)
@@ -250,7 +268,7 @@ class CompilationCache:
                 logger.info("the entry %s of the cache of compiled code goes, as it is full", key)
 
     def _removed(self, key: str) -> bool:
-        """Remove all that there is of a key, and tell whether that was so: it is not while somebody has its lock."""
+        """Remove all files of a key; return False if another process holds the lock."""
         try:
             lock = self._lock(key, fcntl.LOCK_NB)
         except OSError:
@@ -268,7 +286,7 @@ def _sum(file: Path) -> str:
     """Return the checksum of a file.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no regular file.
+        OSError, ValueError: the file cannot be read, or is no regular file.
     """
     sum_of = hashlib.sha256()
     with open(file, "rb", opener=without_waiting) as opened:

@@ -1,4 +1,4 @@
-"""Code: what a captured graph has become, or what an entry of the cache holds of that."""
+"""``Code``: a captured graph with the function that runs the graph, or the same from the cache."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from opgraft.registry.decision import Decision
 from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
-    from opgraft.compilation.execution import Execution  # which code from the cache does without
+    # Code from the cache does without this module.
+    from opgraft.compilation.execution import Execution
 
 
 class Packaged(NamedTuple):
-    """Code that is in a package of the cache.
+    """Code in a package of the cache.
 
     Attributes:
-        key: of the package.
-        origins: of the tensors of the graph.
-        values: those of them that no model has.
+        key: the key of the package.
+        origins: by name, the places of the graph's tensors in a model.
+        values: by name, the tensors without a place in a model.
     """
 
     key: str
@@ -34,15 +35,16 @@ class Code(NamedTuple):
     """A graph, and the function that runs it.
 
     Attributes:
-        graph: what was captured, after all passes, with semantic nodes; ``None`` of code that was in the cache.
-        passes: the record of each, in order.
-        lowerings: for each form what its nodes have become.
-        run: called with the tensors of the placeholders.
-        tensors: of the model, with which it computes.
-        joint: parameters over whose memory the graph has joint tensors.
-        packaged: what is known of the package that it was written to; of one function, and only where it has one.
-        execution: the pieces and static graphs that ``run`` consists of; ``None`` where it is one function.
-        unkept: why some of it is in no package, where packages were asked for.
+        graph: the captured graph after all passes, with semantic nodes; ``None`` if the code comes
+            from the cache.
+        passes: the record of each pass, in order.
+        lowerings: for each form, the kernel in the place of its nodes.
+        run: takes the tensors of the placeholders.
+        tensors: the tensors of the model in the graph.
+        joint: parameters in memory that the graph uses as one joint tensor.
+        packaged: the package of the code; ``None`` without one, and if the code has several parts.
+        execution: the pieces and static graphs of ``run``; ``None`` if ``run`` is one function.
+        unkept: why a part of the code is in no package; empty if packages hold all.
     """
 
     graph: fx.GraphModule | None
@@ -57,13 +59,18 @@ class Code(NamedTuple):
 
     @property
     def recorded(self) -> tuple[int, ...]:
-        """The sizes of the batch that have static graphs, and one that is padded."""
+        """The sizes of the batch with static graphs, and one size that needs padding."""
         sizes = self.execution.recorded if self.execution else ()
-        padded = next((size - 1 for size in sizes if size - 1 not in (0, *sizes)), None)
-        return sizes if padded is None else (*sizes, padded)
+        for size in sizes:
+            padded = size - 1
+            if padded and padded not in sizes:
+                return (*sizes, padded)
+        return sizes
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Tell for each form what its nodes have become, and how the graph runs."""
-        lowerings = (each.decision for each in self.lowerings)
-        return (*lowerings, *((self.execution.decision,) if self.execution else ()))
+        """The record of each form's kernel, then the record of how the graph runs."""
+        lowerings = [each.decision for each in self.lowerings]
+        if self.execution:
+            lowerings.append(self.execution.decision)
+        return tuple(lowerings)

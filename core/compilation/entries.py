@@ -1,4 +1,4 @@
-"""Entries of the cache: what is written of a compiled model, by which a process has it again without tracing."""
+"""Entries of the cache: write a compiled model, and read it in another process without tracing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opgraft.compilation.code import Code
 from opgraft.compilation.example import Example
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.inputs import Expected, Signature
-from opgraft.compilation.lowering import lowerings_of
+from opgraft.compilation.lowering import Lowering, lowerings_of
 from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.tensors import tensors_of
 from opgraft.errors import CacheEntryError
@@ -37,7 +37,8 @@ def write_signature(signature: Signature) -> dict[str, Any]:
         )
     try:
         out_spec = structure_to_text(signature.out_spec)
-    except Exception as error:  # of a container that tells no name, whatever torch raises
+    # torch raises errors of several classes for a container without a name.
+    except Exception as error:
         raise CacheEntryError(
             f"the structure of the result cannot be written: {described(error)}"
         ) from error
@@ -56,28 +57,37 @@ def write_signature(signature: Signature) -> dict[str, Any]:
 
 
 def read_signature(description: Mapping[str, Any], example: Example) -> Signature:
-    """Undo ``write_signature`` for an example that the graph was captured with, or one like it."""
-    expected = tuple(
-        Expected(
-            name,
-            getattr(torch, dtype.removeprefix("torch.")),
-            torch.device(device),
-            tuple(sizes),
-            written,
-        )
-        for name, dtype, device, sizes, written in description["expected"]
-    )
-    in_spec = flattened((example.args, dict(example.kwargs)))[1]
-    out_spec = structure_of_text(description["out_spec"])
+    """Undo ``write_signature``.
+
+    Args:
+        description: the result of ``write_signature``.
+        example: a call like the captured one.
+    """
+    _, in_spec = flattened((example.args, dict(example.kwargs)))
     bounds = {name: (low, high) for name, (low, high) in description["bounds"].items()}
-    inputs, constants, results = (description[name] for name in ("inputs", "constants", "results"))
     return Signature(
-        tuple(inputs), dict(constants), in_spec, out_spec, expected, bounds, dict(results)
+        inputs=tuple(description["inputs"]),
+        constants=dict(description["constants"]),
+        in_spec=in_spec,
+        out_spec=structure_of_text(description["out_spec"]),
+        expected=tuple(map(_read_expected, description["expected"])),
+        bounds=bounds,
+        results=dict(description["results"]),
     )
+
+
+def _read_expected(row: Any) -> Expected:
+    name, dtype, device, sizes, is_written = row
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    return Expected(name, kind, torch.device(device), tuple(sizes), is_written)
 
 
 def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
-    """Describe code that is in a package, and write the values of tensors that no model has to a folder."""
+    """Describe code in a package, and write the tensors outside of the model into a folder.
+
+    Raises:
+        CacheEntryError: the code is in no package.
+    """
     packaged = code.packaged
     if packaged is None:
         raise CacheEntryError(code.unkept)
@@ -98,23 +108,36 @@ def read_code(
     """Undo ``write_code`` for the tensors of a model.
 
     Raises:
-        CacheEntryError: a file is damaged, or the kernels or the model are not those that it was compiled for.
+        CacheEntryError: a file is damaged, or the code was compiled for other kernels or another
+            model.
     """
-    forms = description["forms"]
-    lowerings = lowerings_of({name: count for name, (count, _) in forms.items()})
-    for each in lowerings:
-        chosen = forms[each.form.name][1]
-        if each.chosen != chosen:
-            raise CacheEntryError(
-                f"the kernel of {each.form.name} was {chosen} and is {each.chosen}"
-            )
+    lowerings = _read_lowerings(description["forms"])
     values: dict[str, Tensor] = {}
     if description["values"]:
         values = torch.load(folder / description["values"], weights_only=True)
     tensors, parts = tensors_of(model, description["origins"], values)
-    reports = tuple(
-        PassReport(name, source, matched, replaced, (before, after), tuple(left))
-        for name, source, matched, replaced, (before, after), left in description["passes"]
-    )
+    reports = tuple(map(_read_report, description["passes"]))
     run = loaded(packages.file_of(description["package"]), tensors)
-    return Code(None, reports, lowerings, run, (*tensors.values(), *parts), tuple(parts))
+    used = (*tensors.values(), *parts)
+    return Code(None, reports, lowerings, run, used, tuple(parts))
+
+
+def _read_lowerings(forms: Mapping[str, Any]) -> tuple[Lowering, ...]:
+    """Return the lowering of each form now.
+
+    Raises:
+        CacheEntryError: a form runs another kernel than before.
+    """
+    lowerings = lowerings_of({name: count for name, (count, _) in forms.items()})
+    for each in lowerings:
+        _, chosen = forms[each.form.name]
+        if each.chosen != chosen:
+            raise CacheEntryError(
+                f"the kernel of {each.form.name} was {chosen} and is {each.chosen}"
+            )
+    return lowerings
+
+
+def _read_report(row: Any) -> PassReport:
+    name, source, matched, replaced, (before, after), left = row
+    return PassReport(name, source, matched, replaced, (before, after), tuple(left))

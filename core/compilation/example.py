@@ -1,4 +1,4 @@
-"""The example by which a model is captured, and which its calls are like."""
+"""``Example``: the arguments of one call, for capturing a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Example(NamedTuple):
-    """An example of the arguments of a model, as ``torch.export`` takes them.
+    """An example of the arguments of a model, as for ``torch.export``.
 
     Attributes:
-        args: by position.
-        kwargs: by name.
-        dynamic_shapes: which sizes are dynamic; ``None`` for the first dimension of every tensor.
-        sizes: that the dynamic size may be; any if not given.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        dynamic_shapes: the dynamic sizes; ``None`` for the first dimension of every tensor.
+        sizes: the allowed values of the dynamic size; ``None`` for any.
     """
 
     args: tuple[Any, ...]
@@ -26,10 +26,11 @@ class Example(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Example:
-        """Return an example of which each tensor is one of its own: one that is given twice would be one input."""
+        """Return an example without a tensor in two places."""
         leaves, structure = flattened((args, dict(kwargs)))
         seen: set[int] = set()
         for place, leaf in enumerate(leaves):
+            # Export would make one input of a tensor in two places.
             if isinstance(leaf, Tensor) and id(leaf) in seen:
                 leaves[place] = leaf.clone()
             seen.add(id(leaf))

@@ -1,4 +1,4 @@
-"""A pass over the graph of a model, and the record of what it did."""
+"""``GraphPass``, a pass over the graph of a model, and the record of its changes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import fx, nn
 
-PASSED_OVER, LATER = "a provider's kernel is not passed over", "an argument is computed later"
-"""Reasons that several passes have to leave a place."""
+PASSED_OVER = "a provider's kernel is not passed over"
+"""The reason to leave a provider's kernel, if no provider has a kernel for the new form."""
 
+LATER = "an argument is computed later"
+"""The reason to leave a place if the new form would run before one of the arguments is computed."""
 
 ALL_SIZES = range(1, sys.maxsize)
-"""The sizes of the batch that a graph serves which is captured for any."""
+"""The sizes of the batch for a graph that serves any size."""
 
 
 class PassOutcome(NamedTuple):
-    """The places in a graph that a pass looked for and found, those of them that it changed, and why it left others."""
+    """The outcome of a pass.
+
+    Attributes:
+        matched: the number of places in the graph that the pass has looked for and found.
+        replaced: the number of changed places.
+        left: the reasons for places without a change.
+    """
 
     matched: int
     replaced: int
@@ -29,7 +37,7 @@ class PassOutcome(NamedTuple):
 
     @classmethod
     def of(cls, replaced: int, left: Sequence[str]) -> PassOutcome:
-        """Count places that were changed, and those that were left, of each of which the reason is given."""
+        """Return the outcome for a number of changed places, with a reason for each other place."""
         return cls(replaced + len(left), replaced, tuple(dict.fromkeys(left)))
 
 
@@ -38,12 +46,12 @@ class PassReport:
     """The record of one pass.
 
     Attributes:
-        name: of the pass.
-        source_hash: of its class's source, which changes with it.
-        matched: places that it found.
-        replaced: places that it changed.
-        nodes: of the graph before and after.
-        left: the reasons why it did not change the others, as far as the pass gives them.
+        name: the name of the pass.
+        source_hash: a digest of the pass's source.
+        matched: the number of places that the pass found.
+        replaced: the number of changed places.
+        nodes: the number of nodes of the graph before and after.
+        left: the reasons for places without a change, as far as the pass tells.
     """
 
     name: str
@@ -55,38 +63,40 @@ class PassReport:
 
     def __str__(self) -> str:
         why = f" ({'; '.join(self.left)})" if self.left else ""
+        before, after = self.nodes
         return (
-            f"{self.name} ({self.source_hash}): {self.matched} matched, {self.replaced} replaced{why}, "
-            f"{self.nodes[0]} nodes to {self.nodes[1]}"
+            f"{self.name} ({self.source_hash}): {self.matched} matched, {self.replaced} "
+            f"replaced{why}, {before} nodes to {after}"
         )
 
 
 class GraphPass(ABC):
-    """A change of a graph that leaves what it computes, but for rounding.
+    """A change of a graph with the same results, except for rounding.
 
-    A subclass has a ``name`` and ``run``. It is constructed without arguments.
+    A subclass has a ``name`` and ``run``, and a constructor without arguments.
     """
 
     name: ClassVar[str]
     is_default: ClassVar[bool] = True
-    """A pass of opgraft that is not runs only where ``compilation_config.pass_config`` says so."""
+    """The pass runs by default. Otherwise ``compilation_config.pass_config`` turns the pass on."""
 
     @abstractmethod
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        """Change the graph in place, and count what was found and changed.
+        """Change the graph in place, and count the found and the changed places.
 
-        Nodes that it adds need no ``meta``. What nobody uses any more is removed afterwards.
+        New nodes need no ``meta``. Unused nodes are removed after the pass.
 
         Args:
             module: the graph over the tensors of the model, with semantic nodes.
-            model: which it was captured from, not to be changed.
+            model: the model of the graph, not to be changed.
         """
 
     def applies(self, sizes: range) -> bool:
-        """Tell whether the pass is for graphs of these sizes of the batch; all, unless a subclass says otherwise."""
+        """Return True if the pass runs over graphs for these sizes of the batch; by default all."""
         return True
 
     def source_hash(self) -> str:
-        """Digest the module of the class, so that what depends on a pass can tell when it has changed."""
+        """Return a digest of the module of the class. It tells users of a pass about a change."""
         module: Any = inspect.getmodule(type(self))
-        return hashlib.sha256(inspect.getsource(module or type(self)).encode()).hexdigest()[:12]
+        source = inspect.getsource(module or type(self))
+        return hashlib.sha256(source.encode()).hexdigest()[:12]

@@ -1,4 +1,7 @@
-"""The key of what is compiled: everything that decides on it, found without tracing."""
+"""The key of a compiled model in the cache: a digest of everything that decides on the code.
+
+The key is found without tracing the model.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ _OF_THE_CACHE = (
     "dump_graphs",
     "level",
 )
-"""Settings of compilation that do not change what is compiled, or change it through others."""
+"""Settings of compilation without an effect on the code, except through other settings."""
 
 _OF_CODE = ("versions", "platform", "threads", "compilers", "variables", "providers", "example")
 
 
 class Key(NamedTuple):
-    """The key of what is compiled.
+    """The key of a compiled model.
 
     Attributes:
-        parts: data whose text is the same in every process in which the same would be compiled.
-        unseen: classes of which the model has something that is not in the parts, as it cannot be described.
+        parts: data with equal texts in all processes with equal code.
+        unseen: the classes of values in the model that have no description in the parts.
     """
 
     parts: Mapping[str, Any]
@@ -56,7 +59,8 @@ class Key(NamedTuple):
 
     @property
     def of_code(self) -> dict[str, Any]:
-        """The parts on which the code of a graph depends, besides the graph: by the example, the sizes it is for."""
+        """The parts that the code of a graph depends on, besides the graph."""
+        # The example is one: the code fits its dtypes and its constant sizes.
         return {name: self.parts[name] for name in _OF_CODE}
 
 
@@ -67,18 +71,44 @@ def key_of(
     """Return the key of a model.
 
     Args:
-        model: to be compiled.
-        example: of its arguments.
-        settings: under which it is; passes that they name have been imported.
-        sources: of the code that decides.
+        model: the model to compile.
+        example: the arguments of a call.
+        settings: the settings of compilation. The passes of users have been imported.
+        sources: digests of source files.
     """
-    platform, modules = current_platform(), modules_of(model)
+    modules = modules_of(model)
     held = held_by(modules)
-    descriptions, given = Descriptions(held), Descriptions(held, contents=False)
+    descriptions = Descriptions(held)
+    # Of an example, dtypes and sizes decide, and the numbers do not.
+    without_contents = Descriptions(held, contents=False)
     described = list(_modules(modules, descriptions))
     passes = [_pass(each, descriptions) for each in settings.user_passes]
     names = descriptions.modules | {name.partition(":")[0] for name in _names_of_passes(settings)}
+    call = (example.args, dict(example.kwargs), example.dynamic_shapes)
     parts = {
+        **_process_parts(),
+        "compilers": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled,
+            without_contents.of(changed_settings()),
+        ],
+        "variables": read_compilers(),
+        "settings": [*_settings_in_key(settings), passes, *_host_settings()],
+        "providers": sorted(_providers(sources)),
+        "ranks": [str(parallelism().layout), get_world_group().rank],
+        "model": described,
+        "sources": sorted(sources.modules(names)),
+        "weights": list(_weights(modules)),
+        "example": [without_contents.of(each) for each in call],
+    }
+    sources.keep()
+    return Key(parts, frozenset(descriptions.incomplete))
+
+
+def _process_parts() -> dict[str, list[Any]]:
+    """Return the parts of a key about this process: versions, platform and numbers of torch."""
+    platform = current_platform()
+    return {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
         "platform": [
             platform.name,
@@ -90,28 +120,13 @@ def key_of(
             torch.get_float32_matmul_precision(),
             str(torch.get_default_dtype()),
         ],
-        "compilers": [
-            *(torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled),
-            given.of(changed_settings()),
-        ],
-        "variables": read_compilers(),
-        "settings": [*_settings_in_key(settings), passes, *_host_settings()],
-        "providers": sorted(_providers(sources)),
-        "ranks": [str(parallelism().layout), get_world_group().rank],
-        "model": described,
-        "sources": sorted(sources.modules(names)),
-        "weights": list(_weights(modules)),
-        "example": [
-            given.of(each) for each in (example.args, dict(example.kwargs), example.dynamic_shapes)
-        ],
     }
-    sources.keep()
-    return Key(parts, frozenset(descriptions.incomplete))
 
 
 def digest(value: Any) -> str:
-    """Return a name for data that other data has not."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:40]
+    """Return a name for data. Other data has another name."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def _names_of_passes(settings: CompilationConfig) -> Iterator[str]:
@@ -140,13 +155,14 @@ def _host_settings() -> Iterator[str]:
 
 
 def _providers(sources: Sources) -> Iterator[str]:
-    """Yield what provides kernels here, each with the digest of its package."""
+    """Yield the providers of kernels here, each with the digest of the package."""
     state = host_state()
     yield f"opgraft: {sources.package('opgraft')}"
     for plugin in state.plugins.values():
         yield f"plugin {plugin.name} {plugin.provider} {plugin.status.value}"
     for replacement in state.active:
-        yield f"{qualified(replacement.cls)}: {sources.package(replacement.cls.__module__.partition('.')[0])}"
+        package = replacement.cls.__module__.partition(".")[0]
+        yield f"{qualified(replacement.cls)}: {sources.package(package)}"
 
 
 def _modules(modules: Mapping[str, nn.Module], descriptions: Descriptions) -> Iterator[list[Any]]:
@@ -164,19 +180,24 @@ def _modules(modules: Mapping[str, nn.Module], descriptions: Descriptions) -> It
 
 _NOT_OF_MODULES = {
     *(vars(nn.Module()).keys() - {"training"}),
-    *("_packed", "_joint", "_beside", "_choice", "_binding"),  # of a process, or as the weights lie
-    "_opgraft_original",  # what grafting has replaced
-    "generation_config",  # of transformers: no forward reads it, and it has a hash that each process has another of
+    # These belong to a process, or follow from the places of weights in memory.
+    *("_packed", "_joint", "_beside", "_choice", "_binding"),
+    # Grafting keeps the former class here.
+    "_opgraft_original",
+    # No forward of transformers reads this, and its hash differs from process to process.
+    "generation_config",
 }
+"""Attributes of modules that are no part of a key."""
 
 
 def _weights(modules: Mapping[str, nn.Module]) -> Iterator[list[Any]]:
-    """Yield the layout of parameters and buffers, and which of them share memory."""
+    """Yield the layout of each parameter and buffer, with a number for the shared memory."""
     storages: dict[int, int] = {}
     for path, module in modules.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                place = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
+                storage = tensor.untyped_storage().data_ptr()
+                place = storages.setdefault(storage, len(storages))
                 yield [path, name, *layout(tensor), place, tensor.storage_offset()]
         packed = vars(module).get("_packed")
         if packed is not None:

@@ -1,4 +1,4 @@
-"""Packages: the code of graphs in the cache, by what the graphs compute."""
+"""Packages: the code of graphs in the cache. Equal graphs share a package."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from opgraft.errors import CacheEntryError
 from torch import Tensor, fx
 
 if TYPE_CHECKING:
-    from opgraft.compilation.shared_folder import SharedFolder  # which few have
+    # Few share a folder, and the import is slow.
+    from opgraft.compilation.shared_folder import SharedFolder
 
 _CODE = "code.pt2"
 
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Packages | None]:
-    """Give packages that nobody else has, and that go once they are loaded; ``None`` where no file can be made."""
+    """Yield packages in a temporary folder, or ``None`` if no folder can be made."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="opgraft-", ignore_cleanup_errors=True)
     except OSError:
@@ -40,35 +41,40 @@ class Packages:
     """The second level of the cache: a package for each graph.
 
     Attributes:
-        made: keys of packages, and of what is made of them, that were written here.
+        made: the keys of entries and packages that were written here.
 
     Args:
-        cache: where they are.
-        environment: what the code depends on besides the graph.
-        remote: the folder that other caches share with this one.
+        cache: the cache with the packages.
+        environment: data that the code depends on besides the graph.
+        remote: a folder with entries of other caches.
     """
 
     def __init__(
         self, cache: CompilationCache, environment: Any, remote: SharedFolder | None = None
     ) -> None:
-        self.cache, self.environment, self.remote = cache, environment, remote
+        self.cache = cache
+        self.environment = environment
+        self.remote = remote
         self.made: list[str] = []
 
     def fetch(self, key: str) -> None:
-        """Take an entry that the cache has not, if others have shared it; not while its lock is held."""
+        """Take an entry from the shared folder, if the cache has none.
+
+        The caller does not hold the lock of the entry.
+        """
         if self.remote is not None:
             self.remote.fetch(self.cache, key)
 
     def share(self) -> None:
-        """Share with others what was written here."""
+        """Put the entries written here into the shared folder."""
         if self.remote is not None:
             self.remote.share(self.cache, self.made)
 
     def key_of(self, graph: fx.GraphModule, sizes: range) -> str:
-        """Return the key of a lowered graph for some sizes of the batch, making its package where there is none.
+        """Return the key of a lowered graph for some sizes of the batch; make a missing package.
 
         Raises:
-            CacheEntryError: it has no package.
+            CacheEntryError: no package can be made.
         """
         _expect_tensors(graph)
         key = digest([self.environment, [sizes.start, sizes.stop], *nodes_of(graph)])
@@ -80,7 +86,8 @@ class Packages:
             try:
                 with self.cache.written(key) as (folder, _):
                     write_package(graph, example, folder / _CODE)
-            except Exception as error:  # whatever compilers raise, and a full disk
+            # Compilers may raise anything, and the disk may be full.
+            except Exception as error:
                 raise CacheEntryError(f"the code cannot be written: {described(error)}") from error
             self.made.append(key)
         return key
@@ -89,7 +96,7 @@ class Packages:
         """Return the file of a package.
 
         Raises:
-            CacheEntryError: it is damaged or gone.
+            CacheEntryError: the package is damaged or gone.
         """
         self.fetch(key)
         found = self.cache.read(key)
@@ -98,20 +105,19 @@ class Packages:
         return found[0] / _CODE
 
     def runner_of(self, key: str, graph: fx.GraphModule) -> Runner:
-        """Return what runs a lowered graph, from its package.
+        """Return the function that runs a lowered graph, from a package.
 
         Raises:
-            CacheEntryError: it cannot be loaded.
+            CacheEntryError: the package cannot be loaded.
         """
-        held = {
-            str(node.target): attribute_of(graph, node)
-            for node in graph.graph.nodes
-            if node.op == "get_attr"
-        }
-        return loaded(
-            self.file_of(key),
-            {name: value for name, value in held.items() if isinstance(value, Tensor)},
-        )
+        tensors = {}
+        for node in graph.graph.nodes:
+            if node.op != "get_attr":
+                continue
+            value = attribute_of(graph, node)
+            if isinstance(value, Tensor):
+                tensors[str(node.target)] = value
+        return loaded(self.file_of(key), tensors)
 
     def _usable(self, key: str) -> bool:
         try:
@@ -121,19 +127,24 @@ class Packages:
 
 
 def _expect_tensors(graph: fx.GraphModule) -> None:
-    """Refuse results that are constants or sizes, which code in a package would return as tensors."""
+    """Check the results of a graph: a package would return constants and sizes as tensors.
+
+    Raises:
+        CacheEntryError: a result is no tensor.
+    """
     (end,) = (node for node in graph.graph.nodes if node.op == "output")
-    if not all(
-        isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor)
-        for each in end.args[0]
-    ):
-        raise CacheEntryError(
-            "the model returns something besides tensors, which its code would not"
-        )
+    for each in end.args[0]:
+        if not isinstance(each, fx.Node) or not isinstance(each.meta.get("val"), Tensor):
+            raise CacheEntryError(
+                "the model returns something besides tensors, which its code would not"
+            )
 
 
 def nodes_of(graph: fx.GraphModule) -> Iterator[list[str]]:
-    """Yield the nodes of a graph and of those inside it, as the branches of ``torch.cond``, with what they compute."""
+    """Yield the texts of a graph's nodes: the graph's name, the call, and the result's layout.
+
+    The branches of ``torch.cond`` are graphs inside a graph, and follow.
+    """
     for name, part in graph.named_modules(remove_duplicate=False):
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
@@ -144,9 +155,10 @@ def loaded(file: Path, tensors: Mapping[str, Tensor]) -> Runner:
     """Load a package for the tensors of a model.
 
     Raises:
-        CacheEntryError: it cannot be loaded.
+        CacheEntryError: the package cannot be loaded.
     """
     try:
         return Package(file, tensors)
-    except Exception as error:  # whatever torch raises
+    # torch may raise anything for a damaged file.
+    except Exception as error:
         raise CacheEntryError(f"the code cannot be loaded: {described(error)}") from error

@@ -1,4 +1,4 @@
-"""Code of Python: whose it is, a digest of it, and what it reads besides its arguments."""
+"""Python code: find the user's modules, digest functions, and find the globals of a function."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 COVERED = {"opgraft", "torch", *sys.stdlib_module_names} - {"__main__"}
-"""Packages of which the versions or all sources are in the key of the cache."""
+"""Packages in the key of the cache by version or by all sources."""
 
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def is_covered(name: str) -> bool:
-    """Tell whether a module is of a package among ``COVERED``."""
+    """Return True if a module belongs to a package among ``COVERED``."""
     return name.partition(".")[0] in COVERED
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a module is the user's, neither among ``COVERED`` nor installed, so that it may change any time."""
+    """Return True if a module is the user's code, neither among ``COVERED`` nor installed.
+
+    Such code may change at any time.
+    """
+    if is_covered(name):
+        return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not is_covered(name) and not any(folder in file for folder in _INSTALLED)
+    return not any(folder in file for folder in _INSTALLED)
 
 
 def functions_of(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a value is: itself, what a method or a property wraps, and those of a class."""
+    """Yield the functions of a value: a function, a method, a property, or all of a class."""
     if isinstance(value, FunctionType):
         yield value
     elif isinstance(value, (staticmethod, classmethod)):
@@ -43,20 +48,25 @@ def functions_of(value: Any) -> Iterator[FunctionType]:
 
 
 def globals_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what the code of a function may read from its module, and from modules of the user that are named there."""
+    """Yield the globals with names in the code of a function, each with its name.
+
+    If a global is a module of the user, the attributes with names in the code follow, such as
+    ``helpers.scale``.
+    """
     names = dict.fromkeys(
         name for code in _codes_within(function.__code__) for name in code.co_names
     )
     for name in names:
-        if name in function.__globals__:
-            value = function.__globals__[name]
-            yield name, value
-            if isinstance(value, ModuleType) and is_own(value.__name__):
-                yield from (
-                    (f"{name}.{other}", vars(value)[other])
-                    for other in names
-                    if other in vars(value)
-                )
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        yield name, value
+        if not isinstance(value, ModuleType) or not is_own(value.__name__):
+            continue
+        held = vars(value)
+        for other in names:
+            if other in held:
+                yield f"{name}.{other}", held[other]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,8 +87,9 @@ def _instructions(code: CodeType) -> Iterator[str]:
         yield each.co_code.hex()
         yield repr(each.co_names)
         for constant in each.co_consts:
-            # Sets have an order of their own in each process.
-            if not isinstance(constant, CodeType):
-                yield repr(
-                    sorted(constant, key=repr) if isinstance(constant, frozenset) else constant
-                )
+            if isinstance(constant, CodeType):
+                continue
+            # The order of a set differs from process to process.
+            if isinstance(constant, frozenset):
+                constant = sorted(constant, key=repr)
+            yield repr(constant)

@@ -1,4 +1,4 @@
-"""``SharedFolder``: entries of the caches of several machines of one kind, in a folder that fsspec reaches."""
+"""``SharedFolder``: a folder of fsspec with cache entries for several machines of one kind."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ _SUFFIX = ".bundle"
 
 
 class SharedFolder:
-    """A folder of bundles, each of one entry, all signed with the key of those who share it.
+    """A folder of bundles with one entry each. One key signs all bundles.
 
-    Nothing about it stops a program: what cannot be read is compiled, and a warning says why.
+    A failure of the folder stops no program: the model is compiled, and a warning says why.
 
     Args:
-        url: of fsspec, such as ``s3://bucket/folder``; or a path.
-        key: what signs each bundle.
+        url: a URL of fsspec, such as ``s3://bucket/folder``; or a path.
+        key: the key of the signatures.
     """
 
     @classmethod
     def of(cls, url: str, key: str | None) -> SharedFolder:
-        """Return the folder that settings name, with the file of a key.
+        """Return the folder of the settings ``cache_remote`` and ``cache_key``.
 
         Raises:
-            ConfigError: they name no key, or one that cannot be used.
+            ConfigError: there is no key, or the file of the key cannot be used.
         """
         if key is None:
             raise ConfigError(
-                "compilation_config.cache_remote is set, and compilation_config.cache_key is not: what is there is "
-                "code, which is taken only if it is signed; name a file with the key of those who share the folder"
+                "compilation_config.cache_remote is set, and compilation_config.cache_key is not: "
+                "what is there is code, which is taken only if it is signed; name a file with the "
+                "key of those who share the folder"
             )
         try:
             return cls(url, read_key(Path(key).expanduser()))
@@ -49,17 +50,18 @@ class SharedFolder:
         self._fails = False
 
     def fetch(self, cache: CompilationCache, key: str) -> None:
-        """Take an entry that a cache has not, if the folder has it."""
+        """Take an entry from the folder, if the cache has none."""
         if self._fails or key in cache:
             return
         try:
             import_entries(cache, self._file(key), key=self._key, only={key})
         except InputError as error:
+            # Nobody has shared the entry yet.
             if not isinstance(error.__cause__, FileNotFoundError):
                 self._tell(error)
 
     def share(self, cache: CompilationCache, keys: Iterable[str]) -> None:
-        """Put entries of a cache there."""
+        """Put entries of a cache into the folder."""
         for key in keys:
             if self._fails:
                 return
@@ -72,25 +74,26 @@ class SharedFolder:
         return f"{self.url}/{key}{_SUFFIX}"
 
     def _tell(self, error: Exception) -> None:
-        """Warn of a failure; after one that has a cause, as of the network, the folder is let be."""
+        """Warn of a failure. After a failure of the network, the folder is not used again."""
         logger.warning("the folder of compiled code that caches share: %s", described(error))
         self._fails = error.__cause__ is not None
 
 
 def count_entries(url: str) -> int:
-    """Count the entries of a folder that caches share.
+    """Count the entries of a shared folder.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the folder cannot be read.
     """
-    import fsspec  # which comes with torch, and is imported by few others
+    # fsspec comes with torch, and few need the slow import.
+    import fsspec
 
     try:
         system, path = fsspec.url_to_fs(url)
         names = [name.rpartition("/")[2] for name in system.ls(path, detail=False)]
-    except Exception as error:  # whatever file systems raise
+    # File systems may raise anything.
+    except Exception as error:
         raise InputError(f"the folder {url} cannot be read: {described(error)}") from error
-    return sum(
-        name.endswith(_SUFFIX) and KEY.fullmatch(name.removesuffix(_SUFFIX)) is not None
-        for name in names
-    )
+    bundles = [name for name in names if name.endswith(_SUFFIX)]
+    keys = [KEY.fullmatch(name.removesuffix(_SUFFIX)) for name in bundles]
+    return len([key for key in keys if key])

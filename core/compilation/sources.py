@@ -1,4 +1,4 @@
-"""The sources that decide on compiled code: packages and modules, each by a digest of its files."""
+"""Digests of the source files of packages and modules, for the key of compiled code."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from opgraft.compilation.python_code import code_digest, functions_of, is_covere
 
 _SUFFIXES = (".py", ".so", ".cpp", ".h")
 _SETTLED = 2_000_000_000
-"""Nanoseconds since a change of a file after which another one would have another time."""
+"""Nanoseconds after a change of a file; a later change would have another time."""
 
 _MOST = 1 << 14
-"""Packages and modules that an index remembers."""
+"""The largest number of packages and modules in an index."""
 
 _LARGEST = 1 << 24
-"""Bytes of an index."""
-
+"""The largest number of bytes of an index."""
 
 Stat: TypeAlias = Callable[[], os.stat_result]
 
 
 class Sources:
-    """Digests of packages and modules. An index remembers them from process to process, as long as no file of one has
-    another size or time.
+    """Digests of packages and modules.
+
+    An index keeps digests for other processes. A digest holds as long as all files keep size and
+    time.
 
     Args:
-        index: the file of it; without one every file is read.
+        index: the file of the index. Without an index, all files are read.
     """
 
     def __init__(self, index: Path | None = None) -> None:
@@ -50,43 +51,53 @@ class Sources:
                 self._known = read if isinstance(read, dict) else {}
 
     def keep(self) -> None:
-        """Write the index, if it has not all that was read."""
-        new = {path: found for path, found in self._seen.items() if self._known.get(path) != found}
+        """Write the index, if a digest is new."""
         settled = time.time_ns() - _SETTLED
-        kept = {path: found for path, found in new.items() if found[1] < settled}
-        if self._index is not None and kept:
-            others = self._known if len(self._known) + len(kept) < _MOST else {}
-            with contextlib.suppress(OSError):  # as on a full disk, where files are read again
-                replace_file(self._index, json.dumps({**others, **kept}), 0o600)
+        kept = {}
+        for place, found in self._seen.items():
+            if self._known.get(place) == found:
+                continue
+            _, newest, _ = found
+            # A file may change again within the resolution of the clock.
+            if newest < settled:
+                kept[place] = found
+        if self._index is None or not kept:
+            return
+        others = self._known if len(self._known) + len(kept) < _MOST else {}
+        # On a full disk there is no index, and the files are read again.
+        with contextlib.suppress(OSError):
+            replace_file(self._index, json.dumps({**others, **kept}), 0o600)
 
     def package(self, name: str) -> str:
-        """Digest the sources of an imported package, or of a module that stands alone."""
+        """Return the digest of an imported package's sources, or of a single module's source."""
         if name not in self._packages:
             module = sys.modules.get(name)
-            file, folders = getattr(module, "__file__", None), [*getattr(module, "__path__", ())]
+            folders = [*getattr(module, "__path__", ())]
             files = [each for folder in folders for each in _below(folder)]
-            found = (
-                self._digest(os.pathsep.join(folders), files)
-                if files
-                else self._module(module, file)
-            )
+            if files:
+                found = self._digest(os.pathsep.join(folders), files)
+            else:
+                found = self._module(module, getattr(module, "__file__", None))
             self._packages[name] = found
         return self._packages[name]
 
     def modules(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield modules, each with the version of its package and a digest, and those that they name.
+        """Yield a text for each module: name, version of the package, digest.
 
-        Those that are in the key by their package are left out. Of an installed package the version stands for what
-        its modules name.
+        Modules that a module of the user names follow. An installed package stands for its modules
+        by the version. Modules of ``COVERED`` packages are left out.
         """
-        pending, seen = [*names], set[str]()
+        pending = [*names]
+        seen: set[str] = set()
         while pending:
             name = pending.pop()
-            module, package = sys.modules.get(name), sys.modules.get(name.partition(".")[0])
+            module = sys.modules.get(name)
             if name in seen or is_covered(name) or module is None:
                 continue
             seen.add(name)
-            file, version = getattr(module, "__file__", None), getattr(package, "__version__", "")
+            package = sys.modules.get(name.partition(".")[0])
+            version = getattr(package, "__version__", "")
+            file = getattr(module, "__file__", None)
             yield f"{name} {version} {self._module(module, file)}"
             if is_own(name):
                 pending += _names_of_modules(module)
@@ -97,8 +108,14 @@ class Sources:
         return _sum("".join(sorted(_sources_of_module(module))).encode())
 
     def _digest(self, place: str, files: Iterable[tuple[str, Stat]]) -> str:
-        """Digest files, by path, that are known by one name."""
-        states, newest = list[tuple[Any, ...]](), 0
+        """Return the digest of some files.
+
+        Args:
+            place: the name of the digest in the index.
+            files: paths, each with a function that returns size and times.
+        """
+        states: list[tuple[Any, ...]] = []
+        newest = 0
         for path, stat in sorted(files):
             try:
                 found = stat()
@@ -110,7 +127,8 @@ class Sources:
         state = _sum(repr(states).encode())
         known = self._seen.get(place) or self._known.get(place) or [None]
         if known[0] != state:
-            known = [state, newest, _sum("".join(_content(path) for path, *_ in states).encode())]
+            contents = "".join(_content(path) for path, *_ in states)
+            known = [state, newest, _sum(contents.encode())]
         self._seen[place] = known
         return str(known[-1])
 
@@ -127,7 +145,7 @@ def _sum(data: bytes) -> str:
 
 
 def _below(folder: str) -> Iterator[tuple[str, Stat]]:
-    """Yield the sources in a folder and those below it, by path."""
+    """Yield the source files in a folder and below, each with a function for size and times."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(_SUFFIXES):
@@ -137,17 +155,18 @@ def _below(folder: str) -> Iterator[tuple[str, Stat]]:
 
 
 def _names_of_modules(module: Any) -> Iterator[str]:
-    """Yield the modules that a module names, and those of what it names."""
+    """Yield the names of modules in a module's globals, and of the modules of its globals."""
     for value in list(vars(module).values()):
-        name = (
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        )
+        is_module = isinstance(value, ModuleType)
+        name = value.__name__ if is_module else getattr(value, "__module__", None)
         if isinstance(name, str):
             yield name
 
 
 def _sources_of_module(module: Any) -> Iterator[str]:
-    """Yield digests of the functions of a module that has no file, as that of a notebook."""
+    """Yield digests of the functions of a module without a file, such as a notebook."""
     values = list(vars(module).values()) if module else []
-    found = [value for value in values if getattr(value, "__module__", None) == module.__name__]
-    yield from (code_digest(each.__code__) for value in found for each in functions_of(value))
+    for value in values:
+        if getattr(value, "__module__", None) == module.__name__:
+            for each in functions_of(value):
+                yield code_digest(each.__code__)
