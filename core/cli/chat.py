@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import sys
@@ -12,7 +13,13 @@ from typing import TYPE_CHECKING
 import click
 from opgraft.base.text import printable
 from opgraft.cli.answers import stdout_for_answers
-from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
+from opgraft.cli.output import (
+    COMMAND_LINE,
+    SHORT_OF_MODELS,
+    SettingsCommand,
+    echo,
+    with_model_settings,
+)
 from opgraft.config.checkpoints import find_checkpoint
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -27,6 +34,9 @@ _MOST_TOKENS = 512
 _LONGEST_LINE = 1 << 22  # characters
 _PROMPT = "> "
 _KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer"
+
+
+_SHORT = {**SHORT_OF_MODELS, "model.chat_template": "--chat-template"}
 
 
 @click.command("chat", cls=SettingsCommand)
@@ -45,7 +55,7 @@ _KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answe
     default=0.0,
     help="Of answers [default: 0, the likeliest].",
 )
-@with_model_settings
+@functools.partial(with_model_settings, short=_SHORT)
 def command(model: str, system: str | None, max_tokens: int, temperature: float) -> None:
     """Chat with MODEL in the terminal, or over the lines of stdin.
 

@@ -230,15 +230,16 @@ def _of_compilation(text: str) -> dict[str, Any]:
     return compilation_settings(given)
 
 
-with_model_settings = functools.partial(
-    with_settings,
-    short={
+SHORT_OF_MODELS: Mapping[str, str] = MappingProxyType(
+    {
         "model.dtype": "--dtype",
         "compilation_config.level": "-O",
         "compilation_config.dump_graphs": "--dump-graphs",
-    },
-    hidden=("server",),
+    }
 )
+"""Further spellings of options, for commands that run a model."""
+
+with_model_settings = functools.partial(with_settings, short=SHORT_OF_MODELS, hidden=("server",))
 """As ``with_settings``, for commands that run a model."""
 
 

@@ -31,6 +31,7 @@ _SHORT = {
     "server.drain_seconds": "--drain-seconds",
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
+    "model.chat_template": "--chat-template",
     "compilation_config.level": "-O",
     "compilation_config.dump_graphs": "--dump-graphs",
     "scheduler.max_num_seqs": "--max-num-seqs",

@@ -48,6 +48,10 @@ class ModelConfig(Section):
         "name in the checkpoint's config of the part that is the model, such as text_config",
         unset="the whole",
     )
+    chat_template: str | None = setting(
+        "file of a chat template in Jinja, in place of the checkpoint's templates",
+        unset="the checkpoint's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

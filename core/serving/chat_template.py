@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from opgraft.errors import CheckpointError, RequestError, close_matches
@@ -79,13 +80,15 @@ class ChatTemplate:
             return text
         if kind is AnswerKind.INVALID and source is not None:
             raise RequestError(f"the given chat template{text}. Correct it, or leave it out.")
+        file = self._tokenizer.template_file
         if kind is AnswerKind.INVALID:
             raise CheckpointError(
                 f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, "
                 "or pass prompts as text."
             )
+        origin = f"{chosen!r} of the model" if file is None else f"of the file {Path(file).name}"
         raise RequestError(
-            f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} "
+            f"the chat template {origin} cannot make a text of these {len(chat)} "
             f"messages: {text}. Change the messages, or pass a prompt as text."
         )
 

@@ -15,6 +15,7 @@ from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.replicas import Replicas
 from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep
+from opgraft.serving.template_file import expect_template
 from opgraft.serving.text_engine import TextEngine
 
 END_SECONDS = 2.0
@@ -40,6 +41,7 @@ class FrontEnd:
         **settings: Any,
     ) -> None:
         self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
+        expect_template(self.opgraft_config.model.chat_template)
         self._replicas = Replicas(self.opgraft_config, on_step)
         self._first: RequestEngine = self._replicas.first
         self._pools: list[ThreadPoolExecutor] = []

@@ -25,6 +25,7 @@ from opgraft.serving.open_request import Answer, OpenRequest
 from opgraft.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
 from opgraft.serving.stop_tokens import stop_tokens, suppressed_tokens
+from opgraft.serving.template_file import with_template
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -63,10 +64,12 @@ class InputProcessor:
         The error of an unreadable vocabulary is raised later, by prompts of text.
         """
         try:
-            return find_tokenizer(weights)
+            found = find_tokenizer(weights)
         except VocabularyError as error:
             self._unread = error
             return None
+        file = self.opgraft_config.model.chat_template
+        return None if found is None else with_template(found, file)
 
     def share_with(self, executor: Executor) -> None:
         """Share the grammars compiled from now on with the workers of an executor."""

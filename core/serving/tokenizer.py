@@ -68,6 +68,7 @@ class Tokenizer:
         special_tokens: such as ``bos_token``, by their names in transformers, as text.
         chat_templates: by name; a single one is ``default``.
         truncation_side: the end to cut off from a long text, "right" or "left".
+        template_file: the file of the chat template; None for the checkpoint's templates.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
     truncation_side: str = "right"
+    template_file: str | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -78,6 +78,39 @@ def test_templates_of_chats(llm: LLM) -> None:
         llm.chat(CHAT, GREEDY, chat_template="{{ messages }}\n{% if %}")
 
 
+def test_a_template_in_a_file(folder: Path, tmp_path: Path) -> None:
+    """It stands in place of the checkpoint's, also for the tokenizer."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }} sleeps", encoding="utf-8")
+    with LLM(str(folder), **SMALL, **{"model.chat_template": str(file)}) as other:
+        assert other.chat(CHAT, GREEDY)[0].prompt == "the cat sleeps"
+        assert other.get_tokenizer().apply_chat_template(CHAT, tokenize=False) == "the cat sleeps"
+    file.write_text("{{ raise_exception('no') }}", encoding="utf-8")
+    refusing = LLM(str(folder), **SMALL, **{"model.chat_template": str(file)})
+    with pytest.raises(RequestError, match=r"the chat template of the file own\.jinja cannot"):
+        refusing.chat(CHAT, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{{ messages }}\n{% if %}", r"/own\.jinja, line 2 is none: .*Correct the file"),
+        (b"{{ messages }}\n\n{{ 1 | no_filter }}", r"/own\.jinja, line 3 is none: .*no_filter"),
+        (b" \n", r"/own\.jinja, is empty: write a template"),
+        (b"\xff", r"/own\.jinja, cannot be read: .*utf-8"),
+        (None, r"/own\.jinja, cannot be read: .*No such file"),
+    ],
+    ids=range(5),
+)
+def test_files_that_are_no_template(tmp_path: Path, content: bytes | None, message: str) -> None:
+    """The error has the file and the line, before any model is loaded."""
+    file = tmp_path / "own.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.chat_template, .*" + message):
+        LLM("no-such-model", **{"model.chat_template": str(file)})
+
+
 def test_no_priority(llm: LLM) -> None:
     """None is vLLM's default."""
     assert len(llm.generate("the cat", GREEDY, priority=None)) == 1
