@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from server.processes import Server, error_of, serving
 
@@ -62,8 +64,12 @@ def test_unknown_fields_are_ignored_and_named(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def strict(checkpoint: Path) -> Iterator[Server]:
-    with serving(checkpoint, "--server.unknown_fields", "refuse") as running:
+def strict(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that refuses unknown fields, with a chat template of its own."""
+    template = tmp_path_factory.mktemp("templates") / "other.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    options = ("--server.unknown_fields", "refuse", "--chat-template", str(template))
+    with serving(checkpoint, *options) as running:
         yield running
 
 
@@ -75,6 +81,42 @@ def test_a_server_that_refuses_unknown_fields(strict: Server) -> None:
     error = error_of(strict.chat(messages=[{**USER, "mood": 1}]))
     assert error["param"] == "messages[0].mood"
     assert strict.chat(**WITHOUT_EFFECT).status_code == 200
+
+
+def test_a_chat_template_in_a_file(strict: Server) -> None:
+    """The file stands in place of the checkpoint's template."""
+    tokens = strict.post("/tokenize", messages=[USER]).json()["tokens"]
+    assert strict.post("/detokenize", tokens=tokens).json()["prompt"] == "<the cat>"
+
+
+def raw(server: Server, head: str, body: bytes = b"") -> bytes:
+    """Return all bytes of the answer to a request, until the server closes the connection."""
+    url = httpx.URL(server.url)
+    headers = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    request = f"{head}\r\n{headers}\r\n\r\n".encode() + body
+    with socket.create_connection((url.host, url.port or 80), 60) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0(server: Server, stream: bool) -> None:
+    """A stream has no chunks and ends with the connection; other answers have their length."""
+    asked = {"model": server.model, "messages": [USER], "max_tokens": 4, "temperature": 0}
+    body = json.dumps({**asked, "stream": stream}).encode()
+    path = "/v1/chat/completions"
+    head, _, answer = raw(server, f"POST {path} HTTP/1.0", body).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    if stream:
+        events = answer.split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert all(event.startswith(b"data: ") for event in events[:-1])
+    else:
+        assert b"content-length: %d" % len(answer) in head
+        assert json.loads(answer)["choices"]
+    assert raw(server, "HEAD /health HTTP/1.0").endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 from opgraft.serving.server import faults
 from opgraft.serving.server.passing import log
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 _HEAD_BYTES = 1 << 16
 _HEADERS = 200
@@ -96,6 +100,8 @@ class Connection(HttpToolsProtocol):
         _cancel(self._timer)
         self._in_head = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -190,6 +196,32 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         record = {"request_id": name, "status": error.status, "error": str(error)}
         log.info("%s", json.dumps(record), extra={"fields": record})
+
+
+class _Unchunked:
+    """Sends an answer to a client of HTTP/1.0, which knows no chunks.
+
+    A body of unknown length ends with the connection.
+
+    Args:
+        cycle: the request.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._has_length = b"content-length" in names
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            # Uvicorn compares each part with the rest of the length.
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
