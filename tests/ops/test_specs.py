@@ -1,8 +1,8 @@
 """Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
-Checks that take long are made here of a form's last variant, or of its first and last, and what traces of one form in
-each family. 'make prove' makes every check of every variant, and test_proofs.py fails where the code has changed since.
-So the others, and realistic sizes of the other variants and dtypes, are for 'make test-slow'.
+A form is checked here in its first and last variants. Gradients are checked in one variant. Tracing is checked for one
+form of each family. 'make prove' makes every check of every variant, and test_proofs.py fails if the code has changed
+since. So the other variants, and realistic sizes of further dtypes, are for 'make test-slow'.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ LONG_TO_TRACE = {
     ),
     *(
         "paged_attention",
+        "qk_norm_rope",
         "quantized_experts",
         "quantized_linear",
         "rotary_embedding",
@@ -48,7 +49,11 @@ LONG_TO_TRACE = {
     ),
     "selective_scan",
 }
-"""Ops that take seconds to trace, by AOT autograd or by Dynamo; each has a relative that does not."""
+"""Ops that take seconds to trace, by AOT autograd or by Dynamo.
+
+Each has a relative that does not. ``qk_norm_rope`` has none in its folder: compiled models call the
+op in compilation/test_rotary_fusion.py.
+"""
 SHORTEST = [
     next((spec for spec in family.SPECS if spec.functional.name not in LONG_TO_TRACE), None)
     for family in FAMILIES
@@ -67,9 +72,9 @@ HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 
 
 def dtypes_of(spec: OpSpec, variant: str) -> tuple[torch.dtype, ...]:
-    """The dtypes in which a variant is computed: two of them where it is neither the first nor the last."""
+    """The dtypes in which a variant is computed: all for the last variant, two for the others."""
     return tuple(
-        dtype for dtype in spec.dtypes if (spec, variant) in ENDS or dtype in HALF_AND_SINGLE
+        dtype for dtype in spec.dtypes if (spec, variant) in LAST or dtype in HALF_AND_SINGLE
     )
 
 
@@ -87,13 +92,21 @@ SAMPLES: dict[str, list[Case]] = {
 }
 
 
+TRACED_NAMES = {(spec.functional.name, variant) for spec, variant in TRACED}
+END_NAMES = {(spec.functional.name, variant) for spec, variant in ENDS}
+FEWER = {"gradients": TRACED_NAMES}
+"""Checks that every run makes of one variant of a form, not of the first and the last."""
+
+
 def named(spec: OpSpec, variant: str) -> str:
     return spec.functional.name + (f"~{variant}" if variant else "")
 
 
 def made(check: str, spec: OpSpec, variant: str) -> Any:
     """A check of a variant as a parameter; some are for 'make test-slow'."""
-    slow = spec.functional.name in LONG.get(check, ())
+    name = spec.functional.name
+    variants = FEWER.get(check, END_NAMES)
+    slow = name in LONG.get(check, ()) or (name, variant) not in variants
     return pytest.param(
         check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow
     )
