@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -45,76 +46,118 @@ class AllReduceRMSNorm(GraphPass):
     name: ClassVar[str] = "all_reduce_rms_norm"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        replaced, left = 0, list[str]()
-        order = {node: place for place, node in enumerate(module.graph.nodes)}
-        for node, name, given in semantic_calls(module.graph, *_NORMS):
-            summands = [given.pop(each) for each in ("x", "residual") if each in given]
-            reduced = max(
-                (each for each in summands if _is_all_reduce(each)),
-                key=order.__getitem__,
-                default=None,
-            )
-            if reduced is None or given.pop("variance_size", None) is not None:
+        graph = module.graph
+        replaced = 0
+        left: list[str] = []
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for node, name, given in semantic_calls(graph, *_NORMS):
+            found = _sum_and_norm(node, name, given, order)
+            if found is None:
                 continue
-            others = [each for each in summands if each is not reduced]
-            if len(summands) > 1 and (not others or len(reduced.users) > 1):
-                left.append("the sum over ranks alone is read, too")
+            reason = _reason_to_leave(found, order)
+            if reason:
+                left.append(reason)
                 continue
-            before = order[reduced]
-            if any(
-                order[each] > before
-                for each in (*others, *given.values())
-                if isinstance(each, fx.Node)
-            ):
-                left.append(LATER)
-                continue
-            fused = _FUSED[name.removeprefix(_AFTER_SUM)].name
-            if has_kernel(name) and not has_kernel(fused):
-                left.append(PASSED_OVER)
-                continue
-            x, kind = reduced.args
-            arguments = {"x": x, "residual": others[0] if others else None, **given, "kind": kind}
-            parts = _join_sum_and_norm(module.graph, reduced, node, fused, arguments, bool(others))
-            order.update(dict.fromkeys(parts, before))
+            parts = _join_sum_and_norm(graph, found)
+            # The new nodes stand at the place of the sum.
+            order.update(dict.fromkeys(parts, order[found.reduced]))
             replaced += 1
         return PassOutcome.of(replaced, left)
 
 
-def _join_sum_and_norm(
-    graph: fx.Graph,
-    reduced: fx.Node,
-    norm: fx.Node,
-    name: str,
-    arguments: Mapping[str, Any],
-    has_sum: bool,
-) -> list[fx.Node]:
-    """Put one form in the place of a sum over ranks and a norm.
+@dataclass(frozen=True)
+class _SumAndNorm:
+    """A norm with a sum over ranks before.
+
+    Attributes:
+        norm: the norm. It returns the sum with a residual, too, if ``adds_residual``.
+        name: the name of the norm's form.
+        reduced: the sum over ranks.
+        adds_residual: the norm adds a residual first.
+        others: the summand besides ``reduced``; empty without one.
+        settings: the other arguments of the norm.
+    """
+
+    norm: fx.Node
+    name: str
+    reduced: fx.Node
+    adds_residual: bool
+    others: tuple[Any, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def fused(self) -> str:
+        """The name of the form in the place of both."""
+        return _FUSED[self.name.removeprefix(_AFTER_SUM)].name
+
+
+def _sum_and_norm(
+    norm: fx.Node, name: str, given: dict[str, Any], order: Mapping[fx.Node, int]
+) -> _SumAndNorm | None:
+    """Find the sum over ranks before a norm.
 
     Args:
-        graph: the graph.
-        reduced: the sum over ranks.
-        norm: the norm, which returns a sum besides if ``has_sum``.
-        name: the name of the form.
-        arguments: the arguments of the form.
-        has_sum: the norm adds a residual.
+        norm: the norm.
+        name: the name of the norm's form.
+        given: the arguments of the norm.
+        order: the place of each node in the graph.
 
     Returns:
-        The results of the form.
+        The norm with the sum; ``None`` without a sum, or for a norm over a part of each row.
     """
-    scaled = _returns_scales(name)
-    with graph.inserting_before(reduced):
-        fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
-        parts = [
-            graph.call_function(operator.getitem, (fused, place)) for place in range(2 + scaled)
-        ]
-    if has_sum or scaled:
-        for user in list(norm.users):
-            parts[user.args[1]].meta.update(user.meta)  # type: ignore[index]
-            user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
+    settings = dict(given)
+    summands = [settings.pop(each) for each in ("x", "residual") if each in settings]
+    sums = [each for each in summands if _is_all_reduce(each)]
+    if not sums or settings.pop("variance_size", None) is not None:
+        return None
+    # With two sums, the form takes the place of the later one, and reads the other.
+    reduced = max(sums, key=order.__getitem__)
+    others = tuple(each for each in summands if each is not reduced)
+    return _SumAndNorm(norm, name, reduced, len(summands) > 1, others, settings)
+
+
+def _reason_to_leave(found: _SumAndNorm, order: Mapping[fx.Node, int]) -> str:
+    """Return the reason against one form for a sum and a norm; empty without one."""
+    if found.adds_residual and (not found.others or len(found.reduced.users) > 1):
+        return "the sum over ranks alone is read, too"
+    for each in (*found.others, *found.settings.values()):
+        if isinstance(each, fx.Node) and order[each] > order[found.reduced]:
+            return LATER
+    if has_kernel(found.name) and not has_kernel(found.fused):
+        return PASSED_OVER
+    return ""
+
+
+def _join_sum_and_norm(graph: fx.Graph, found: _SumAndNorm) -> list[fx.Node]:
+    """Put one form in the place of a sum over ranks and a norm.
+
+    Returns:
+        The results of the form: the normed tensor, scales if the norm quantises with scales of its
+        own, and the sum.
+    """
+    x, kind = found.reduced.args
+    residual = found.others[0] if found.others else None
+    arguments = {"x": x, "residual": residual, **found.settings, "kind": kind}
+    returns_scales = _returns_scales(found.fused)
+    with graph.inserting_before(found.reduced):
+        form = getattr(_opgraft, found.fused).default
+        fused = graph.call_function(form, (), arguments)
+        parts = []
+        for place in range(3 if returns_scales else 2):
+            parts.append(graph.call_function(operator.getitem, (fused, place)))
+    if found.adds_residual or returns_scales:
+        # The readers of a norm with several results take one of them each.
+        for user in list(found.norm.users):
+            part = parts[user.args[1]]  # type: ignore[index]  # a number
+            part.meta.update(user.meta)
+            user.replace_all_uses_with(part)
     else:
-        norm.replace_all_uses_with(parts[0])
-    if not has_sum:
-        reduced.replace_all_uses_with(parts[-1], delete_user_cb=lambda user: user is not norm)
+        found.norm.replace_all_uses_with(parts[0])
+    if not found.adds_residual:
+        # Others may read the sum over ranks, too. The norm itself is unused by now.
+        found.reduced.replace_all_uses_with(
+            parts[-1], delete_user_cb=lambda user: user is not found.norm
+        )
     return parts
 
 
@@ -134,21 +177,23 @@ class SequenceParallelism(GraphPass):
         return 1 < get_tp_group().world_size < sizes.stop
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        replaced, left = 0, list[str]()
-        rows = _Rows(module.graph, get_tp_group().world_size)
-        for node, name, given in semantic_calls(module.graph, *_NORMS):
-            summands = [each for each in ("x", "residual") if each in given]
-            if not any(
-                rows.are_apart(given[each]) or _is_sum_of_rows(given[each]) for each in summands
-            ):
+        graph = module.graph
+        replaced = 0
+        left: list[str] = []
+        rows = _Rows(graph, get_tp_group().world_size)
+        for node, name, given in semantic_calls(graph, *_NORMS):
+            summands = {each: given[each] for each in ("x", "residual") if each in given}
+            if not any(_is_sum_of_rows(each) or rows.are_apart(each) for each in summands.values()):
                 continue
             if not _has_rows_apart(name, given):
                 left.append("one scale is computed of all rows")
                 continue
-            given.update({each: rows.part(given[each], node) for each in summands})
-            with module.graph.inserting_before(node):
-                made = module.graph.call_function(node.target, (), given)  # type: ignore[arg-type]  # an operator
-            for result in list(node.users) if _returns_several(name) else [node]:
+            given.update({each: rows.part(whole, node) for each, whole in summands.items()})
+            operator_of_norm: Any = node.target
+            with graph.inserting_before(node):
+                made = graph.call_function(operator_of_norm, (), given)
+            results = list(node.users) if _returns_several(name) else [node]
+            for result in results:
                 rows.gather(result, made)
             replaced += 1
         return PassOutcome.of(replaced, left)
@@ -167,12 +212,11 @@ class _Rows:
         self.world_size = world_size
         self.parts: dict[fx.Node, fx.Node] = {}
         self.sizes: dict[fx.Node, Any] = {}
-        self._inputs = {
-            str(size): (node, dim)
-            for node in graph.nodes
-            if node.op == "placeholder"
-            for dim, size in enumerate(node.meta["val"].shape)
-        }
+        self._inputs: dict[str, tuple[fx.Node, int]] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                for dim, size in enumerate(node.meta["val"].shape):
+                    self._inputs[str(size)] = (node, dim)
 
     def are_apart(self, node: fx.Node) -> bool:
         """Return True if the rows of a tensor are split."""
@@ -182,17 +226,21 @@ class _Rows:
         """Return the part of a tensor on each rank. A whole tensor is split before ``reader``."""
         if whole in self.parts:
             return self.parts[whole]
-        summed = _is_sum_of_rows(whole)
-        source, target = (
-            (whole.args[0], "reduce_scatter_rows") if summed else (whole, "rows_of_rank")
-        )
-        with self.graph.inserting_before(whole if summed else reader):
-            part = self._called(target, source, self.world_size)
-            self.sizes[part] = self._size(source)
-            if summed:
+        if _is_sum_of_rows(whole):
+            source: Any = whole.args[0]
+            with self.graph.inserting_before(whole):
+                part = self._made("reduce_scatter_rows", source)
                 self._replace(whole, part)
-            else:
-                self.parts[whole] = part
+            return part
+        with self.graph.inserting_before(reader):
+            part = self._made("rows_of_rank", whole)
+        self.parts[whole] = part
+        return part
+
+    def _made(self, name: str, source: fx.Node) -> fx.Node:
+        """Call an operator that returns the part of a tensor on each rank."""
+        part = self._called(name, source, self.world_size)
+        self.sizes[part] = self._size(source)
         return part
 
     def gather(self, whole: fx.Node, made: fx.Node) -> None:
@@ -215,7 +263,8 @@ class _Rows:
         if isinstance(size, int):
             return size
         # By an input if possible: the node then has the sum as its only reader.
-        return self.graph.call_function(_aten.sym_size.int, self._inputs.get(str(size), (node, 0)))
+        place = self._inputs.get(str(size), (node, 0))
+        return self.graph.call_function(_aten.sym_size.int, place)
 
     def _called(self, name: str, *args: Any) -> fx.Node:
         return self.graph.call_function(getattr(_opgraft, name).default, (*args, "tensor"))
@@ -226,16 +275,19 @@ def _is_sum_of_rows(node: object) -> bool:
     if not isinstance(node, fx.Node) or not _is_all_reduce(node) or node.args[1] != "tensor":
         return False
     shape = node.meta["val"].shape
-    return len(shape) > 1 and not (
-        isinstance(shape[0], int) and shape[0] < get_tp_group().world_size
-    )
+    if len(shape) < 2:
+        return False
+    # A dynamic number of rows may be large enough.
+    return not isinstance(shape[0], int) or shape[0] >= get_tp_group().world_size
 
 
 def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:
     """Return True if no row of a result depends on another row, such as by one scale for all."""
     if "group_shape" not in given:
         return True
-    return bool(given["group_shape"][0] == (1 if name.endswith("dynamic") else -1))
+    rows, *_ = given["group_shape"]
+    # A given scale serves all rows. A scale that is computed may depend on one row only.
+    return bool(rows == (1 if name.endswith("dynamic") else -1))
 
 
 def _returns_several(name: str) -> bool:
@@ -257,8 +309,10 @@ class AsyncTensorParallelism(GraphPass):
     is_default: ClassVar[bool] = False
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        replaced, left = 0, list[str]()
-        for node in list(module.graph.nodes):
+        graph = module.graph
+        replaced = 0
+        left: list[str] = []
+        for node in list(graph.nodes):
             found = _scattered_map(node) or _map_of_gathered(node)
             if found is None:
                 continue
@@ -266,8 +320,9 @@ class AsyncTensorParallelism(GraphPass):
             if has_kernel("linear") and not has_kernel(form.name):
                 left.append(PASSED_OVER)
                 continue
-            with module.graph.inserting_before(node):
-                fused = module.graph.call_function(getattr(_opgraft, form.name).default, arguments)
+            joined = getattr(_opgraft, form.name).default
+            with graph.inserting_before(node):
+                fused = graph.call_function(joined, arguments)
             node.replace_all_uses_with(fused)
             replaced += 1
         return PassOutcome.of(replaced, left)
@@ -303,6 +358,7 @@ def _plain_map(node: object) -> tuple[fx.Node, Any, Any] | None:
     called = semantic_call(node, "linear")
     if called is None:
         return None
-    given = called[1]
-    plain = given["activation"] == "none" and given["residual"] is None
-    return (given["x"], given["weight"], given["bias"]) if plain else None
+    _, given = called
+    if given["activation"] != "none" or given["residual"] is not None:
+        return None
+    return given["x"], given["weight"], given["bias"]

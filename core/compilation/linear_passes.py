@@ -1,4 +1,4 @@
-"""Passes by which linear maps of one tensor are computed at once."""
+"""Passes that join linear maps of one tensor into a single map."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ _opgraft = torch.ops.opgraft
 
 
 class GatedProduct(GraphPass):
-    """Joins gate, up and the gated activation of a feed-forward layer: one linear map, and one form.
+    """Joins gate, up and the gated activation of a feed-forward layer: one linear map, one form.
 
-    That is where the weights of both lie in one memory, as a ``GatedMLP`` puts them, so that no memory is taken.
+    The pass takes no memory: both weights lie in one memory already, as in a ``GatedMLP``.
     """
 
     name: ClassVar[str] = "gated_product"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        replaced, left = 0, list[str]()
-        for node in list(module.graph.nodes):
+        graph = module.graph
+        replaced = 0
+        left: list[str] = []
+        for node in list(graph.nodes):
             found = _gated_product(node) if node.target is _aten.mul.Tensor else None
             if found is None:
                 continue
@@ -36,11 +38,11 @@ class GatedProduct(GraphPass):
             if not paths or not tensors:
                 left.append("the weights of gate and up do not lie together")
                 continue
-            with module.graph.inserting_before(node):
+            target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
+            with graph.inserting_before(node):
                 placed = _hold_joint(module, model, paths, tensors)
-                joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
-                target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
-                product = module.graph.call_function(target.default, (joint, *given))
+                joint = graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
+                product = graph.call_function(target.default, (joint, *given))
             node.replace_all_uses_with(product)
             replaced += 1
         return PassOutcome.of(replaced, left)
@@ -49,7 +51,12 @@ class GatedProduct(GraphPass):
 def _gated_product(
     product: fx.Node,
 ) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
-    """Return of ``act(gate) · up`` the activation, its settings, and the arguments of both linear maps."""
+    """Find ``act(gate) · up``.
+
+    Returns:
+        The activation's name and settings, and the arguments of both linear maps; ``None`` for any
+        other product.
+    """
     called = semantic_call(product.args[0], "silu", "gelu")
     other = semantic_call(product.args[1], "linear")
     if called is None or other is None:
@@ -60,9 +67,16 @@ def _gated_product(
     used_once: Any = (product.args[0], product.args[1], inner)
     if gated is None or any(len(node.users) > 1 for node in used_once):
         return None
-    gate, up = gated[1], other[1]
-    plain = all(each["activation"] == "none" and each["residual"] is None for each in (gate, up))
-    return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
+    _, gate = gated
+    _, up = other
+    if gate["x"] is not up["x"] or not _is_plain(gate) or not _is_plain(up):
+        return None
+    return act, tuple(settings.values()), gate, up
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """Return True if a linear map has neither an activation nor a residual."""
+    return given["activation"] == "none" and given["residual"] is None
 
 
 def _joined_layers(
@@ -104,19 +118,21 @@ def _hold_joint(
 def _held(
     module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin
 ) -> fx.Node:
-    """Give a graph a parameter over the memory of others; return the node of the parameter."""
+    """Give a graph a parameter in the memory of others; return the node of the parameter."""
     named = module.named_parameters(recurse=False)
     number = sum(name.startswith("joint_") for name, _ in named)
     module.register_parameter(f"joint_{number}", tensor)
     node = module.graph.get_attr(f"joint_{number}")
-    node.meta[PARTS], node.meta[JOINT] = parts, origin
+    node.meta[PARTS] = parts
+    node.meta[JOINT] = origin
     return node
 
 
 class JointLinears(GraphPass):
-    """Computes linear maps of one tensor, such as query, key and value, by one.
+    """Joins linear maps of one tensor, such as query, key and value, into one map.
 
-    Their weights are put one after another in memory, as far as each lies in memory of its own, so that none is taken.
+    The weights move next to each other in memory, if each has memory of its own. So the pass takes
+    no memory in the end.
     """
 
     name: ClassVar[str] = "joint_linears"
@@ -125,41 +141,55 @@ class JointLinears(GraphPass):
         groups: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
         for node, _, given in semantic_calls(module.graph, "linear"):
             path = _layer_of(given)
-            if path is not None and not isinstance(
-                model.get_submodule(path.rpartition(".")[0]), JointLayer
-            ):
+            if path is None:
+                continue
+            parent = model.get_submodule(path.rpartition(".")[0])
+            # A joint layer decides for itself.
+            if not isinstance(parent, JointLayer):
                 groups.setdefault(given["x"], []).append((node, path))
         joined = [_joined(module, model, x, group) for x, group in groups.items() if len(group) > 1]
         return PassOutcome.of(sum(joined), ["weights cannot lie together"] * joined.count(False))
 
 
 def _layer_of(given: dict[str, Any]) -> str | None:
-    """Return the path of the layer that a plain linear map with these arguments is of, if it is one."""
-    weight, bias = given["weight"], given["bias"]
-    if given["activation"] != "none" or given["residual"] is not None or weight.op != "get_attr":
+    """Return the path of a plain linear map's layer; ``None`` for other maps."""
+    weight = given["weight"]
+    bias = given["bias"]
+    if not _is_plain(given) or weight.op != "get_attr":
         return None
     path, _, name = str(weight.target).rpartition(".")
-    ours = bias is None or (bias.op == "get_attr" and bias.target == f"{path}.bias")
-    return path if ours and name == "weight" else None
+    if name != "weight":
+        return None
+    has_own_bias = bias is None or (bias.op == "get_attr" and bias.target == f"{path}.bias")
+    return path if has_own_bias else None
 
 
 def _joined(
     module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequence[tuple[fx.Node, str]]
 ) -> bool:
-    """Compute the linear maps of a group by one; false where their weights cannot lie together."""
+    """Join the linear maps of a group; return False if the weights cannot lie together.
+
+    Args:
+        module: the graph.
+        model: the model of the graph.
+        x: the input of the maps.
+        group: the nodes of the maps, each with the path of the layer.
+    """
+    graph = module.graph
     paths = [path for _, path in group]
     layers: list[Any] = [model.get_submodule(path) for path in paths]
     tensors = joint_parameters(layers)
     if tensors is None:
         return False
-    with module.graph.inserting_before(group[0][0]):
+    first, _ = group[0]
+    with graph.inserting_before(first):
         placed = _hold_joint(module, model, paths, tensors)
-        joint, start = module.graph.call_function(_opgraft.linear.default, (x, *placed)), 0
+        joint = graph.call_function(_opgraft.linear.default, (x, *placed))
+        start = 0
         for (node, _), layer in zip(group, layers, strict=True):
             end = start + layer.weight.shape[0]
-            part = module.graph.call_function(_aten.slice.Tensor, (joint, -1, start, end))
-            node.replace_all_uses_with(
-                module.graph.call_function(_aten.contiguous.default, (part,))
-            )
+            part = graph.call_function(_aten.slice.Tensor, (joint, -1, start, end))
+            result = graph.call_function(_aten.contiguous.default, (part,))
+            node.replace_all_uses_with(result)
             start = end
     return True

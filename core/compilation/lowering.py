@@ -1,4 +1,4 @@
-"""Lowering: each semantic node becomes the kernel of its op's selected provider, or the native definition inlined."""
+"""Lowering: put the bound kernel, or the native definition, in the place of each semantic node."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ _KERNELS: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}
 
 
 def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
-    """Return a graph without semantic nodes, over the same tensors, and by the name of a form how many it had.
+    """Return a graph without semantic nodes, over the same tensors.
 
-    Of a native definition, compilers see the operators and may fuse them with others. A kernel stays one node, whatever
-    it is made of, as it may choose by values that a compiler does not have; unless it says what compilers may trace.
+    A native definition is inlined: compilers see the operators, and may fuse them. A kernel stays
+    one node, as the kernel may decide by values that a compiler does not have. A kernel with a
+    ``compiled`` function is inlined by that function.
+
+    Returns:
+        The graph, and the number of former semantic nodes by the name of the form.
 
     Raises:
         OpgraftError: as constructing the op of a form would.
@@ -43,15 +47,16 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
         else:
             node.target = _target(form)
             counts[form.name] += 1
-    return fx.GraphModule(module, graph), counts  # which takes over only the tensors that are used
+    # The new module takes over only the tensors in use.
+    return fx.GraphModule(module, graph), counts
 
 
 class Lowering(NamedTuple):
-    """The nodes of one form, and what they became.
+    """The lowering of one form.
 
     Attributes:
-        runs: what the form runs.
-        nodes: how many there were.
+        runs: the choice of the code for the form.
+        nodes: the number of nodes.
     """
 
     runs: FormChoice
@@ -59,37 +64,31 @@ class Lowering(NamedTuple):
 
     @property
     def form(self) -> Functional[..., Any]:
-        """The form that the nodes call."""
+        """The form of the nodes."""
         return self.runs.form
 
     @property
     def chosen(self) -> str:
-        """The kernel."""
-        return f"{self.runs.kernel_name}{', inlined' if self.runs.is_native else ''}"
+        """The name of the kernel in the place of the nodes."""
+        inlined = ", inlined" if self.runs.is_native else ""
+        return f"{self.runs.kernel_name}{inlined}"
 
     @property
     def decision(self) -> Decision:
-        """The choice, with its reasons."""
-        kernel, binding = self._kernel, self.runs.binding
-        why = (
-            "the form of the kernel that is bound"
-            if kernel
-            else "no provider's kernel comes as this form here"
-        )
-        candidate = Candidate(
-            self.chosen, True, why, self.runs.provider, location_of(kernel or self.form.native)
-        )
+        """The record of the choice."""
+        kernel = self._kernel
+        binding = self.runs.binding
+        why = "no provider's kernel comes as this form here"
+        if kernel:
+            why = "the form of the kernel that is bound"
+        place = location_of(kernel or self.form.native)
+        candidate = Candidate(self.chosen, True, why, self.runs.provider, place)
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        kernels, classes = binding.kernel.decision, binding.replacement.decision
+        reason = f"{nodes}; {why}"
+        kernels = binding.kernel.decision
+        parts = (kernels, binding.replacement.decision)
         subject = f"lowering of {self.form.name}"
-        return Decision(
-            subject,
-            self.chosen,
-            f"{nodes}; {why}",
-            (candidate,),
-            kernels.setting,
-            (kernels, classes),
-        )
+        return Decision(subject, self.chosen, reason, (candidate,), kernels.setting, parts)
 
     @property
     def _kernel(self) -> Callable[..., Any] | None:
@@ -97,23 +96,30 @@ class Lowering(NamedTuple):
 
 
 def lowerings_of(counts: Mapping[str, int]) -> tuple[Lowering, ...]:
-    """Return for each form what so many nodes of it have become; the ops that run kernels are registered.
+    """Return the record of each form, and register the torch ops for kernels.
+
+    Args:
+        counts: the number of nodes by the name of the form.
 
     Raises:
         OpgraftError: as constructing the op of a form would.
     """
+    # Registers the forms that models seldom have.
     if counts.keys() - FUNCTIONALS:
-        import opgraft.functional  # noqa: F401  # registers those that models seldom have
+        import opgraft.functional  # noqa: F401
     for name in counts:
         _target(FUNCTIONALS[name])
     return tuple(Lowering(choice_of(FUNCTIONALS[name]), count) for name, count in counts.items())
 
 
 def _target(form: Functional[..., Any]) -> Callable[..., Any]:
+    """Return the function in the place of the nodes of a form."""
     winner = binding_of(form).kernel.winner
     kernel = winner.functional(form.name)
-    traced = form.native if kernel is None else winner.compiled(form.name)
-    return _as_op(form, kernel) if traced is None else _inlined(traced)  # type: ignore[arg-type]  # one of them is there
+    if kernel is None:
+        return _inlined(form.native)
+    traced = winner.compiled(form.name)
+    return _as_op(form, kernel) if traced is None else _inlined(traced)
 
 
 @functools.cache
@@ -126,25 +132,28 @@ def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_op(form: Functional[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the torch op that runs one kernel of a form, registered when it is first asked for."""
-    if (form.name, kernel) not in _KERNELS:
+    """Return the torch op that runs one kernel of a form, and register the op at the first use."""
+    known = _KERNELS.get((form.name, kernel))
+    if known is not None:
+        return known
 
-        @functools.wraps(form.native)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return _contiguous(kernel(*args, **kwargs))
+    @functools.wraps(form.native)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _contiguous(kernel(*args, **kwargs))
 
-        # The name says whose it is, the same in every process.
-        whose = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__}".encode()).hexdigest()[
-            :8
-        ]
-        name = f"{form.name}_of_{whose}"
-        direct_register_custom_op(name, run, form.mutates, form.fake)
-        _KERNELS[form.name, kernel] = getattr(torch.ops.opgraft, name).default
-    return _KERNELS[form.name, kernel]
+    # The name is the same in every process, so a package of the cache finds the op.
+    digest = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__}".encode()).hexdigest()
+    name = f"{form.name}_of_{digest[:8]}"
+    direct_register_custom_op(name, run, form.mutates, form.fake)
+    made: Callable[..., Any] = getattr(torch.ops.opgraft, name).default
+    _KERNELS[form.name, kernel] = made
+    return made
 
 
 def _contiguous(result: Any) -> Any:
-    """Return results as the registered op of a form returns them, on whose strides the graph rests."""
+    """Return results with the strides of the registered op's results: the graph rests on these."""
     if isinstance(result, Tensor):
         return result.contiguous()
-    return tuple(each.contiguous() for each in result) if isinstance(result, Sequence) else result
+    if isinstance(result, Sequence):
+        return tuple(each.contiguous() for each in result)
+    return result

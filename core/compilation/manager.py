@@ -1,4 +1,4 @@
-"""The pass manager: runs passes in order, and verifies the graph after each."""
+"""The pass manager: run passes in order, and verify the graph after each pass."""
 
 from __future__ import annotations
 
@@ -26,72 +26,88 @@ def run_passes(
     """Run passes over a graph in place.
 
     Args:
-        passes: in order. Those that do not apply to ``sizes`` are left out.
+        passes: in order. A pass that does not apply to ``sizes`` is left out.
         module: the graph.
-        model: which it was captured from.
-        dump: a folder for the graph before the first pass and after each, as files of text.
-        sizes: of the batch, for which the graph is.
+        model: the model of the graph.
+        dump: a folder for texts of the graph, before the first pass and after each pass.
+        sizes: the sizes of the batch for this graph.
 
     Raises:
-        CompilationError: a pass raises, or leaves a graph that is not well formed, or in which a tensor has another
-            shape, dtype, device or strides than before. The message names the pass.
-        ConfigError: the folder cannot be written to.
+        CompilationError: a pass raises, or leaves a malformed graph, or a tensor has another shape,
+            dtype, device or strides than before. The message names the pass.
+        ConfigError: the folder refuses files.
     """
     reports: list[PassReport] = []
     _dump(dump, 0, "captured", module)
     for each in passes:
-        before = len(module.graph.nodes)
-        known = {node: _state(node) for node in module.graph.nodes}
         try:
             if not each.applies(sizes):
                 continue
-            *found, left = PassOutcome(*each.run(module, model))
-            matched, replaced = map(operator.index, found)
-            _expect_same_ends(module.graph, known)
-            module.graph.eliminate_dead_code()
-            module.graph.lint()
-            module.recompile()
-            _propagate(module, known)
-            digest = each.source_hash()
-        except Exception as error:  # whatever a pass raises
+            report = _run_pass(each, module, model)
+        # A pass of a user may raise anything.
+        except Exception as error:
+            place = f"{type(each).__module__}.{type(each).__qualname__}"
             raise CompilationError(
-                f"the pass {each.name} ({type(each).__module__}.{type(each).__qualname__}) breaks the graph of "
-                f"{type(model).__name__}: {described(error)}. Next: correct it, or leave it out"
+                f"the pass {each.name} ({place}) breaks the graph of {type(model).__name__}: "
+                f"{described(error)}. Next: correct it, or leave it out"
             ) from error
-        reports.append(
-            PassReport(
-                each.name, digest, matched, replaced, (before, len(module.graph.nodes)), tuple(left)
-            )
-        )
+        reports.append(report)
         _dump(dump, len(reports), each.name, module)
     return tuple(reports)
 
 
+def _run_pass(each: GraphPass, module: fx.GraphModule, model: nn.Module) -> PassReport:
+    """Run one pass, and verify the graph.
+
+    Raises:
+        ValueError: the graph has other inputs, outputs or tensors than before.
+    """
+    before = len(module.graph.nodes)
+    known = {node: _state(node) for node in module.graph.nodes}
+    # A pass of a user may return a plain tuple.
+    *found, left = PassOutcome(*each.run(module, model))
+    matched, replaced = map(operator.index, found)
+    _expect_same_ends(module.graph, known)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    _propagate(module, known)
+    digest = each.source_hash()
+    nodes = (before, len(module.graph.nodes))
+    return PassReport(each.name, digest, matched, replaced, nodes, tuple(left))
+
+
 def _expect_same_ends(graph: fx.Graph, known: Iterable[fx.Node]) -> None:
-    """Refuse a graph that takes other inputs than before, or in another order, or has not one output."""
+    """Check the inputs, their order and the output of a graph.
+
+    Raises:
+        ValueError: these are other nodes than before.
+    """
+    before = [*known]
     for ends in ("placeholder", "output"):
-        before, after = (
-            [node for node in nodes if node.op == ends] for nodes in (known, graph.nodes)
-        )
-        if before != after:
-            raise ValueError(f"its {ends} nodes are {after} after it, and were {before} before")
+        former = [node for node in before if node.op == ends]
+        now = [node for node in graph.nodes if node.op == ends]
+        if former != now:
+            raise ValueError(f"its {ends} nodes are {now} after it, and were {former} before")
 
 
 def _state(node: fx.Node) -> tuple[str, Any]:
-    """Describe the arguments of a node, and what it returns; of the output, what is returned from the graph."""
-    returned = (
-        fx.node.map_arg(node.args, lambda each: each.meta["val"])
-        if node.op == "output"
-        else node.meta.get("val")
-    )
+    """Describe the arguments and the result of a node; for the output, the results of the graph."""
+    returned = node.meta.get("val")
+    if node.op == "output":
+        returned = fx.node.map_arg(node.args, lambda each: each.meta["val"])
     return str((node.args, node.kwargs)), layout_of(returned)
 
 
 def _propagate(module: fx.GraphModule, known: Mapping[fx.Node, tuple[str, Any]]) -> None:
-    """Compute, on tensors without values, what new nodes return, and those whose arguments are others than before.
+    """Compute the results of new nodes, and of nodes with new arguments, without values.
+
+    Args:
+        module: the graph after a pass.
+        known: the nodes before the pass, each with its ``_state``.
 
     Raises:
-        ValueError: a node that was there before, or the graph, returns something else.
+        ValueError: a former node, or the graph, returns a tensor of another layout.
     """
     mode = next((node.meta["val"].fake_mode for node in known if node.op == "placeholder"), None)
     fresh: set[fx.Node] = set()
@@ -100,18 +116,26 @@ def _propagate(module: fx.GraphModule, known: Mapping[fx.Node, tuple[str, Any]])
         if node.op == "get_attr" and node not in known:
             tensor = attribute_of(module, node)
             node.meta["val"] = mode.from_tensor(tensor, static_shapes=True) if mode else tensor
-        elif node.op == "call_function" and (
-            arguments != str((node.args, node.kwargs)) or fresh & {*node.all_input_nodes}
-        ):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-            with mode or nullcontext(), with_symbols_for_sizes():
-                node.meta["val"] = node.target(*args, **kwargs)
+        elif node.op == "call_function":
+            has_other_arguments = arguments != str((node.args, node.kwargs))
+            if has_other_arguments or fresh.intersection(node.all_input_nodes):
+                _compute(node, mode)
         if node not in known:
             fresh.add(node)
-        elif _state(node)[1] != returned:
+            continue
+        _, returned_now = _state(node)
+        if returned_now != returned:
             raise ValueError(
-                f"{node.name} returns {_state(node)[1]} after it, and returned {returned} before"
+                f"{node.name} returns {returned_now} after it, and returned {returned} before"
             )
+
+
+def _compute(node: fx.Node, mode: Any) -> None:
+    """Compute the result of a node without values, in a mode of fake tensors if there is one."""
+    call: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    with mode or nullcontext(), with_symbols_for_sizes():
+        node.meta["val"] = call(*args, **kwargs)
 
 
 def _dump(folder: Path | None, number: int, name: str, module: fx.GraphModule) -> None:

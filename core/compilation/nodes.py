@@ -1,4 +1,4 @@
-"""Nodes of a graph: the forms that semantic ones call, with what, and the tensors that nodes stand for."""
+"""Nodes of a graph: the forms and arguments of semantic nodes, and the tensors of attributes."""
 
 from __future__ import annotations
 
@@ -12,39 +12,44 @@ from opgraft.compilation.writes import is_written
 from torch import Tensor, fx
 
 OPERATOR: Any = type(torch.ops.aten.add.Tensor)
-"""The class of torch's operators, each for arguments of certain types."""
+"""The class of torch's operators; an instance is one overload, such as ``aten.add.Tensor``."""
 
 PARTS = "opgraft_parts"
-"""The key in ``meta`` of a node that stands for a joint tensor: the parameters over whose memory it is."""
+"""The key in ``meta`` of a joint tensor's node for the parameters in the joint memory."""
 
 JOINT = "opgraft_joint"
-"""The key in ``meta`` of such a node for where the tensor is from, an ``Origin``."""
+"""The key in ``meta`` of a joint tensor's node for the origin of the tensor, an ``Origin``."""
 
 Origin = tuple[str, ...]
-"""The place of a tensor of a graph in a model: ``("model", name)``, ``("together", name, *layers)`` of
-layers with joint weights, ``("packed", layer)``, or ``("value",)`` if no model has the tensor."""
+"""The place of a graph's tensor in a model: ``("model", name)``, ``("together", name, *layers)``
+for layers with joint weights, ``("packed", layer)``, or ``("value",)`` outside of any model."""
 
 _PREFIX = "opgraft::"
 
 
 def form_of(node: fx.Node) -> Functional[..., Any] | None:
-    """Return the form that a semantic node calls, ``None`` of any other node."""
+    """Return the form of a semantic node, ``None`` for any other node."""
     target = node.target
     if not isinstance(target, OPERATOR):
         return None
     name = target.name()
-    return FUNCTIONALS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+    if not name.startswith(_PREFIX):
+        return None
+    return FUNCTIONALS.get(name.removeprefix(_PREFIX))
 
 
 def semantic_call(node: object, *names: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of the form that a node calls, and its arguments by name, defaults too.
+    """Return the name of a node's form, and the arguments by name with all defaults.
 
-    ``None`` for anything but a node that calls one of the named forms, and where somebody writes to the memory of its
-    arguments or its result afterwards, as then it computes something else elsewhere in the graph.
+    Returns ``None`` if the node calls none of the named forms, and if another node writes to the
+    memory of the arguments or of the result.
     """
-    form = form_of(node) if isinstance(node, fx.Node) else None
-    if form is None or form.name not in names or not isinstance(node, fx.Node):
+    if not isinstance(node, fx.Node):
         return None
+    form = form_of(node)
+    if form is None or form.name not in names:
+        return None
+    # After such a write, the same call would have another result elsewhere in the graph.
     if any(is_written(each) for each in (node, *node.all_input_nodes)):
         return None
     bound = inspect.signature(form.native).bind(*node.args, **node.kwargs)
@@ -53,7 +58,10 @@ def semantic_call(node: object, *names: str) -> tuple[str, dict[str, Any]] | Non
 
 
 def semantic_calls(graph: fx.Graph, *names: str) -> Iterator[tuple[fx.Node, str, dict[str, Any]]]:
-    """Yield the nodes that call one of the named forms, as ``semantic_call`` tells; a caller may change the graph."""
+    """Yield each node with a call of one of the named forms, and the answer of ``semantic_call``.
+
+    The caller may change the graph meanwhile.
+    """
     for node in list(graph.nodes):
         called = semantic_call(node, *names)
         if called is not None:
@@ -61,28 +69,29 @@ def semantic_calls(graph: fx.Graph, *names: str) -> Iterator[tuple[fx.Node, str,
 
 
 def has_kernel(name: str) -> bool:
-    """Tell whether a provider's kernel comes as the form of that name here."""
+    """Return True if the bound kernel brings a function for the form of that name."""
     return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
 
 
 def layout_of(value: Any) -> Any:
-    """Describe a tensor, or a tuple of them, as far as a graph rests on it: equal layouts may stand for each other.
+    """Describe dtype, device, sizes and strides of a tensor, or of a tuple of tensors.
 
-    Sizes are compared as they are written, since a comparison of symbols would fix them. The stride of a dimension of
-    one element leads nowhere.
+    Tensors with equal descriptions may stand for each other in a graph.
     """
     if isinstance(value, Tensor):
-        sizes, strides = (tuple(map(str, each)) for each in (value.shape, value.stride()))
-        strides = tuple(
-            "any" if size == "1" else stride for size, stride in zip(sizes, strides, strict=True)
-        )
-        return (value.dtype, str(value.device), sizes, strides)
+        # As texts: to compare symbols would fix their values.
+        sizes = tuple(map(str, value.shape))
+        strides = []
+        for size, stride in zip(sizes, value.stride(), strict=True):
+            # The stride of a dimension with one element leads nowhere.
+            strides.append("any" if size == "1" else str(stride))
+        return (value.dtype, str(value.device), sizes, tuple(strides))
     if isinstance(value, (tuple, list)):
         return tuple(layout_of(each) for each in value)
     return str(value)
 
 
 def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """Return the tensor that a node ``get_attr`` stands for."""
+    """Return the tensor of a node ``get_attr``."""
     path, _, name = str(node.target).rpartition(".")
     return getattr(module.get_submodule(path), name)

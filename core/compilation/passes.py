@@ -60,16 +60,14 @@ def _changes_nothing(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OPERATOR) or target.namespace != "aten" or not node.args:
         return False
-    name, source = target.name().removeprefix("aten::").partition(".")[0], node.args[0]
-    if (
-        name not in _ALIASING
-        or not isinstance(source, fx.Node)
-        or True in (*node.args[2:], node.kwargs.get("copy"))
-    ):
+    name, _, _ = target.name().removeprefix("aten::").partition(".")
+    source = node.args[0]
+    if name not in _ALIASING or not isinstance(source, fx.Node) or "val" not in node.meta:
         return False
-    return "val" in node.meta and bool(
-        layout_of(node.meta["val"]) == layout_of(source.meta.get("val"))
-    )
+    # A cast may be told to copy, by place or by name.
+    if True in (*node.args[2:], node.kwargs.get("copy")):
+        return False
+    return bool(layout_of(node.meta["val"]) == layout_of(source.meta.get("val")))
 
 
 class Copies(GraphPass):
@@ -83,18 +81,15 @@ class Copies(GraphPass):
         for node in needless:
             node.replace_all_uses_with(node.args[0])
         kept = len(copies) - len(needless)
-        return PassOutcome.of(
-            len(needless), ["somebody else reads the memory, or it is laid out otherwise"] * kept
-        )
+        reason = "somebody else reads the memory, or it is laid out otherwise"
+        return PassOutcome.of(len(needless), [reason] * kept)
 
 
 def _is_needless(copy: fx.Node) -> bool:
     source = copy.args[0]
-    if (
-        not isinstance(source, fx.Node)
-        or set(source.users) != {copy}
-        or not returns_new_memory(source)
-    ):
+    if not isinstance(source, fx.Node) or set(source.users) != {copy}:
+        return False
+    if not returns_new_memory(source):
         return False
     return bool(layout_of(copy.meta.get("val")) == layout_of(source.meta.get("val")))
 
@@ -109,29 +104,26 @@ class AddRMSNorm(GraphPass):
     }
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        replaced, left = 0, list[str]()
-        order = {node: place for place, node in enumerate(module.graph.nodes)}
-        for norm, name, given in semantic_calls(module.graph, *self._fused):
+        graph = module.graph
+        replaced = 0
+        left: list[str] = []
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for norm, name, given in semantic_calls(graph, *self._fused):
             summed = given.pop("x")
             if not _is_sum(summed):
                 continue
-            if any(
-                order.get(each, -1) > order.get(summed, -1)
-                for each in given.values()
-                if isinstance(each, fx.Node)
-            ):
+            others = [each for each in given.values() if isinstance(each, fx.Node)]
+            if any(order.get(each, -1) > order.get(summed, -1) for each in others):
                 left.append(LATER)
                 continue
             if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
                 left.append(PASSED_OVER)
                 continue
-            with module.graph.inserting_before(summed):
-                both = module.graph.call_function(
-                    self._fused[name], (*summed.args, *given.values())
-                )
-                normed, total = (
-                    module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)
-                )
+            with graph.inserting_before(summed):
+                arguments = (*summed.args, *given.values())
+                both = graph.call_function(self._fused[name], arguments)
+                normed = graph.call_function(operator.getitem, (both, 0))
+                total = graph.call_function(operator.getitem, (both, 1))
             # A later pass may look for the sum by these.
             total.meta.update(summed.meta)
             norm.replace_all_uses_with(normed)
@@ -142,16 +134,17 @@ class AddRMSNorm(GraphPass):
 
 def _is_sum(node: object) -> bool:
     """Return True if a node adds two tensors of one layout, without a scale."""
-    if (
-        not isinstance(node, fx.Node)
-        or node.target is not _aten.add.Tensor
-        or node.kwargs
-        or len(node.args) != 2
-    ):
+    if not isinstance(node, fx.Node) or node.target is not _aten.add.Tensor:
         return False
-    if not all(isinstance(each, fx.Node) for each in node.args):
+    if node.kwargs or len(node.args) != 2:
         return False
-    first, second = (layout_of(each.meta.get("val"))[:3] for each in node.args)  # type: ignore[union-attr]
+    layouts = []
+    for each in node.args:
+        if not isinstance(each, fx.Node):
+            return False
+        # Strides may differ.
+        layouts.append(layout_of(each.meta.get("val"))[:3])
+    first, second = layouts
     return bool(first == second)
 
 
@@ -220,7 +213,7 @@ def _user_pass(given: Any) -> GraphPass:
 
 
 def _made(given: Any) -> Any:
-    """Return an object of a class, or of the class of a name; another object is returned unchanged."""
+    """Return an object of a class, or of the class with a name. An object is returned itself."""
     if isinstance(given, str):
         module, _, attribute = given.partition(":")
         return getattr(import_module(module), attribute)()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from opgraft.compilation.backends import Runner
 from opgraft.compilation.lowering import lower
 from opgraft.compilation.nodes import attribute_of
-from opgraft.compilation.splitting import split
+from opgraft.compilation.splitting import Piece, split
 from opgraft.compilation.static_graph import ReplayedCode, expect_recordable
 from torch import Tensor, fx
 
@@ -66,9 +66,11 @@ class Pieces:
         made: dict[str, tuple[Runner, Counter[str]]] = {}
         runs: list[Runner] = []
         for piece in self.pieces:
+            # Equal pieces share code. A cut runs as it is.
             if piece.key not in made:
                 lowered, forms = lower(piece.module)
-                made[piece.key] = (lowered if piece.cut else build(lowered), forms)
+                code = lowered if piece.cut else build(lowered)
+                made[piece.key] = (code, forms)
             run, forms = made[piece.key]
             self.forms += forms
             if sizes and not piece.cut:
@@ -85,30 +87,55 @@ class Pieces:
         self._given = [node for node in nodes if node.op == "placeholder"]
         held = [node for node in nodes if node.op == "get_attr"]
         made = [node for piece in self.pieces for node in piece.outputs]
-        places = {node: place for place, node in enumerate([*self._given, *held, *made])}
-        self._values: list[Any] = [None] * len(self._given)
-        self._values += [attribute_of(graph, node) for node in held] + [None] * len(made)
-        self._returned = [
-            places[each] if isinstance(each, fx.Node) else None for each in end.args[0]
-        ]
-        self._constants = [each for each in end.args[0] if not isinstance(each, fx.Node)]
+        exchanged = [*self._given, *held, *made]
+        places = {node: place for place, node in enumerate(exchanged)}
+
+        self._values: list[Any] = [None] * len(exchanged)
+        for node in held:
+            self._values[places[node]] = attribute_of(graph, node)
+
+        results = end.args[0]
+        self._constants = [each for each in results if not isinstance(each, fx.Node)]
+        # A constant has no place.
+        self._returned = [places[each] if isinstance(each, fx.Node) else None for each in results]
         kept = {*self._returned, *(places[node] for node in held)}
-        parts: list[_Part] = []
-        for piece, run in reversed([*zip(self.pieces, runs, strict=True)]):
-            inputs, outputs = (
-                tuple(places[node] for node in each) for each in (piece.inputs, piece.outputs)
-            )
-            parts.append(_Part(run, inputs, outputs, tuple({*inputs} - kept)))
-            kept |= {*inputs}
-        self._parts = parts[::-1]
+        self._parts = _parts_of(self.pieces, runs, places, kept)
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
         values = [*tensors, *self._values[len(self._given) :]]
         for part in self._parts:
-            results = part.run(*[values[place] for place in part.inputs])
+            inputs = [values[place] for place in part.inputs]
+            results = part.run(*inputs)
             for place, result in zip(part.outputs, results, strict=True):
                 values[place] = result
+            # The memory of a value without a later reader serves the next pieces.
             for place in part.last_read:
                 values[place] = None
         constants = iter(self._constants)
         return [next(constants) if place is None else values[place] for place in self._returned]
+
+
+def _parts_of(
+    pieces: Sequence[Piece],
+    runs: Sequence[Runner],
+    places: Mapping[fx.Node, int],
+    kept: Collection[int | None],
+) -> list[_Part]:
+    """Return the code of pieces, with the places of arguments and results.
+
+    Args:
+        pieces: the pieces in order.
+        runs: the code of each piece.
+        places: the place of each exchanged tensor.
+        kept: the places that keep their values until the end of a call.
+    """
+    parts: list[_Part] = []
+    read_later = {*kept}
+    # From the last piece to the first: the first reader met here is the last reader in a call.
+    for piece, run in reversed([*zip(pieces, runs, strict=True)]):
+        inputs = tuple(places[node] for node in piece.inputs)
+        outputs = tuple(places[node] for node in piece.outputs)
+        last_read = tuple({*inputs} - read_later)
+        parts.append(_Part(run, inputs, outputs, last_read))
+        read_later.update(inputs)
+    return parts[::-1]

@@ -27,33 +27,36 @@ class _QuantizedResult(GraphPass):
     quantizers: ClassVar[tuple[str, ...]]
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        _merge_equal(module.graph, self.quantizers)
-        replaced, left = 0, list[str]()
-        order = {node: place for place, node in enumerate(module.graph.nodes)}
-        for node, name, given in semantic_calls(module.graph, *self.quantizers):
+        graph = module.graph
+        _merge_equal(graph, self.quantizers)
+        replaced = 0
+        left: list[str] = []
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for node, name, given in semantic_calls(graph, *self.quantizers):
             source = _source_of(given.pop("x"), self.forms)
             if source is None:
                 continue
             made, form, arguments = source
-            if any(
-                order.get(each, 0) > order[made]
-                for each in given.values()
-                if isinstance(each, fx.Node)
-            ):
+            scales = [each for each in given.values() if isinstance(each, fx.Node)]
+            if any(order.get(each, 0) > order[made] for each in scales):
                 left.append(f"a scale is computed after {form}")
                 continue
-            if (has_kernel(form) or has_kernel(name)) and not has_kernel(f"{form}_{name}"):
+            fused = f"{form}_{name}"
+            if not _is_free(form, name, fused):
                 left.append(PASSED_OVER)
                 continue
-            _join_with_quantization(
-                module.graph, made, node, f"{form}_{name}", {**arguments, **given}
-            )
+            _join_with_quantization(graph, made, node, fused, {**arguments, **given})
             replaced += 1
         return PassOutcome.of(replaced, left)
 
 
+def _is_free(form: str, quantizer: str, fused: str) -> bool:
+    """Return True if one form in the place of two passes over no provider's kernel."""
+    return has_kernel(fused) or not (has_kernel(form) or has_kernel(quantizer))
+
+
 class RMSNormQuantFP8(_QuantizedResult):
-    """Joins a norm, after a sum too, and the quantisation of its result to 8 bits."""
+    """Joins a norm, with or without a sum before, and the quantisation to 8 bits."""
 
     name: ClassVar[str] = "rms_norm_quant_fp8"
     forms: ClassVar[tuple[str, ...]] = _NORMS
@@ -61,7 +64,7 @@ class RMSNormQuantFP8(_QuantizedResult):
 
 
 class RMSNormQuantFP4(_QuantizedResult):
-    """Joins a norm, after a sum too, and the quantisation of its result to 4 bits."""
+    """Joins a norm, with or without a sum before, and the quantisation to 4 bits."""
 
     name: ClassVar[str] = "rms_norm_quant_fp4"
     forms: ClassVar[tuple[str, ...]] = _NORMS
@@ -69,7 +72,7 @@ class RMSNormQuantFP4(_QuantizedResult):
 
 
 class SiluAndMulQuantFP8(_QuantizedResult):
-    """Joins a gated activation and the quantisation of its result to 8 bits."""
+    """Joins a gated activation and the quantisation of the result to 8 bits."""
 
     name: ClassVar[str] = "silu_and_mul_quant_fp8"
     forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
@@ -77,7 +80,7 @@ class SiluAndMulQuantFP8(_QuantizedResult):
 
 
 class SiluAndMulQuantFP4(_QuantizedResult):
-    """Joins a gated activation and the quantisation of its result to 4 bits."""
+    """Joins a gated activation and the quantisation of the result to 4 bits."""
 
     name: ClassVar[str] = "silu_and_mul_quant_fp4"
     forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
@@ -91,39 +94,39 @@ class AttentionQuantFP8(GraphPass):
     _form: ClassVar[str] = "scaled_dot_product_attention"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        _merge_equal(module.graph, _FP8)
-        replaced, left = 0, list[str]()
-        order = {node: place for place, node in enumerate(module.graph.nodes)}
-        for node, name, given in semantic_calls(module.graph, "quant_fp8_static"):
+        graph = module.graph
+        _merge_equal(graph, _FP8)
+        replaced = 0
+        left: list[str] = []
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for node, name, given in semantic_calls(graph, "quant_fp8_static"):
             moved = _moved(given["x"])
             attention: Any = moved[0].args[0] if moved else given["x"]
-            called = semantic_call(attention, self._form)
-            if (
-                called is None
-                or len(attention.users) > 1
-                or tuple(given["group_shape"]) != (-1, -1)
-            ):
-                continue
-            arguments = called[1]
-            if arguments.pop("dropout_p"):
+            arguments = self._arguments_of(attention)
+            # The elements move between both forms, so one scale must serve all of them.
+            if arguments is None or tuple(given["group_shape"]) != (-1, -1):
                 continue
             fused = f"{self._form}_{name}"
-            scale = given["scale"]
-            if (has_kernel(self._form) or has_kernel(name)) and not has_kernel(fused):
+            if not _is_free(self._form, name, fused):
                 left.append(PASSED_OVER)
                 continue
+            scale = given["scale"]
             if order.get(scale, 0) > order[attention]:
                 left.append(f"a scale is computed after {self._form}")
                 continue
-            _quantize_before(
-                module.graph,
-                fused,
-                {**arguments, "output_scale": scale, "dtype": given["dtype"]},
-                moved,
-                node,
-            )
+            arguments.update(output_scale=scale, dtype=given["dtype"])
+            _quantize_before(graph, fused, arguments, moved, node)
             replaced += 1
         return PassOutcome.of(replaced, left)
+
+    def _arguments_of(self, attention: Any) -> dict[str, Any] | None:
+        """Return the arguments of attention with one reader and no dropout; otherwise ``None``."""
+        called = semantic_call(attention, self._form)
+        if called is None or len(attention.users) > 1:
+            return None
+        _, arguments = called
+        # The form with quantisation has no such argument.
+        return None if arguments.pop("dropout_p") else arguments
 
 
 _MOVES = frozenset(("transpose", "permute", "contiguous", "clone", "reshape", "view", "flatten"))
@@ -136,12 +139,17 @@ def _moved(x: Any) -> list[fx.Node]:
     The search ends at an operator with another reader of the result.
     """
     found: list[fx.Node] = []
-    while isinstance(x.target, OPERATOR) and x.target.namespace == "aten" and len(x.users) == 1:
-        if x.target.name().removeprefix("aten::").partition(".")[0] not in _MOVES:
-            break
+    while _is_move(x) and len(x.users) == 1:
         found.append(x)
         x = x.args[0]
     return found[::-1]
+
+
+def _is_move(x: Any) -> bool:
+    if not isinstance(x.target, OPERATOR) or x.target.namespace != "aten":
+        return False
+    name, _, _ = x.target.name().removeprefix("aten::").partition(".")
+    return name in _MOVES
 
 
 def _quantize_before(
@@ -153,9 +161,11 @@ def _quantize_before(
 ) -> None:
     """Quantise a result before the moves of elements, and move the quantised elements."""
     with graph.inserting_before(quantized):
-        result = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
+        form = getattr(_opgraft, name).default
+        result = graph.call_function(form, (), dict(arguments))
         for each in moved:
-            result = graph.call_function(each.target, (result, *each.args[1:]), each.kwargs)  # type: ignore[arg-type]
+            move: Any = each.target
+            result = graph.call_function(move, (result, *each.args[1:]), each.kwargs)
         if moved:
             result = graph.call_function(torch.ops.aten.contiguous.default, (result,))
     quantized.replace_all_uses_with(result)
@@ -177,11 +187,15 @@ def _source_of(x: object, forms: tuple[str, ...]) -> tuple[fx.Node, str, dict[st
     if not isinstance(x, fx.Node) or len(x.users) != 1:
         return None
     is_first = x.target is operator.getitem and x.args[1] == 0
-    called = semantic_call(x.args[0] if is_first else x, *forms)
-    if called is None or called[1].pop("variance_size", None) is not None:
-        return None
     made = x.args[0] if is_first else x
-    return (made, *called) if isinstance(made, fx.Node) else None
+    called = semantic_call(made, *forms)
+    if called is None or not isinstance(made, fx.Node):
+        return None
+    name, arguments = called
+    # The forms with quantisation have no norm over a part of each row.
+    if arguments.pop("variance_size", None) is not None:
+        return None
+    return made, name, arguments
 
 
 def _join_with_quantization(
@@ -191,26 +205,32 @@ def _join_with_quantization(
 
     Args:
         graph: the graph.
-        made: the first form, which may return a sum besides.
-        quantized: the second form, which may return a scale besides.
+        made: the node of the first form. It returns a sum, too, if the form adds first.
+        quantized: the node of the second form. It returns a scale, too, unless the scale is given.
         name: the name of the new form.
         arguments: the arguments of the new form.
     """
+    form = getattr(_opgraft, name).default
     with graph.inserting_before(made):
-        fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
-    tupled, has_sum = not name.endswith("static"), name.startswith("fused_add")
-    if not tupled and not has_sum:
+        fused = graph.call_function(form, (), dict(arguments))
+    returns_scale = not name.endswith("static")
+    returns_sum = name.startswith("fused_add")
+    if not returns_scale and not returns_sum:
         quantized.replace_all_uses_with(fused)
         return
     with graph.inserting_after(fused):
-        parts = [
-            graph.call_function(operator.getitem, (fused, place))
-            for place in range(1 + tupled + has_sum)
-        ]
-    if not tupled:
+        parts = []
+        for place in range(1 + returns_scale + returns_sum):
+            parts.append(graph.call_function(operator.getitem, (fused, place)))
+    if returns_scale:
+        for user in list(quantized.users):
+            place_of_user: Any = user.args[1]
+            user.replace_all_uses_with(parts[place_of_user])
+    else:
         quantized.replace_all_uses_with(parts[0])
-    for user in list(quantized.users) if tupled else ():
-        user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
-    for user in [each for each in made.users if each.args[1:] == (1,)] if has_sum else ():
-        parts[-1].meta.update(user.meta)
-        user.replace_all_uses_with(parts[-1])
+    if returns_sum:
+        total = parts[-1]
+        readers = [each for each in made.users if each.args[1:] == (1,)]
+        for user in readers:
+            total.meta.update(user.meta)
+            user.replace_all_uses_with(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,11 +32,9 @@ class _Norm:
 
     def is_like(self, other: _Norm) -> bool:
         """Return True if one form can compute both. Literals are compared."""
-        return (self.name, self.eps, _sizes(self.x)[-1]) == (
-            other.name,
-            other.eps,
-            _sizes(other.x)[-1],
-        )
+        if self.name != other.name or self.eps != other.eps:
+            return False
+        return _sizes(self.x)[-1] == _sizes(other.x)[-1]
 
 
 @dataclass(frozen=True)
@@ -76,49 +75,77 @@ class QKNormRope(GraphPass):
     name: ClassVar[str] = "qk_norm_rope"
 
     def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
-        first, second = _join_by_position(module.graph), _join_by_row(module.graph)
+        first = _join_by_position(module.graph)
+        second = _join_by_row(module.graph)
+        matched = first.matched + second.matched
+        replaced = first.replaced + second.replaced
         left = tuple(dict.fromkeys(first.left + second.left))
-        return PassOutcome(first.matched + second.matched, first.replaced + second.replaced, left)
+        return PassOutcome(matched, replaced, left)
 
 
 def _join_by_position(graph: fx.Graph) -> PassOutcome:
     """Join rotations by positions, as in the decoders of opgraft."""
-    replaced, left = 0, list[str]()
+    replaced = 0
+    left: list[str] = []
     for node, name, given in semantic_calls(graph, "rotary_embedding"):
         heads = [given.pop("query"), given.pop("key")]
-        found = [_norm_of(_apart(each)) for each in heads]
-        norms = [each[0] for each in found if each is not None and not each[1]]
-        if (
-            len(norms) < 2
-            or not norms[0].is_like(norms[1])
-            or _sizes(norms[0].x)[-1] != str(given["head_size"])
-        ):
+        norms = _norms_of(heads, given["head_size"])
+        if not norms:
             continue
         if not _is_free(name, norms[0]):
             left.append(PASSED_OVER)
             continue
         with graph.inserting_before(node):
             parts = _joined(graph, norms, [norm.x for norm in norms], given)
-            for place, (each, norm) in enumerate(zip(heads, norms, strict=True)):
-                if len(_sizes(each)) < len(_sizes(norm.x)):
-                    parts[place] = graph.call_function(_aten.flatten.using_ints, (parts[place], -2))
+            parts = [
+                _side_by_side(graph, part, each, norm)
+                for part, each, norm in zip(parts, heads, norms, strict=True)
+            ]
         for user in list(node.users):
-            user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
+            place: Any = user.args[1]
+            user.replace_all_uses_with(parts[place])
         replaced += 1
     return PassOutcome.of(replaced, left)
 
 
+def _norms_of(heads: Sequence[fx.Node], head_size: Any) -> list[_Norm]:
+    """Return the norms of query and key heads, if one form can compute both; otherwise none."""
+    norms = []
+    for each in heads:
+        found = _norm_of(_apart(each))
+        if found is None:
+            return []
+        norm, is_swapped = found
+        if is_swapped:
+            return []
+        norms.append(norm)
+    query, key = norms
+    if not query.is_like(key) or _sizes(query.x)[-1] != str(head_size):
+        return []
+    return norms
+
+
+def _side_by_side(graph: fx.Graph, part: fx.Node, former: fx.Node, norm: _Norm) -> fx.Node:
+    """Return rotated heads with the sizes of the former ones: separate, or side by side."""
+    if len(_sizes(former)) >= len(_sizes(norm.x)):
+        return part
+    return graph.call_function(_aten.flatten.using_ints, (part, -2))
+
+
 def _join_by_row(graph: fx.Graph) -> PassOutcome:
     """Join rotations by a table row for each token, as in transformers: an op or operators."""
-    replaced, left = 0, list[str]()
+    replaced = 0
+    left: list[str] = []
     order = {node: place for place, node in enumerate(graph.nodes)}
     tables: dict[Any, tuple[fx.Node, fx.Node]] = {}
+    found = [each for each in map(_rotated, graph.nodes) if each is not None]
     query: _Rotated | None = None
-    for key in [each for each in map(_rotated, graph.nodes) if each is not None]:
+    for key in found:
+        # Query and key come one after the other. Heads without a partner stay.
         if query is None or key.kind != query.kind or not query.norm.is_like(key.norm):
             query = key
             continue
-        if max(order[each] for each in (key.norm.x, key.norm.weight)) > order[query.node]:
+        if max(order[key.norm.x], order[key.norm.weight]) > order[query.node]:
             left.append(LATER)
         elif not _is_free("apply_rotary_emb", key.norm):
             left.append(PASSED_OVER)
@@ -141,39 +168,52 @@ def _replace(
         tables: the tables in the graph by now, for one table per kind of rotation.
     """
     with graph.inserting_before(query.node):
-        heads = [
-            _swapped(graph, each.norm.x) if each.normed_by_heads else each.norm.x
-            for each in (query, key)
-        ]
+        heads = []
+        for each in (query, key):
+            x = each.norm.x
+            heads.append(_swapped(graph, x) if each.normed_by_heads else x)
         if query.kind not in tables:
             tables[query.kind] = _table(graph, query)
         table, positions = tables[query.kind]
-        size = query.norm.x.meta["val"].shape[-1]
         given = {
             "positions": positions,
-            "head_size": size,
+            "head_size": query.norm.x.meta["val"].shape[-1],
             "cos_sin_cache": table,
             "is_neox_style": query.is_neox_style,
         }
         parts = _joined(graph, (query.norm, key.norm), heads, given)
-        for place, each in enumerate((query, key)):
+        for part, each in zip(parts, (query, key), strict=True):
             if each.by_heads:
-                parts[place] = _laid_out(
-                    graph, _swapped(graph, parts[place]), each.node.meta["val"]
-                )
-            each.node.replace_all_uses_with(parts[place])
+                part = _laid_out(graph, _swapped(graph, part), each.node.meta["val"])
+            each.node.replace_all_uses_with(part)
 
 
-def _joined(graph: fx.Graph, norms: Any, heads: Any, given: dict[str, Any]) -> list[fx.Node]:
-    """Call the form, and return the new query and key."""
+def _joined(
+    graph: fx.Graph, norms: Sequence[_Norm], heads: Sequence[fx.Node], given: Mapping[str, Any]
+) -> list[fx.Node]:
+    """Call the form, and return the new query and key.
+
+    Args:
+        graph: the graph.
+        norms: the norms of query and key.
+        heads: query and key before the norms, ``[..., tokens, heads, head_size]``.
+        given: the arguments of the rotation, by name.
+    """
     query, key = norms
-    weights = {"query_weight": query.weight, "key_weight": key.weight, "eps": query.eps}
-    gemma = {"one_plus_weight": query.name == "gemma_rms_norm"}
-    tensors = (given["positions"], *heads, given["head_size"], given["cos_sin_cache"])
-    settings = {"is_neox_style": given["is_neox_style"], **gemma}
-    both = graph.call_function(
-        _opgraft.qk_norm_rope.default, (*tensors, *weights.values()), settings
+    arguments = (
+        given["positions"],
+        *heads,
+        given["head_size"],
+        given["cos_sin_cache"],
+        query.weight,
+        key.weight,
+        query.eps,
     )
+    settings = {
+        "is_neox_style": given["is_neox_style"],
+        "one_plus_weight": query.name == "gemma_rms_norm",
+    }
+    both = graph.call_function(_opgraft.qk_norm_rope.default, arguments, settings)
     return [graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
 
 
@@ -205,22 +245,25 @@ def _norm_of(x: Any, readers: int = 1) -> tuple[_Norm, bool] | None:
             if given["weight"] is None or given.get("variance_size") is not None:
                 return None
             return _Norm(name, given["x"], given["weight"], given["eps"]), swapped
-        x, readers, swapped = _swapped_source(x), 1, not swapped
+        x = _swapped_source(x)
+        readers = 1
+        swapped = not swapped
     return None
 
 
 def _calls(node: Any, *names: str) -> bool:
     """Return True if a node calls one of torch's operators with these names."""
-    target = node.target if isinstance(node, fx.Node) else None
-    return (
-        isinstance(target, OPERATOR)
-        and target.name().removeprefix("aten::").partition(".")[0] in names
-    )
+    if not isinstance(node, fx.Node) or not isinstance(node.target, OPERATOR):
+        return False
+    name, _, _ = node.target.name().removeprefix("aten::").partition(".")
+    return name in names
 
 
 def _apart(x: Any) -> Any:
     """Return the separate heads that ``x`` holds side by side, or ``x`` itself."""
-    source = x.args[0] if _calls(x, *_REGROUPING) and len(x.users) == 1 else x
+    if not _calls(x, *_REGROUPING) or len(x.users) != 1:
+        return x
+    source = x.args[0]
     return source if _sizes(source)[:-2] == _sizes(x)[:-1] else x
 
 
@@ -229,7 +272,7 @@ def _rotated(node: Any) -> _Rotated | None:
     called = semantic_call(node, "apply_rotary_emb")
     if called is None:
         return _rotated_by_operators(node)
-    given = called[1]
+    _, given = called
     found = _norm_of(given["x"])
     if found is None:
         return None
@@ -238,93 +281,132 @@ def _rotated(node: Any) -> _Rotated | None:
 
 def _rotated_by_operators(node: Any) -> _Rotated | None:
     """Find ``x · cos + cat(-second half of x, first half of x) · sin``, heads before tokens."""
-    if (
-        node.target is not _aten.add.Tensor
-        or node.kwargs
-        or not all(_calls(each, "mul") for each in node.args)
-    ):
+    if node.target is not _aten.add.Tensor or node.kwargs:
+        return None
+    if not all(_calls(each, "mul") for each in node.args):
         return None
     (x, cos), (turned, sin) = (each.args for each in node.args)
+    # Three nodes read the normed heads: the product with cos, and a slice for each half.
     found = _norm_of(x, 3)
-    if found is None or not _turns(turned, x):
+    if found is None or not _turns(turned, x) or len(_sizes(x)) != 4:
         return None
-    rows = [
-        each.args[0] for each in (cos, sin) if _calls(each, "unsqueeze") and each.args[1:] == (1,)
-    ]
-    batch, *others = (_sizes(x)[dim] for dim in (0, -2, -1))
-    if len(_sizes(x)) != 4 or len(rows) != 2 or not all(map(_repeats, rows)):
-        return None
-    if any(_sizes(each)[0] not in ("1", batch) or [*_sizes(each)[1:]] != others for each in rows):
-        return None
-    return _Rotated(node, found[0], not found[1], True, rows[0], rows[1], True)
+    tables = []
+    for each in (cos, sin):
+        # Tables have no dimension of heads: ``[batch, tokens, head_size]``.
+        if not _calls(each, "unsqueeze") or each.args[1:] != (1,):
+            return None
+        table = each.args[0]
+        if not _repeats(table) or not _has_rows_of(table, x):
+            return None
+        tables.append(table)
+    norm, is_swapped = found
+    cos_rows, sin_rows = tables
+    return _Rotated(node, norm, not is_swapped, True, cos_rows, sin_rows, True)
+
+
+def _has_rows_of(table: Any, x: Any) -> bool:
+    """Return True if a table has a row for each token of ``x``, for each batch or for all."""
+    batch, _, *others = _sizes(x)
+    first, *rest = _sizes(table)
+    return first in ("1", batch) and rest == others
 
 
 def _turns(turned: Any, x: Any) -> bool:
     """Return True if a node is ``cat((-second half of x, first half of x), -1)``."""
-    parts: Any = turned.args[0] if _calls(turned, "cat") and turned.args[1:] == (-1,) else ()
+    if not _calls(turned, "cat") or turned.args[1:] != (-1,):
+        return False
+    parts = turned.args[0]
     if len(parts) != 2 or not _calls(parts[0], "neg"):
         return False
-    slices = [parts[0].args[0], parts[1]]
-    if not all(_calls(each, "slice") and each.args[:2] in ((x, 3), (x, -1)) for each in slices):
-        return False
-    (start, end), first = (each.args[2:] for each in slices)
+    second, first = parts[0].args[0], parts[1]
+    for each in (second, first):
+        if not _calls(each, "slice") or each.args[:2] not in ((x, 3), (x, -1)):
+            return False
     size = x.meta["val"].shape[-1]
-    return bool(start == size // 2 and end >= size and first == (0, size // 2))
+    start, end = second.args[2:]
+    # A slice up to the end has any larger number for its end.
+    is_second = start == size // 2 and end >= size
+    return bool(is_second and first.args[2:] == (0, size // 2))
 
 
 def _repeats(x: Any) -> bool:
     """Return True if both halves of the last dimension hold equal values."""
-    while _calls(x, *_ELEMENTWISE) and not any(isinstance(each, fx.Node) for each in x.args[1:]):
+    while _calls(x, *_ELEMENTWISE):
+        # Another tensor may differ between the halves.
+        if any(isinstance(each, fx.Node) for each in x.args[1:]):
+            return False
         x = x.args[0]
-    return (
-        _calls(x, "cat") and x.args[1:] == (-1,) and len({*x.args[0]}) == 1 and len(x.args[0]) == 2
-    )
+    if not _calls(x, "cat") or x.args[1:] != (-1,):
+        return False
+    halves = x.args[0]
+    return len(halves) == 2 and halves[0] is halves[1]
 
 
 def _swapped_source(x: Any) -> Any:
     """Return the tensor before a swap of tokens and heads; ``None`` if ``x`` is no such swap."""
+    if not _calls(x, "transpose"):
+        return None
     rank = len(_sizes(x))
-    dims = {dim % rank for dim in x.args[1:]} if _calls(x, "transpose") else ()
+    dims = {dim % rank for dim in x.args[1:]}
     return x.args[0] if dims == {rank - 3, rank - 2} else None
 
 
 def _swapped(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Swap tokens and heads. The source of a swap is the swapped tensor again."""
+    # A new node has no value before the pass ends.
     source = _swapped_source(x) if "val" in x.meta else None
-    return graph.call_function(_aten.transpose.int, (x, -3, -2)) if source is None else source
+    if source is not None:
+        return source  # type: ignore[no-any-return]
+    return graph.call_function(_aten.transpose.int, (x, -3, -2))
 
 
 def _laid_out(graph: fx.Graph, x: fx.Node, wanted: Tensor) -> fx.Node:
     """Return the swapped heads, copied if the former heads had another layout in memory."""
     view = wanted.new_empty(wanted.transpose(1, 2).shape).transpose(1, 2)
-    return (
-        x
-        if layout_of(view) == layout_of(wanted)
-        else graph.call_function(_aten.contiguous.default, (x,))
-    )
+    if layout_of(view) == layout_of(wanted):
+        return x
+    return graph.call_function(_aten.contiguous.default, (x,))
 
 
 def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
-    """Make a table with a row for each token. Return the table and the row's number per token."""
+    """Make a table with a row for each token.
 
-    def call(target: Any, *args: Any, **settings: Any) -> fx.Node:
-        return graph.call_function(target, args, settings)
+    Returns:
+        The table of cosines and sines, ``[rows, head_size]``, and the row's number for each token.
+    """
+    rank = len(_sizes(rotated.cos))
+    rows = [_size(graph, rotated.cos, dim) for dim in range(rank - 1)]
+    table = _cos_and_sin(graph, rotated)
+    count = graph.call_function(_aten.sym_size.int, (table, 0))
 
-    def size(x: fx.Node, dim: int, known: Any) -> Any:
-        return known if isinstance(known, int) else call(_aten.sym_size.int, x, dim)
+    x = rotated.norm.x
+    settings = {"device": x.meta["val"].device, "pin_memory": False}
+    numbers = graph.call_function(_aten.arange.default, (count,), settings)
 
-    x, tables = rotated.norm.x, [rotated.cos, rotated.sin]
-    given = x.meta["val"].shape
-    rows = [
-        size(tables[0], dim, known) for dim, known in enumerate(tables[0].meta["val"].shape[:-1])
-    ]
-    if rotated.by_heads:
-        tables = [call(_aten.slice.Tensor, each, -1, 0, given[-1] // 2) for each in tables]
-    table = call(_aten.cat.default, tables, -1)
-    if rotated.by_heads:
-        table = call(_aten.flatten.using_ints, table, 0, 1)
-    count = call(_aten.sym_size.int, table, 0)
-    numbers = call(_aten.arange.default, count, device=x.meta["val"].device, pin_memory=False)
-    tokens = len(given) - (2 if rotated.normed_by_heads else 3)
-    lead = [size(x, dim, given[dim]) for dim in (*range(len(given) - 3), tokens)]
-    positions = call(_aten.expand.default, call(_aten.view.default, numbers, rows), lead)
-    return table, call(_aten.contiguous.default, positions)
+    rank = len(_sizes(x))
+    tokens = rank - (2 if rotated.normed_by_heads else 3)
+    lead = [_size(graph, x, dim) for dim in (*range(rank - 3), tokens)]
+    # A batch of one in the table serves every batch of heads.
+    by_rows = graph.call_function(_aten.view.default, (numbers, rows))
+    positions = graph.call_function(_aten.expand.default, (by_rows, lead))
+    return table, graph.call_function(_aten.contiguous.default, (positions,))
+
+
+def _cos_and_sin(graph: fx.Graph, rotated: _Rotated) -> fx.Node:
+    """Put cosines and sines beside each other, ``[rows, head_size]``."""
+    tables = [rotated.cos, rotated.sin]
+    if not rotated.by_heads:
+        return graph.call_function(_aten.cat.default, (tables, -1))
+    half = rotated.norm.x.meta["val"].shape[-1] // 2
+    # Each cosine stands twice in a row, so the first half has all.
+    halves = [graph.call_function(_aten.slice.Tensor, (each, -1, 0, half)) for each in tables]
+    table = graph.call_function(_aten.cat.default, (halves, -1))
+    return graph.call_function(_aten.flatten.using_ints, (table, 0, 1))
+
+
+def _size(graph: fx.Graph, x: fx.Node, dim: int) -> Any:
+    """Return a size of a tensor: a number, or a node if the size is dynamic."""
+    size = x.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    return graph.call_function(_aten.sym_size.int, (x, dim))

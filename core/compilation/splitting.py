@@ -59,13 +59,15 @@ def split(module: fx.GraphModule, cuts: Collection[str]) -> list[Piece]:
         # Pieces exchange no tuples, so the piece of the tuple takes the parts out.
         if node.target is operator.getitem:
             home[node] = home[node.args[0]]
-            groups[home[node]][1].append(node)
-            continue
-        cut = _cut(node, cuts)
-        if cut or groups[-1][0]:
-            groups.append((cut, []))
-        groups[-1][1].append(node)
-        home[node] = len(groups) - 1
+        else:
+            cut = _cut(node, cuts)
+            last_cut, _ = groups[-1]
+            # A cut is a piece of its own.
+            if cut or last_cut:
+                groups.append((cut, []))
+            home[node] = len(groups) - 1
+        _, members = groups[home[node]]
+        members.append(node)
     sizes = _sizes(module)
     return [_piece(module, nodes, cut, sizes) for cut, nodes in groups if nodes]
 
@@ -78,7 +80,8 @@ def expect_operators(names: Collection[str]) -> None:
     """
     for name in names:
         namespace, _, short = name.partition("::")
-        if not (re.fullmatch(r"\w+::\w+", name) and hasattr(getattr(torch.ops, namespace), short)):
+        is_name = re.fullmatch(r"\w+::\w+", name) is not None
+        if not is_name or not hasattr(getattr(torch.ops, namespace), short):
             raise ConfigError(
                 f"compilation_config.splitting_ops has {name!r}, and torch knows no such operator: "
                 "write it as namespace::name, such as aten::scaled_dot_product_attention, and see "
@@ -87,26 +90,29 @@ def expect_operators(names: Collection[str]) -> None:
 
 
 def _cut(node: fx.Node, names: Collection[str]) -> str:
-    name = node.target.name().partition(".")[0] if isinstance(node.target, OPERATOR) else ""
+    """Return the name of the operator if a node calls one to cut at; empty for other nodes."""
+    if not isinstance(node.target, OPERATOR):
+        return ""
+    name = node.target.name().partition(".")[0]
     return name if name in names else ""
 
 
 def _is_exchanged(node: fx.Node) -> bool:
     """Return True if a node returns tensors. Each piece computes sizes for itself."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) or (
-        isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value)
-    )
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, Tensor) for each in several)
 
 
 def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
     """Return an input of the graph with each dynamic size as a dimension, by name of the size."""
     found: dict[str, fx.Node] = {}
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            for size in node.meta["val"].shape:
-                if not isinstance(size, int):
-                    found.setdefault(str(size), node)
+        if node.op != "placeholder":
+            continue
+        for size in node.meta["val"].shape:
+            if not isinstance(size, int):
+                found.setdefault(str(size), node)
     return found
 
 
@@ -122,38 +128,72 @@ def _piece(
         sizes: the result of ``_sizes``.
     """
     given = _given(module, nodes, sizes)
-    graph = fx.Graph()
-    known: dict[fx.Node | str, fx.Node] = {}
+    copies = _Copies(sizes)
     for node in given:
-        made = known[node] = graph.placeholder(f"given_{len(known)}")
-        made.meta = {"val": _value(module, node), HELD: node.op == "get_attr"}
-
-    def copied(node: fx.Node) -> fx.Node:
-        name = _size_of(node, sizes)
-        # By any input of the piece with this size: equal pieces have equal texts then.
-        if name and name not in known:
-            place, dim = next(
-                _dimensions(name, {each: each.meta["val"] for each in known.values()})
-            )
-            known[name] = graph.call_function(torch.ops.aten.sym_size.int, (place, dim))
-            known[name].meta = {"val": node.meta["val"]}
-        elif not name and node not in known:
-            known[node] = graph.node_copy(node, copied)
-        return known[name or node]
-
+        copies.add_input(node, _value(module, node))
     for node in nodes:
-        copied(node)
-    inside = {*nodes}
-    outputs = tuple(
-        n
-        for n in nodes
-        if isinstance(n.meta["val"], Tensor) and any(u not in inside for u in n.users)
-    )
-    graph.output(tuple(known[node] for node in outputs))
+        copies.copy(node)
+    outputs = _outputs(nodes)
+    graph = copies.graph
+    graph.output(tuple(copies.copy(node) for node in outputs))
     mark_written(graph)
-    return Piece(
-        fx.GraphModule(module, graph), tuple(given), outputs, cut, "\n".join(_lines(module, graph))
-    )
+    part = fx.GraphModule(module, graph)
+    key = "\n".join(_lines(module, graph))
+    return Piece(part, tuple(given), outputs, cut, key)
+
+
+class _Copies:
+    """The copies of nodes in the graph of a piece.
+
+    Args:
+        sizes: the result of ``_sizes``.
+
+    Attributes:
+        graph: the graph of the piece.
+    """
+
+    def __init__(self, sizes: Container[str]) -> None:
+        self.graph = fx.Graph()
+        self._sizes = sizes
+        self._by_node: dict[fx.Node, fx.Node] = {}
+        self._by_size: dict[str, fx.Node] = {}
+
+    def add_input(self, node: fx.Node, value: Any) -> None:
+        """Add an input for a node outside of the piece."""
+        made = self.graph.placeholder(f"given_{len(self._by_node)}")
+        made.meta = {"val": value, HELD: node.op == "get_attr"}
+        self._by_node[node] = made
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        """Return the copy of a node. Copies of all arguments come before."""
+        size = _size_of(node, self._sizes)
+        if size:
+            return self._size(size, node.meta["val"])
+        if node not in self._by_node:
+            self._by_node[node] = self.graph.node_copy(node, self.copy)
+        return self._by_node[node]
+
+    def _size(self, name: str, value: Any) -> fx.Node:
+        """Return the node of a dynamic size."""
+        if name not in self._by_size:
+            # By any tensor in the piece with this size: equal pieces have equal texts then.
+            tensors = {each: each.meta["val"] for each in self._by_node.values()}
+            place, dim = next(_dimensions(name, tensors))
+            made = self.graph.call_function(torch.ops.aten.sym_size.int, (place, dim))
+            made.meta = {"val": value}
+            self._by_size[name] = made
+        return self._by_size[name]
+
+
+def _outputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Return the tensors of a piece with a reader outside of the piece."""
+    inside = {*nodes}
+    found = []
+    for node in nodes:
+        is_read_outside = any(user not in inside for user in node.users)
+        if is_read_outside and isinstance(node.meta["val"], Tensor):
+            found.append(node)
+    return tuple(found)
 
 
 def _given(
@@ -163,32 +203,35 @@ def _given(
 
     Last come inputs of the graph for sizes without a dimension among the other nodes.
     """
-    inside, given, named = {*nodes}, dict[fx.Node, Tensor](), set[str]()
+    inside = {*nodes}
+    given: dict[fx.Node, Tensor] = {}
+    named: set[str] = set()
 
     def gather(node: fx.Node) -> None:
         name = _size_of(node, sizes)
         if name:
             named.add(name)
-        elif node not in inside and _is_given(module, node):
+            return
+        if node in inside:
+            return
+        if _is_given(module, node):
             given[node] = _value(module, node)
-        elif node not in inside:
-            for each in node.all_input_nodes:
-                gather(each)
+            return
+        # The piece computes such a node itself: a size, or a branch of torch.cond.
+        for each in node.all_input_nodes:
+            gather(each)
 
     for node in nodes:
         for each in node.all_input_nodes:
             gather(each)
-    words = {
-        word
-        for value in given.values()
-        for size in value.shape
-        for word in re.findall(r"\w+", str(size))
-    }
-    missing = [
-        node
-        for name, node in sizes.items()
-        if name in words | named and not any(_dimensions(name, given))
-    ]
+    # A size may stand in a term, such as "2*batch" or "batch//2".
+    for value in given.values():
+        for size in value.shape:
+            named.update(re.findall(r"\w+", str(size)))
+    missing = []
+    for name, node in sizes.items():
+        if name in named and not any(_dimensions(name, given)):
+            missing.append(node)
     return [*given, *missing]
 
 
@@ -201,7 +244,8 @@ def _size_of(node: fx.Node, sizes: Container[str]) -> str:
 def _dimensions(name: str, tensors: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, int]]:
     """Yield the nodes and dimensions of tensors with a size."""
     for node, value in tensors.items():
-        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+        shape = value.shape if isinstance(value, Tensor) else ()
+        for dim, size in enumerate(shape):
             if str(size) == name:
                 yield node, dim
 

@@ -80,18 +80,33 @@ class ReplayedCode:
     ) -> None:
         self.sizes = sizes
         self._run = run
-        given = [node for node in module.graph.nodes if node.op == "placeholder"]
-        (end,) = (node for node in module.graph.nodes if node.op == "output")
-        self._given = [_Extent(node.meta["val"], bool(node.meta.get(HELD))) for node in given]
-        self._returned = [
-            _Extent(each.meta["val"]) if isinstance(each, fx.Node) else None for each in end.args[0]
-        ]
-        plain = ((place, each.plain.get(batch)) for place, each in enumerate(self._given))
-        self._batch = next(((place, dim) for place, dim in plain if dim is not None), None)
-        if any(each.names - {batch} for each in (*self._given, *self._returned) if each):
-            # Only the values of tensors tell such a size.
-            self._batch = None
         self._graphs: dict[int, StaticGraph] = {}
+
+        self._given: list[_Extent] = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                is_held = bool(node.meta.get(HELD))
+                self._given.append(_Extent(node.meta["val"], is_held))
+        (end,) = (node for node in module.graph.nodes if node.op == "output")
+        self._returned: list[_Extent | None] = []
+        for each in end.args[0]:
+            is_constant = not isinstance(each, fx.Node)
+            self._returned.append(None if is_constant else _Extent(each.meta["val"]))
+        self._batch = self._place_of(batch)
+
+    def _place_of(self, batch: str) -> tuple[int, int] | None:
+        """Return an input and a dimension with the size of the batch; ``None`` without one.
+
+        A graph with another dynamic size has no such place, for only values of tensors tell that
+        size.
+        """
+        for each in (*self._given, *self._returned):
+            if each is not None and each.names - {batch}:
+                return None
+        for place, given in enumerate(self._given):
+            if batch in given.plain:
+                return place, given.plain[batch]
+        return None
 
     @property
     def recorded(self) -> tuple[int, ...]:
@@ -106,17 +121,23 @@ class ReplayedCode:
         size = next((size for size in self.sizes if size >= batch), None)
         if size is None:
             return self._run(*tensors)
-        graph = self._graphs.get(size)
-        if graph is None:
-            inputs = [each.enlarged(x, size) for each, x in zip(self._given, tensors, strict=True)]
-            graph = self._graphs[size] = StaticGraph(
-                self._run, inputs, next(iter(self._graphs.values()), None)
-            )
+        if size not in self._graphs:
+            self._graphs[size] = self._recorded(tensors, size)
+        graph = self._graphs[size]
         for each, static, x in zip(self._given, graph.inputs, tensors, strict=True):
+            # A tensor of the model is the same at each call.
             if static is not x:
                 each.part(static, batch).copy_(x)
-        results = zip(self._returned, graph.replay(), strict=True)
-        return [x if each is None else each.part(x, batch) for each, x in results]
+        results = []
+        for extent, result in zip(self._returned, graph.replay(), strict=True):
+            results.append(result if extent is None else extent.part(result, batch))
+        return results
+
+    def _recorded(self, tensors: Sequence[Tensor], size: int) -> StaticGraph:
+        """Record a static graph for a size of the batch."""
+        inputs = [each.enlarged(x, size) for each, x in zip(self._given, tensors, strict=True)]
+        first = next(iter(self._graphs.values()), None)
+        return StaticGraph(self._run, inputs, first)
 
 
 class _Extent:
@@ -136,11 +157,12 @@ class _Extent:
         # An engine without compilation starts faster without this import.
         import sympy
 
-        terms = {
-            dim: sympy.sympify(str(size))
-            for dim, size in enumerate(value.shape)
-            if not isinstance(size, int)
-        }
+        terms: dict[int, Any] = {}
+        # A dynamic size is no number, which mypy does not know.
+        shape: Any = value.shape
+        for dim, size in enumerate(shape):
+            if not isinstance(size, int):
+                terms[dim] = sympy.sympify(str(size))
         self.names = {str(symbol) for term in terms.values() for symbol in term.free_symbols}
         self.plain = {str(term): dim for dim, term in terms.items() if term.is_symbol}
         self.is_shared = any(term.has(sympy.floor) for term in terms.values())
@@ -153,9 +175,10 @@ class _Extent:
         """Return a tensor of zeros for a larger batch; a held tensor is returned itself."""
         if self._held:
             return x
-        return x.new_zeros(
-            [self._terms[dim](size) if dim in self._terms else n for dim, n in enumerate(x.shape)]
-        )
+        shape = [*x.shape]
+        for dim, term in self._terms.items():
+            shape[dim] = term(size)
+        return x.new_zeros(shape)
 
     def part(self, x: Tensor, batch: int) -> Tensor:
         """Return the rows of a batch in a tensor for a larger batch."""

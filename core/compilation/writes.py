@@ -1,4 +1,4 @@
-"""Writes in a graph: the nodes whose memory another one writes to after they are made."""
+"""Writes in a graph: mark each node with a later write to its memory."""
 
 from __future__ import annotations
 
@@ -9,35 +9,41 @@ from opgraft.compat.graphs import arguments_of
 from torch import fx
 
 _WRITTEN = "opgraft_written"
-"""The key in ``meta`` of a node whose memory is written to afterwards."""
+"""The key in ``meta`` of a node with a later write to its memory."""
 
 
 def mark_written(graph: fx.Graph) -> None:
-    """Mark the nodes of a graph to whose memory another one writes after them, also by a view of it."""
-    last: dict[fx.Node, int] = {}  # by who made a memory, the place of the last write to it
+    """Mark the nodes with a later write to their memory, by another node or through a view."""
+    # By the node that makes a memory, the place of the last write.
+    last_write: dict[fx.Node, int] = {}
+    # By node, the node that makes the memory.
     memory: dict[fx.Node, fx.Node] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        shared = [*_shared(node)]
+        shared = list(_shared(node))
         memory[node] = memory[shared[0][0]] if shared else node
-        last.update((memory[each], order[node]) for each, writes in shared if writes)
-    for node, whose in memory.items():
-        if order[node] < last.get(whose, -1):
+        for argument, writes in shared:
+            if writes:
+                last_write[memory[argument]] = order[node]
+    for node, maker in memory.items():
+        if order[node] < last_write.get(maker, -1):
             node.meta[_WRITTEN] = True
 
 
 def is_written(node: fx.Node) -> bool:
-    """Tell whether somebody writes to the memory of a node after it is made."""
+    """Return True if a later node writes to the memory of this node."""
     return _WRITTEN in node.meta
 
 
 def _shared(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
-    """Yield the arguments whose memory a node writes to or returns, and whether it writes."""
+    """Yield the arguments that share memory with a node, each with True if the node writes."""
     if node.target is operator.getitem:
         yield node.args[0], False  # type: ignore[misc]  # a node
         return
     for value, alias in arguments_of(node):
-        if alias is not None:
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(each, fx.Node):
-                    yield each, bool(alias.is_write)
+        if alias is None:
+            continue
+        several = value if isinstance(value, (tuple, list)) else (value,)
+        for each in several:
+            if isinstance(each, fx.Node):
+                yield each, bool(alias.is_write)
