@@ -1,1 +1,1 @@
-"""Compilation: a graph of semantic ops, passes over it, and kernels or code for what is in it."""
+"""Compilation: capture a graph of semantic ops, run passes, lower to kernels, generate code."""

@@ -1,4 +1,4 @@
-"""Backends: from a lowered graph to what runs it."""
+"""Backends: have a backend of ``torch.compile`` make a function of a lowered graph."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from opgraft.registry.state import host_state
 from torch import Tensor, fx
 
 Runner = Callable[..., Sequence[Any]]
-"""Called with the tensors of a graph's placeholders; returns its flat results."""
+"""A function of the tensors of a graph's placeholders. It returns the flat results."""
 
 
 def built(module: fx.GraphModule, backend: str) -> Runner:
-    """Have a backend of ``torch.compile`` make of a graph what runs it, for any size of its dynamic dimensions.
+    """Return the function that a backend makes of a graph, for any value of the dynamic sizes.
 
     Raises:
         ConfigError: there is no such backend.
-        CompilationError: it fails.
+        CompilationError: the backend fails.
     """
     if backend in FIXED_SIZES:
         backend_of(backend)
@@ -39,7 +39,7 @@ _WARMS_UP: ContextVar[bool] = ContextVar("opgraft_warms_up", default=False)
 
 @contextmanager
 def warm_up() -> Iterator[None]:
-    """Have calls within the block be those after which strict mode lets nothing be compiled."""
+    """Let calls within the block compile. After the block, strict mode forbids that."""
     token = _WARMS_UP.set(True)
     try:
         yield
@@ -48,9 +48,9 @@ def warm_up() -> Iterator[None]:
 
 
 class _OfSizes:
-    """Code of a backend that makes it for fixed sizes: made for each combination of them when it is first called.
+    """The code of a backend for fixed sizes: a program per combination, made at the first call.
 
-    In strict mode that is so within ``warm_up`` alone.
+    Strict mode makes programs within ``warm_up`` alone.
     """
 
     def __init__(self, backend: str, build: Callable[[], Runner], strict: bool) -> None:
@@ -68,11 +68,12 @@ class _OfSizes:
         return self._runners[sizes](*tensors)
 
     def _would_recompile(self, sizes: Sequence[torch.Size]) -> RecompilationError:
+        called = [list(each) for each in sizes]
         known = ", ".join(str([list(each) for each in sizes]) for sizes in self._runners)
         return RecompilationError(
-            f"strict mode: the backend {self._backend} would compile another program, as tensors have the sizes "
-            f"{[list(each) for each in sizes]}, and it has programs for {known}. Next: call it with those; compile it "
-            "with an example of this size; or set OPGRAFT_STRICT=0, and it compiles one"
+            f"strict mode: the backend {self._backend} would compile another program, as tensors "
+            f"have the sizes {called}, and it has programs for {known}. Next: call it with those; "
+            "compile it with an example of this size; or set OPGRAFT_STRICT=0, and it compiles one"
         )
 
 
@@ -81,16 +82,18 @@ def _built(module: fx.GraphModule, backend: str) -> Runner:
     example: list[Tensor] = [
         node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
     ]
-    mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]
+    tensors: list[Any] = [x for x in example if isinstance(x, Tensor)]
+    mode = tensors[0].fake_mode if tensors else None
     try:
         with tracing_in(mode), torch.no_grad():
             compiled: Callable[[], Runner] = functools.partial(compiler, module, example)
             return trusting_processor(compiled) if backend == "inductor" else compiled()
-    except Exception as error:  # whatever a backend raises
+    # A backend may raise anything.
+    except Exception as error:
         raise CompilationError(
             f"the backend {backend} fails on the graph: {described(error)}. Next: set another "
-            "compilation_config.backend, such as eager, which generates no code; inductor needs a C++ compiler, such "
-            "as g++ or what CXX names"
+            "compilation_config.backend, such as eager, which generates no code; inductor needs a "
+            "C++ compiler, such as g++ or what CXX names"
         ) from error
 
 
@@ -98,14 +101,13 @@ def backend_of(name: str) -> Callable[..., Any]:
     """Return the backend of a name.
 
     Raises:
-        ConfigError: there is none of that name here.
+        ConfigError: there is no backend of that name here.
     """
     try:
         return lookup(name)
-    except (
-        Exception
-    ) as error:  # the class of it is private to torch, and entry points raise anything
+    # The class of torch's error is private, and entry points raise anything.
+    except Exception as error:
         raise ConfigError(
-            f"compilation_config.backend is {name!r}, which cannot be used here ({described(error)}): "
-            f"{close_matches(name, known_backends())}"
+            f"compilation_config.backend is {name!r}, which cannot be used here "
+            f"({described(error)}): {close_matches(name, known_backends())}"
         ) from error

@@ -170,15 +170,7 @@ def import_entries(
             )
         signed = _expect_meant(file, copy, digest, key, sha256)
         try:
-            with zipfile.ZipFile(copy) as archive:
-                entries = _contents(archive, cache.limit)
-                index = json.loads(archive.read(_INDEX))
-                _expect_environment(file, index["environment"])
-                if only is not None and entries.keys() != {*only}:
-                    raise InputError(
-                        f"{file} has other entries than {', '.join(only)}: export these anew"
-                    )
-                taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
+            entries, taken = _take_all(cache, file, copy, only)
         except InputError:
             raise
         except (OSError, CacheEntryError) as error:
@@ -188,7 +180,34 @@ def import_entries(
         # An archive by another program may raise anything.
         except Exception as error:
             raise InputError(f"{file} is damaged: {described(error)}: export it anew") from error
-    return Bundle(file, len(entries), taken, nbytes, digest, signed)
+    return Bundle(file, entries, taken, nbytes, digest, signed)
+
+
+def _take_all(
+    cache: CompilationCache, file: str, copy: IO[bytes], only: Collection[str] | None
+) -> tuple[int, int]:
+    """Take the new entries of an archive into a cache.
+
+    Args:
+        cache: gets the entries.
+        file: the name of the bundle, for messages.
+        copy: the bundle.
+        only: the expected keys of the entries; by default any.
+
+    Returns:
+        The number of all entries, and the number of new ones.
+
+    Raises:
+        InputError: the archive is of another environment, or has other or too large entries.
+    """
+    with zipfile.ZipFile(copy) as archive:
+        entries = _contents(archive, cache.limit)
+        index = json.loads(archive.read(_INDEX))
+        _expect_environment(file, index["environment"])
+        if only is not None and entries.keys() != {*only}:
+            raise InputError(f"{file} has other entries than {', '.join(only)}: export these anew")
+        taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
+    return len(entries), taken
 
 
 def read_key(file: Path) -> bytes:

@@ -1,4 +1,9 @@
-"""``opgraft.compile``: a model as one graph with a dynamic batch, lowered to the kernels that its ops are bound to."""
+"""``opgraft.compile``: a model as one graph with a dynamic batch, lowered to the bound kernels.
+
+``compile`` reads the settings, and asks the cache. Without an entry, ``_built`` captures the model
+(``capture.py``), runs passes (``manager.py``), lowers the graph (``lowering.py``) and has a backend
+generate code (``backends.py``). The result is a ``Compiled``: a callable in the place of the model.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +41,8 @@ from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    # With what few need: zip files, keys, fsspec.
-    from opgraft.compilation.shared_folder import (
-        SharedFolder,
-    )
+    # Few need zip files, keys and fsspec.
+    from opgraft.compilation.shared_folder import SharedFolder
 
 _UNKEPT = "the cache of compiled code: nothing is kept: %s"
 _NO_FOLDER = (
@@ -48,23 +51,24 @@ _NO_FOLDER = (
 
 
 class Compiled:
-    """A compiled model, called as the model is. It has no gradients.
+    """A compiled model, with the call of the model and without gradients.
 
     Attributes:
-        model: whose parameters it computes with. Writes to them are seen as by the model itself, and where others have
-            been put in their place, or other modules, a call is an error.
-        graph: what was captured, after all passes, with semantic nodes.
+        model: the model with the parameters. A write to a parameter shows in the next call. Another
+            parameter or module in the place of a known one makes the next call an error.
+        graph: the captured graph after all passes, with semantic nodes.
         passes: the record of each pass, in order.
-        sizes: by size of the batch, the code of those sizes that have their own.
-        ranges: the code of ranges that have their own, but for these sizes.
-        decision: how it was captured, what its nodes were lowered to, and by whom.
-        backend: which made the code.
+        sizes: by size of the batch, the code for one size.
+        ranges: by range of sizes, the code for a range, apart from ``sizes``.
+        decision: the choices of capture and lowering, with the providers of kernels.
+        backend: the name of the backend that made the code.
 
     Args:
         model: see ``model``.
-        signature: how it is called.
-        codes: for any size of the batch, ``ALL_SIZES``, and for sizes and ranges of their own.
-        decision: how it was captured.
+        signature: the inputs and results of the graph.
+        codes: the code for any size of the batch, under ``ALL_SIZES``, and for single sizes and
+            ranges.
+        decision: the choice of the capture.
     """
 
     def __init__(
@@ -75,94 +79,115 @@ class Compiled:
         decision: Decision,
     ) -> None:
         self.model = model
-        code = codes[ALL_SIZES]
-        self.graph, self.passes = code.graph, code.passes
-        self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
-        self.ranges = {
-            each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES
-        }
-        self._signature, self._decision, self.backend = signature, decision, decision.chosen
+        self.backend = decision.chosen
+        self._signature = signature
+        self._decision = decision
+        self._codes = codes
+        self._code = codes[ALL_SIZES]
+        self.graph = self._code.graph
+        self.passes = self._code.passes
+
+        self.sizes: dict[int, Code] = {}
+        self.ranges: dict[range, Code] = {}
+        for sizes, code in codes.items():
+            if len(sizes) == 1:
+                self.sizes[sizes[0]] = code
+            elif sizes != ALL_SIZES:
+                self.ranges[sizes] = code
+
         self._check = InputCheck(signature.expected, signature.bounds)
-        self._code, self._codes = code, codes
         self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
         used = (tensor for code in codes.values() for tensor in code.tensors)
-        self._places = Places(model, used, (part for code in codes.values() for part in code.joint))
+        joint = (part for code in codes.values() for part in code.joint)
+        self._places = Places(model, used, joint)
 
     @property
     def unkept(self) -> str:
-        """The reason why the cache has not all of its code; empty where it has."""
+        """The reason why the cache does not hold all code; empty if the cache does."""
         return next((code.unkept for code in self._codes.values() if code.unkept), "")
 
     @cached_property
     def decision(self) -> Decision:
-        """The choices that were made; to say where classes are takes longer than to load them."""
+        """The choices of capture and lowering."""
+        # Not in the constructor: to find the lines of classes takes longer than to load an entry.
         made = self._decision
-        return replace(made, parts=(*made.parts, *_specialised(self._codes), *self._code.decisions))
+        parts = (*made.parts, *_specialised(self._codes), *self._code.decisions)
+        return replace(made, parts=parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the model does.
+        """Return the model's result.
 
         Raises:
-            CompilationError: called otherwise than by the example, but for the dynamic sizes, or under autocast; or the
-                model has other modules or weights than it had, or is in training mode.
+            CompilationError: the call differs from the example by more than the dynamic sizes, or
+                is under autocast; or the model has other modules or weights than before, or is in
+                training mode.
         """
         if self.model.training:
             raise CompilationError(
-                f"{type(self.model).__name__} is in training mode, and was compiled in evaluation mode: call "
-                "model.eval(), or train the model itself"
+                f"{type(self.model).__name__} is in training mode, and was compiled in evaluation "
+                "mode: call model.eval(), or train the model itself"
             )
-        return self._signature.out_spec.unflatten(
-            self._computed(self._signature.tensors(args, kwargs))
-        )
+        tensors = self._signature.tensors(args, kwargs)
+        return self._signature.out_spec.unflatten(self._computed(tensors))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CompilationError(
-            f"{type(self.model).__name__} is compiled, and such code is of its process and its tensors: copy or pickle "
-            "its model, and compile that; with compilation_config.cache its code is there at once"
+            f"{type(self.model).__name__} is compiled, and such code is of its process and its "
+            "tensors: copy or pickle its model, and compile that; with compilation_config.cache "
+            "its code is there at once"
         )
 
     def verify(self, example: Example) -> None:
-        """Compare the code with the model for the smallest batch, and for sizes that have code or graphs of their own.
+        """Compare the code with the model, for several sizes of the batch.
 
-        Of a range with code of its own it is the smallest size. Where no size is dynamic the example is what both
-        compute.
+        The sizes are the smallest batch, each size with code or a static graph, and the smallest
+        size of each range with code. Without a dynamic size, the example alone is compared.
 
         Raises:
-            CompilationError: they differ.
+            CompilationError: the results differ.
         """
         from opgraft.compilation.verification import expect_alike, of_sizes
 
-        signature, flat = self._signature, self._signature.flat(example.args, example.kwargs)
+        signature = self._signature
+        flat = signature.flat(example.args, example.kwargs)
 
         def eager(tensors: list[Tensor]) -> list[Any]:
             args, kwargs = signature.filled(flat, tensors)
             with torch.no_grad():
-                found: list[Any] = signature.out_spec.flatten_up_to(self.model(*args, **kwargs))
+                result = self.model(*args, **kwargs)
+            found: list[Any] = signature.out_spec.flatten_up_to(result)
             return found
 
         tensors = [flat[place] for place in signature.inputs]
-        smallest = self._check.smallest
-        own = {*self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
-        combined = [{name: size} for name in [*smallest][:1] for size in sorted(own, reverse=True)]
-        # The memory of the largest serves the others.
-        combined += [{name: size} for name, size in smallest.items()]
-        for sizes in (*combined, *([smallest] if len(smallest) != 1 else [])):
+        for sizes in self._sizes_to_verify():
             cut = of_sizes(tensors, signature.expected, sizes)
             expect_alike(self.model, eager, self._computed, cut, sizes)
 
+    def _sizes_to_verify(self) -> list[Mapping[str, int]]:
+        """Return combinations of the dynamic sizes, by name."""
+        smallest = self._check.smallest
+        own = {*self.sizes, *self._code.recorded}
+        own |= {sizes[0] for sizes in self.ranges}
+        combined: list[Mapping[str, int]] = []
+        # Only a graph with one dynamic size has code for single sizes. The largest goes first: the
+        # memory of the largest serves the others.
+        for name in [*smallest][:1]:
+            combined += [{name: size} for size in sorted(own, reverse=True)]
+        combined += [{name: size} for name, size in smallest.items()]
+        if len(smallest) != 1:
+            combined.append(smallest)
+        return combined
+
     def described(self, folder: Path) -> dict[str, Any]:
-        """Describe this for the cache, and write to a folder what the description does not hold.
+        """Return a description for the cache, and write tensors into a folder.
 
         Raises:
-            CacheEntryError: a part of it cannot be written.
+            CacheEntryError: a part cannot be written.
         """
-        written = [
-            (
-                [sizes.start, sizes.stop],
-                write_code(code, f"values-{sizes.start}-{sizes.stop}", folder),
-            )
-            for sizes, code in self._codes.items()
-        ]
+        written = []
+        for sizes, code in self._codes.items():
+            name = f"values-{sizes.start}-{sizes.stop}"
+            written.append(([sizes.start, sizes.stop], write_code(code, name, folder)))
         return {
             "backend": self._decision.chosen,
             "signature": write_signature(self._signature),
@@ -173,24 +198,28 @@ class Compiled:
         self._check.check(tensors)
         if self._written:
             expect_apart(tensors, self._signature.expected)
-        code = (
-            self._code
-            if len(self._codes) == 1
-            else self._of_size(self._check.size_of(tensors) or 0)
-        )
+        code = self._code
+        if len(self._codes) > 1:
+            code = self._of_size(self._check.size_of(tensors) or 0)
         self._places.expect_unchanged()
         given = [x if x.is_contiguous() else x.contiguous() for x in tensors]
         with torch.no_grad():
             results = self._signature.completed(code.run(*given))
+            # The code has written to a contiguous copy in place of the caller's tensor.
             for place in self._written:
                 if given[place] is not tensors[place]:
                     tensors[place].copy_(given[place])
         return results
 
     def _of_size(self, size: int) -> Code:
-        """Return the code that is nearest to a size of the batch: its own, its range's, or that for any."""
+        """Return the code for a size of the batch: the nearest of size, range and any size."""
         own = self.sizes.get(size)
-        return own or next((code for each, code in self.ranges.items() if size in each), self._code)
+        if own:
+            return own
+        for sizes, code in self.ranges.items():
+            if size in sizes:
+                return code
+        return self._code
 
 
 def compile(
@@ -201,47 +230,49 @@ def compile(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Any:
-    """Compile a model for inference: one graph for any size of the batch, in which ops run their providers' kernels.
+    """Compile a model for inference: one graph for any size of the batch, with the bound kernels.
 
     Args:
-        model: in evaluation mode; it stays what it is.
-        config: over the settings that hold here. Where nothing sets ``level`` or ``mode``, the level is 2, and where
-            nothing sets ``backend``, it is the platform's ``compile_backend``.
-        args: an example of what the model is called with by position, of two rows or more.
-        kwargs: the same by name. What is no tensor is a constant of the graph.
-        dynamic_shapes: the sizes that may vary, as ``torch.export.export`` takes them; the first one of each tensor, a
-            batch that they have in common, if not given.
+        model: in evaluation mode. The model stays as it is.
+        config: settings of compilation, before the settings that hold here. The default ``level``
+            is 2, and the default ``backend`` is the platform's ``compile_backend``.
+        args: an example of the positional arguments, with two rows or more.
+        kwargs: an example of the keyword arguments. Values other than tensors become constants of
+            the graph.
+        dynamic_shapes: the sizes that may vary, as for ``torch.export.export``. By default the
+            first dimension of each tensor: a batch in common.
 
     Returns:
-        A ``Compiled``, to be called as the model is. Under the mode ``NONE`` the model itself, under
-        ``STOCK_TORCH_COMPILE`` what ``torch.compile`` makes of it, which in strict mode compiles nothing after its
-        first call: that is the example, or the first one where none is given.
+        A ``Compiled``, with the call of the model. Under the mode ``NONE``, the model itself. Under
+        ``STOCK_TORCH_COMPILE``, the result of ``torch.compile``; in strict mode, nothing is
+        compiled after the first call, which is the example if there is one.
 
     Raises:
         ConfigError: there is no such backend or pass, or settings contradict each other.
-        CompilationError: the model cannot be captured or compiled, computes something else when compiled, or is in
-            training mode.
+        CompilationError: the model cannot be captured or compiled, has other results when compiled,
+            or is in training mode.
     """
     expect_module("compile", model)
     if not isinstance(args, tuple):
         raise TypeError(
             f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)"
         )
+    name = type(model).__name__
     for path, module in model.named_modules():
         if module.training:
-            part = f"{path} of {type(model).__name__}" if path else type(model).__name__
+            part = f"{path} of {name}" if path else name
             raise CompilationError(
-                f"compile: {part} is in training mode, and compiled code has no gradients: call model.eval() first"
+                f"compile: {part} is in training mode, and compiled code has no gradients: call "
+                "model.eval() first"
             )
     load_plugins()
+    given = OpgraftConfig(compilation_config=config or CompilationConfig())
     with (
-        set_config(
-            OpgraftConfig(compilation_config=config or CompilationConfig()),
-            origin="opgraft.compile",
-        ),
+        set_config(given, origin="opgraft.compile"),
         set_config(_defaults(), origin="the default of opgraft.compile"),
     ):
-        return _compiled(model, Example.of(args, kwargs or {}, dynamic_shapes))
+        example = Example.of(args, kwargs or {}, dynamic_shapes)
+        return _compiled(model, example)
 
 
 def _defaults() -> OpgraftConfig:
@@ -263,7 +294,7 @@ def _compiled(model: nn.Module, example: Example) -> Any:
     cache = _cache_of(settings)
     if cache is not None:
         return _cached(model, example, settings, cache)
-    # Where equal pieces have one code, which would be many packages.
+    # Equal pieces share code in memory, and would be many packages.
     if settings.executed_otherwise:
         return _verified(_built(model, example, settings), example, settings)
     with temporary() as packages:
@@ -276,7 +307,8 @@ def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
     The cache is on by default. ``cache=False`` and ``dump_graphs`` turn the cache off.
 
     Raises:
-        ConfigError: the folder cannot be used, and a setting asks for the cache or names the folder.
+        ConfigError: the folder cannot be used, and a setting asks for the cache or names the
+            folder.
     """
     if settings.cache is False or settings.dump_graphs:
         return None
@@ -292,7 +324,8 @@ def _cache_of(settings: CompilationConfig) -> CompilationCache | None:
 def _verified(compiled: Compiled, example: Example, settings: CompilationConfig) -> Compiled:
     with warm_up():
         _expect_alike(compiled, example, settings)
-        if compiled.backend in FIXED_SIZES:  # whose program for the example is made now, too
+        # Such a backend makes a program per size: the program for the example is made now.
+        if compiled.backend in FIXED_SIZES:
             compiled(*example.args, **example.kwargs)
     return compiled
 
@@ -315,8 +348,8 @@ def _expect_alike(compiled: Compiled, example: Example, settings: CompilationCon
         own = kind.__module__.startswith("opgraft.")
         switch = f"pass_config={{{guilty.name!r}: False}}" if own else "user_passes"
         raise CompilationError(
-            f"the pass {guilty.name} ({kind.__module__}.{kind.__qualname__}) changes values: {error}. "
-            f"Next: correct the pass, or leave it out by compilation_config.{switch}"
+            f"the pass {guilty.name} ({kind.__module__}.{kind.__qualname__}) changes values: "
+            f"{error}. Next: correct the pass, or leave it out by compilation_config.{switch}"
         ) from error
 
 
@@ -325,7 +358,8 @@ def _pass_that_changes_values(
 ) -> GraphPass | None:
     """Return the first pass after which the graph differs from the model, or ``None``.
 
-    The graphs after the first passes run without a backend, so that a fault of the backend is no pass's.
+    The graphs after the first passes run without a backend: a fault of the backend is no fault of
+    a pass.
     """
     from opgraft.compilation.generation import passes_to_run
 
@@ -342,7 +376,9 @@ def _pass_that_changes_values(
 
     if not passes or differs(0) or not differs(len(passes)):
         return None
-    alike, different = 0, len(passes)
+    # The graph is right after ``alike`` passes, and wrong after ``different`` passes.
+    alike = 0
+    different = len(passes)
     while different - alike > 1:
         middle = (alike + different) // 2
         if differs(middle):
@@ -355,11 +391,11 @@ def _pass_that_changes_values(
 def _cached(
     model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache
 ) -> Compiled:
-    """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
+    """Return a compiled model from the cache; without a usable entry, compile and keep one."""
     if settings.user_passes:
         from opgraft.compilation.passes import passes_of
 
-        # Which imports them: the key has their sources.
+        # This imports the passes: the key holds their sources.
         passes_of(settings.user_passes, settings.pass_config)
     key = key_of(model, example, settings, Sources(cache.folder / INDEX))
     packages = Packages(cache, key.of_code, _remote(settings))
@@ -379,8 +415,8 @@ def _remote(settings: CompilationConfig) -> SharedFolder | None:
 def _kept(
     model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key
 ) -> Compiled:
-    """Do so by packages that the cache has or gets."""
-    # Of which the cache has the code of pieces, and no entry of its own.
+    """Return a compiled model by the packages of a cache, and verify new code."""
+    # Such a model has no entry: the cache holds the code of each piece.
     if settings.executed_otherwise:
         compiled = _built(model, example, settings, packages)
         if compiled.unkept:
@@ -389,7 +425,8 @@ def _kept(
     name = key.name
     packages.fetch(name)
     compiled = _taken_or_made(model, example, settings, packages, name)
-    # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
+    # Not under the lock: a model over several ranks waits for the other ranks, and one of the
+    # ranks may wait for the lock.
     try:
         if compiled.graph is not None:
             _expect_alike(compiled, example, settings)
@@ -413,7 +450,10 @@ def _taken_or_made(
     key: str,
     absent: str = "it had no such entry",
 ) -> Compiled:
-    """Return a compiled model, as the cache has it from then on; ``absent`` says why it has none."""
+    """Return a compiled model from its entry; without one, compile the model and write the entry.
+
+    ``absent`` is the reason for the record if there is no entry.
+    """
     compiled: Compiled | None = None
     try:
         with packages.cache.locked(key):
@@ -437,10 +477,11 @@ def _taken_or_made(
 def _restored(
     model: nn.Module, example: Example, key: str, packages: Packages, absent: str
 ) -> Compiled:
-    """Return what an entry holds.
+    """Return the compiled model of an entry.
 
     Raises:
-        CacheEntryError: there is none, or it is damaged, or not for this model and these kernels.
+        CacheEntryError: there is no entry, or the entry is damaged, or belongs to another model or
+            other kernels.
     """
     try:
         entry = packages.cache.read(key)
@@ -452,14 +493,16 @@ def _restored(
                 for sizes, code in description["codes"]
             }
             backend = description["backend"]
-    except Exception as error:  # of another form; whatever reading that raises
+    # An entry of another form may raise anything.
+    except Exception as error:
         raise CacheEntryError(f"its entry could not be used: {described(error)}") from error
     if entry is None:
         raise CacheEntryError(absent)
-    subject, setting = f"compilation of {type(model).__name__}", "compilation_config.cache"
+    subject = f"compilation of {type(model).__name__}"
     reason = f"taken from the cache of compiled code, the entry {key}"
     by = Candidate(backend, True, "compilation_config.backend")
-    return Compiled(model, signature, codes, Decision(subject, backend, reason, (by,), setting))
+    decision = Decision(subject, backend, reason, (by,), "compilation_config.cache")
+    return Compiled(model, signature, codes, decision)
 
 
 def _built(
@@ -470,40 +513,39 @@ def _built(
     cached: str = "",
     most_passes: int | None = None,
 ) -> Compiled:
-    """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
-    # As long to import as an entry of the cache to load.
-    from opgraft.compilation.generation import (
-        codes_of,
-    )
+    """Capture a model, and generate code for any size, for ``compile_sizes`` and for ranges.
+
+    ``cached`` is the reason why the cache has no entry, for the record.
+    """
+    # The import takes as long as loading an entry of the cache.
+    from opgraft.compilation.generation import codes_of
 
     captured, codes = codes_of(model, example, settings, packages, most_passes)
-    setting, backend = "compilation_config.backend", settings.backend
+    setting = "compilation_config.backend"
+    backend = settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"
     by = [Candidate(str(backend), True, setting)]
-    by += [Candidate("the cache", False, cached)] if cached else []
+    if cached:
+        by.append(Candidate("the cache", False, cached))
     decision = Decision(subject, backend, reason, tuple(by), setting, (captured.decision,))
     return Compiled(model, captured.signature, codes, decision)
 
 
 def _specialised(codes: Mapping[range, Code]) -> tuple[Decision, ...]:
-    """Tell which sizes of the batch have code of their own, where some have."""
-    own = [each for each in codes if each != ALL_SIZES]
-    names = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in own]
-    by = tuple(
-        Candidate(
-            name,
-            True,
-            "compilation_config.compile_sizes"
-            if len(each) == 1
-            else "compilation_config.compile_ranges",
-        )
-        for name, each in zip(names, own, strict=True)
-    )
+    """Return a record of the sizes with separate code; nothing if there are none."""
+    by = []
+    for sizes in codes:
+        if sizes == ALL_SIZES:
+            continue
+        if len(sizes) == 1:
+            by.append(Candidate(str(sizes[0]), True, "compilation_config.compile_sizes"))
+        else:
+            name = f"{sizes[0]}-{sizes[-1]}"
+            by.append(Candidate(name, True, "compilation_config.compile_ranges"))
+    if not by:
+        return ()
+    names = ", ".join(candidate.name for candidate in by)
     reason = "a call runs that of its size, else that of its range, else that for any size"
     setting = "compilation_config.compile_sizes and compile_ranges"
-    return (
-        (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),)
-        if own
-        else ()
-    )
+    return (Decision("sizes with code of their own", names, reason, tuple(by), setting),)

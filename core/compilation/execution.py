@@ -1,4 +1,4 @@
-"""Execution otherwise than as one function: a graph in pieces, and static graphs of pieces or of the whole."""
+"""Execute a graph in pieces, or from static graphs of the pieces or of the whole."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor, fx
 
 
 class Execution(NamedTuple):
-    """The code of a graph that runs in pieces or from static graphs.
+    """The code of a graph in pieces or static graphs.
 
     Attributes:
-        run: called with the tensors of the placeholders.
-        forms: by the name of a form how many of its nodes were lowered.
-        recorded: sizes of the batch that have static graphs.
-        decision: how many pieces and graphs there are, and by which settings.
+        run: takes the tensors of the placeholders.
+        forms: the number of lowered nodes by name of the form.
+        recorded: the sizes of the batch with static graphs.
+        decision: the record of the pieces and static graphs, with the settings.
     """
 
     run: Runner
@@ -41,17 +41,18 @@ def executed(
     build: Callable[[fx.GraphModule], Runner],
     sizes: range = ALL_SIZES,
 ) -> Execution:
-    """Make code of a graph in which all passes have run.
+    """Make code of a graph after all passes.
 
     Args:
         captured: the graph.
-        settings: where it is cut, and what is recorded.
+        settings: name the operators to cut at, and the sizes with static graphs.
         build: makes code of a lowered graph.
-        sizes: of the batch, for which the graph is; static graphs are recorded of one for any size.
+        sizes: the sizes of the batch for this graph. Only the graph for any size has static graphs.
 
     Raises:
-        CompilationError: the backend fails, or something cannot be recorded, or be in pieces.
-        ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
+        CompilationError: the backend fails, or the graph cannot be recorded or cut.
+        ConfigError: there is no such backend or operator; or static graphs are wanted, and the
+            graph has no dynamic size or several.
     """
     recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
     batch = ""
@@ -59,49 +60,63 @@ def executed(
         batch = captured.signature.batch("graph_mode")
         captured.signature.expect_within("capture_sizes", recorded)
     _expect_tensors(captured.module)
-    whole = settings.graph_mode == "full"
+
+    is_whole = settings.graph_mode == "full"
     by: tuple[Candidate, ...] = ()
-    if whole and not settings.cuts:
+    if is_whole and not settings.cuts:
+        told = "one piece"
         lowered, forms = lower(captured.module)
-        told, run = "one piece", build(lowered)
+        run = build(lowered)
     else:
-        pieces = Pieces(captured.module, settings.cuts, build, batch, () if whole else recorded)
-        run, forms = pieces, pieces.forms
-        told = f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal or cuts"
+        piecewise = () if is_whole else recorded
+        pieces = Pieces(captured.module, settings.cuts, build, batch, piecewise)
+        run = pieces
+        forms = pieces.forms
         by = _cuts(settings.cuts, pieces)
-    if whole and recorded:
+        told = (
+            f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal "
+            "or cuts"
+        )
+    if is_whole and recorded:
         expect_recordable(captured.module)
         run = ReplayedCode(run, captured.module, batch, recorded)
-    reason = (
-        f"recorded for batches of {', '.join(map(str, recorded))}"
-        if recorded
-        else "nothing is recorded"
-    )
-    setting = "compilation_config.graph_mode" if recorded else "compilation_config.splitting_ops"
+
+    reason = "nothing is recorded"
+    setting = "compilation_config.splitting_ops"
+    if recorded:
+        run = _copied(run)
+        reason = f"recorded for batches of {', '.join(map(str, recorded))}"
+        setting = "compilation_config.graph_mode"
     decision = Decision("execution of the graph", told, reason, by, setting)
-    return Execution(_copied(run) if recorded else run, forms, recorded, decision)
+    return Execution(run, forms, recorded, decision)
 
 
 def _expect_tensors(module: fx.GraphModule) -> None:
     (end,) = (node for node in module.graph.nodes if node.op == "output")
     if any(not isinstance(node.meta["val"], Tensor) for node in end.all_input_nodes):
         raise CompilationError(
-            "compilation_config.splitting_ops or graph_mode is set, and the model returns the size of a tensor, while "
-            "pieces exchange tensors only, and a recording has one size: leave both out, or have it return tensors"
+            "compilation_config.splitting_ops or graph_mode is set, and the model returns the size "
+            "of a tensor, while pieces exchange tensors only, and a recording has one size: leave "
+            "both out, or have it return tensors"
         )
 
 
 def _cuts(names: Sequence[str], pieces: Pieces) -> tuple[Candidate, ...]:
+    """Return a row for each operator to cut at, with the number of cuts."""
     counts = Counter(piece.cut for piece in pieces.pieces)
-    reasons = {
-        name: f"{counts[name]} cuts" if counts[name] else "the graph does not call it"
-        for name in names
-    }
-    return tuple(Candidate(name, bool(counts[name]), reason) for name, reason in reasons.items())
+    rows = []
+    for name in dict.fromkeys(names):
+        count = counts[name]
+        reason = f"{count} cuts" if count else "the graph does not call it"
+        rows.append(Candidate(name, bool(count), reason))
+    return tuple(rows)
 
 
 def _copied(run: Runner) -> Runner:
-    """Return code whose results no later call writes to; threads take turns, as all write to the same memory."""
+    """Return the code with a copy of each result, one call at a time.
+
+    Static graphs write the results of each call to the same memory.
+    """
     turn = Lock()
 
     def copied(*tensors: Tensor) -> list[Any]:

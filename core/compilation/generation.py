@@ -1,4 +1,7 @@
-"""Code of captured graphs, by passes, lowering and a backend: what takes a cache away, with all that it imports."""
+"""Generate code of captured graphs: run passes, lower, and call a backend.
+
+A model from the cache needs none of this, nor the imports of this module.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def codes_of(
     packages: Packages | None,
     most_passes: int | None = None,
 ) -> tuple[CapturedGraph, dict[range, Code]]:
-    """Capture a model, and generate code for any size of the batch, for ``compile_sizes`` and for ranges.
+    """Capture a model, and generate code for any size, for ``compile_sizes`` and for ranges.
+
+    Returns:
+        The graph for any size, and the code by sizes of the batch.
 
     Args:
         model: in evaluation mode.
@@ -42,14 +48,16 @@ def codes_of(
 
     Raises:
         CompilationError: the model cannot be captured; or as ``generate``.
-        ConfigError: sizes are asked for that the graph cannot have; or as ``generate``.
+        ConfigError: settings name sizes outside of the graph's bounds; or as ``generate``.
     """
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
     passes = passes_to_run(settings)[:most_passes]
     codes = {ALL_SIZES: generate(model, captured, settings, passes, packages=packages)}
-    for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
-        sized = capture(model, _of_sizes(example, captured.signature, sizes), ways)
+    single = [range(size, size + 1) for size in settings.compile_sizes]
+    for sizes in (*single, *settings.ranges):
+        sized_example = _of_sizes(example, captured.signature, sizes)
+        sized = capture(model, sized_example, ways)
         codes[sizes] = generate(model, sized, settings, passes, sizes, packages)
     return captured, codes
 
@@ -73,88 +81,121 @@ def generate(
     sizes: range = ALL_SIZES,
     packages: Packages | None = None,
 ) -> Code:
-    """Run passes over a captured graph, in place, lower it, and have a backend make code of it.
+    """Run passes over a captured graph, lower the graph, and have a backend make code.
 
     Args:
-        model: which was captured.
-        captured: the graph.
-        settings: which backend runs, and where graphs are written to.
-        passes: in their order.
-        sizes: of the batch, for which the graph is.
-        packages: where the code is to be written to; what cannot be is made in memory.
+        model: the captured model.
+        captured: the graph, which the passes change in place.
+        settings: name the backend, and a folder for graphs.
+        passes: the passes, in order.
+        sizes: the sizes of the batch for this graph.
+        packages: keep the code; without packages, and for code that no package takes, the code is
+            made in memory.
 
     Raises:
         CompilationError: a pass breaks the graph, or the backend fails.
-        ConfigError: a setting names no backend, or no folder that can be written to.
+        ConfigError: a setting names an unknown backend, or a folder that refuses files.
     """
-    graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
-    if sizes != ALL_SIZES and folder is not None:
-        folder = folder / (
-            f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}"
-        )
+    graph = captured.module
+    folder = _folder_of_graphs(settings, sizes)
     reports = run_passes(passes, graph, model, folder, sizes)
     joint = tuple(part for node in graph.graph.nodes for part in node.meta.get(PARTS, ()))
     move_joint(joint)
-    tensors = (
-        *(attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"),
-        *joint,
-    )
-    keys, unkept = list[str](), list[str]()
+    held = [attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"]
+    tensors = (*held, *joint)
 
-    def build(lowered: fx.GraphModule) -> Runner:
-        if packages is not None:
-            try:
-                keys.append(packages.key_of(lowered, sizes))
-                return packages.runner_of(keys[-1], lowered)
-            except CacheEntryError as error:
-                unkept.append(str(error))
-        return built(lowered, str(settings.backend))
-
+    builder = _Builder(str(settings.backend), sizes, packages)
     if settings.executed_otherwise:
-        execution = executed(captured, settings, build, sizes)
-        lowerings, why = lowerings_of(execution.forms), "".join(unkept[:1])
+        execution = executed(captured, settings, builder.build, sizes)
         return Code(
             graph,
             reports,
-            lowerings,
+            lowerings_of(execution.forms),
             execution.run,
             tensors,
             joint,
             execution=execution,
-            unkept=why,
+            unkept=builder.unkept,
         )
     lowered, forms = lower(graph)
-    run = build(lowered)
-    packaged = _packaged(model, lowered, keys[0]) if keys and not unkept else None
-    return Code(
-        graph, reports, lowerings_of(forms), run, tensors, joint, packaged, unkept="".join(unkept)
-    )
+    run = builder.build(lowered)
+    packaged = None
+    if builder.keys and not builder.unkept:
+        packaged = _packaged(model, lowered, builder.keys[0])
+    lowerings = lowerings_of(forms)
+    return Code(graph, reports, lowerings, run, tensors, joint, packaged, unkept=builder.unkept)
+
+
+class _Builder:
+    """Makes code of lowered graphs, from packages if possible.
+
+    Args:
+        backend: makes code in memory.
+        sizes: the sizes of the batch for all graphs.
+        packages: keep the code, if given.
+
+    Attributes:
+        keys: the key of each package.
+        unkept: the first reason against a package; empty without one.
+    """
+
+    def __init__(self, backend: str, sizes: range, packages: Packages | None) -> None:
+        self._backend = backend
+        self._sizes = sizes
+        self._packages = packages
+        self.keys: list[str] = []
+        self.unkept = ""
+
+    def build(self, lowered: fx.GraphModule) -> Runner:
+        """Return the function that runs a lowered graph."""
+        if self._packages is not None:
+            try:
+                key = self._packages.key_of(lowered, self._sizes)
+                self.keys.append(key)
+                return self._packages.runner_of(key, lowered)
+            except CacheEntryError as error:
+                self.unkept = self.unkept or str(error)
+        return built(lowered, self._backend)
+
+
+def _folder_of_graphs(settings: CompilationConfig, sizes: range) -> Path | None:
+    """Return the folder for the texts of graphs; single sizes and ranges have folders below."""
+    if not settings.dump_graphs:
+        return None
+    folder = Path(settings.dump_graphs)
+    if sizes == ALL_SIZES:
+        return folder
+    name = f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}"
+    return folder / name
 
 
 def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
+    """Describe the package of a lowered graph."""
     origins = origins_of(model, lowered)
-    tensors = {
-        str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"
-    }
-    values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
+    values = {}
+    for node in lowered.graph.nodes:
+        name = str(node.target)
+        if node.op == "get_attr" and origins[name][0] == "value":
+            values[name] = attribute_of(lowered, node)
     return Packaged(key, origins, values)
 
 
 def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:
-    """Return an example of some sizes of the batch, and of no other.
+    """Return an example for some sizes of the batch alone.
 
     Raises:
-        ConfigError: the graph has not exactly one dynamic size, or it cannot be this one.
+        ConfigError: the graph has no dynamic size or several, or other bounds for the size.
     """
-    if len(sizes) == 1:
+    is_single = len(sizes) == 1
+    if is_single:
         signature.expect_within("compile_sizes", sizes)
     batch = signature.batch("compile_ranges")
     flat = signature.flat(example.args, example.kwargs)
-    size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
-    cut = of_sizes([flat[place] for place in signature.inputs], signature.expected, {batch: size})
+    # Compilers take a size of 1 for a constant.
+    size = sizes[0] if is_single else max(sizes[0], 2)
+    tensors = [flat[place] for place in signature.inputs]
+    cut = of_sizes(tensors, signature.expected, {batch: size})
     args, kwargs = signature.filled(flat, cut)
-    return (
-        Example(args, kwargs, ())
-        if len(sizes) == 1
-        else Example(args, kwargs, example.dynamic_shapes, sizes)
-    )
+    if is_single:
+        return Example(args, kwargs, ())
+    return Example(args, kwargs, example.dynamic_shapes, sizes)

@@ -1,4 +1,4 @@
-"""``torch.compile`` as it is, and in strict mode with nothing compiled anew after the warm-up."""
+"""``torch.compile`` as it is; in strict mode, nothing is compiled anew after the warm-up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 
 _STANCE = "fail_on_recompile"
 _GUARD = re.compile(r"^\s*- (\d+/\d+: .*?)\s*(?:#.*)?$", re.MULTILINE)
-"""A guard that failed, in torch's message: the number of the graph, the condition, and the code that it is from."""
+"""A failed guard in torch's message: the number of the graph, the condition, and its source."""
 
 
 def compiled_by_torch(model: nn.Module, backend: str, example: Example) -> Any:
-    """Return what ``torch.compile`` makes of a model; in strict mode, ``CompiledForGood``."""
+    """Return the result of ``torch.compile`` for a model; in strict mode, a ``CompiledForGood``."""
     compiled = torch.compile(model, backend=backend, dynamic=backend not in FIXED_SIZES)
     if not host_state().settings().config.strict:
         return compiled
@@ -31,15 +31,16 @@ def compiled_by_torch(model: nn.Module, backend: str, example: Example) -> Any:
 
 
 class CompiledForGood:
-    """A model that ``torch.compile`` compiles in its first calls, and in no other. It has no gradients.
+    """A model that only the first calls may compile, without gradients.
 
     Args:
-        model: that is compiled.
-        compiled: what ``torch.compile`` made of it.
-        first: the number of these calls.
+        model: the model.
+        compiled: the result of ``torch.compile``.
+        first: the number of calls that may compile.
     """
 
-    _turn = threading.RLock()  # what torch does about a guard that fails is set for the process
+    # The stance of torch about failed guards belongs to the process.
+    _turn = threading.RLock()
 
     def __init__(self, model: nn.Module, compiled: Any, first: int = 1) -> None:
         self.model = model
@@ -47,10 +48,10 @@ class CompiledForGood:
         self._missing = first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the model does.
+        """Return the model's result.
 
         Raises:
-            RecompilationError: it would have to be compiled anew.
+            RecompilationError: the call would compile the model anew.
         """
         stance = "default" if self._missing else _STANCE
         with self._turn, torch.no_grad(), torch.compiler.set_stance(stance):
@@ -67,7 +68,8 @@ class CompiledForGood:
 def _would_recompile(model: nn.Module, message: str) -> RecompilationError:
     guards = "; ".join(_GUARD.findall(message)) or message
     return RecompilationError(
-        f"strict mode: {type(model).__name__} would be compiled anew after its warm-up, as this guard fails: "
-        f"{printable(guards)}. Next: call it as in its warm-up; set compilation_config.mode to FULL, whose graph "
-        "serves every size of the batch; or set OPGRAFT_STRICT=0, and torch.compile compiles it anew"
+        f"strict mode: {type(model).__name__} would be compiled anew after its warm-up, as this "
+        f"guard fails: {printable(guards)}. Next: call it as in its warm-up; set "
+        "compilation_config.mode to FULL, whose graph serves every size of the batch; or set "
+        "OPGRAFT_STRICT=0, and torch.compile compiles it anew"
     )

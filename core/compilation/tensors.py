@@ -1,9 +1,9 @@
-"""The tensors of a graph by where a model has them, so that another process finds its own."""
+"""The tensors of a graph by their places in a model, for finding them in another process."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,57 +17,72 @@ from torch import Tensor, fx, nn
 
 
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
-    """Say of each tensor of a graph where the model has it."""
+    """Return the place in the model of each tensor of a graph, by the name of the attribute."""
     modules: dict[str, Any] = modules_of(model)
     handles = {
         int(module._packed.handle): path for path, module in modules.items() if _is_packed(module)
     }
     found: dict[str, Origin] = {}
     for node in graph.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        tensor = attribute_of(graph, node)
-        if JOINT in node.meta:
-            found[str(node.target)] = node.meta[JOINT]
-        elif _held(modules, str(node.target)) is tensor:
-            found[str(node.target)] = ("model", str(node.target))
-        elif any(
-            user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users
-        ):
-            found[str(node.target)] = ("packed", handles[int(tensor)])
-        else:
-            found[str(node.target)] = ("value",)
+        if node.op == "get_attr":
+            found[str(node.target)] = _origin_of(node, graph, modules, handles)
     return found
+
+
+def _origin_of(
+    node: fx.Node,
+    graph: fx.GraphModule,
+    modules: Mapping[str, nn.Module],
+    handles: Mapping[int, str],
+) -> Origin:
+    """Return the origin of one tensor.
+
+    Args:
+        node: the node of the tensor.
+        graph: the graph of the node.
+        modules: the modules of the model by path.
+        handles: the paths of layers with packed weights, by handle.
+    """
+    if JOINT in node.meta:
+        joint: Origin = node.meta[JOINT]
+        return joint
+    name = str(node.target)
+    tensor = attribute_of(graph, node)
+    if _held(modules, name) is tensor:
+        return ("model", name)
+    packed = torch.ops.opgraft.packed_only_linear.default
+    if any(user.target is packed for user in node.users):
+        return ("packed", handles[int(tensor)])
+    return ("value",)
 
 
 def tensors_of(
     model: nn.Module, origins: Mapping[str, Origin], values: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], tuple[nn.Parameter, ...]]:
-    """Find the tensors of a graph in a model, and the parameters over whose memory joint ones lie.
+    """Find the tensors of a graph in a model.
 
     Args:
-        model: which the graph computes.
-        origins: as ``origins_of`` gives them.
-        values: of those that are in no model.
+        model: the model of the graph.
+        origins: the result of ``origins_of``.
+        values: by name, the tensors outside of the model.
+
+    Returns:
+        The tensors by name, and the parameters in joint memory.
 
     Raises:
-        CacheEntryError: the model does not have one.
+        CacheEntryError: the model has no such tensor.
     """
     modules = modules_of(model)
     found: dict[str, Tensor] = {}
     parts: list[nn.Parameter] = []
     for name, (kind, *place) in origins.items():
-        tensor = None
+        tensor: Any = None
         if kind == "model":
             tensor = _held(modules, place[0])
         elif kind == "together":
             attribute, *paths = place
-            parent = modules[paths[0].rpartition(".")[0]]
-            # A layer that computes its children one by one needs another graph.
-            if not isinstance(parent, JointLayer) or parent.computes_jointly():
-                layers: list[Any] = [modules[path] for path in paths]
-                tensor = (joint_parameters(layers) or {}).get(attribute)
-                parts += [getattr(layer, attribute) for layer in layers]
+            tensor, joined = _joint(modules, attribute, paths)
+            parts += joined
         elif kind == "packed":
             packed: Any = modules[place[0]]
             tensor = packed._packed.handle if _is_packed(packed) else None
@@ -80,20 +95,32 @@ def tensors_of(
     return found, tuple(parts)
 
 
+def _joint(
+    modules: Mapping[str, nn.Module], attribute: str, paths: Sequence[str]
+) -> tuple[Tensor | None, list[nn.Parameter]]:
+    """Return the joint tensor of some layers, and the parameters in its memory."""
+    parent = modules[paths[0].rpartition(".")[0]]
+    # A layer that computes its children one by one needs another graph.
+    if isinstance(parent, JointLayer) and not parent.computes_jointly():
+        return None, []
+    layers: list[Any] = [modules[path] for path in paths]
+    tensors = joint_parameters(layers) or {}
+    return tensors.get(attribute), [getattr(layer, attribute) for layer in layers]
+
+
 def move_joint(parts: Iterable[Tensor]) -> None:
-    """Have the memory that parameters were put into together moved to huge pages, after the first output."""
-    move_to_huge_pages(
-        (range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if p.is_cpu), wait=1.0
-    )
+    """Move the joint memory of parameters to huge pages, after the first output."""
+    ranges = (range(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parts if p.is_cpu)
+    move_to_huge_pages(ranges, wait=1.0)
 
 
 class Places:
-    """The modules of a model, and those of its parameters and buffers that a graph computes with, each at its place.
+    """The places of modules in a model, and of the parameters and buffers that graphs use.
 
     Args:
-        model: as it is now.
+        model: the model as it is now.
         used: the tensors of the graphs.
-        joint: parameters over whose memory they have joint tensors, which must stay where it is.
+        joint: parameters in joint memory, which must not move.
     """
 
     def __init__(
@@ -116,7 +143,12 @@ class Places:
         self._joint_places = places_of(self._joint)
 
     def expect_unchanged(self) -> None:
-        """Raise ``CompilationError`` where something else is in one of the places, or what is joint lies elsewhere."""
+        """Compare the model with its state at compilation.
+
+        Raises:
+            CompilationError: another module or tensor is in one of the places, or joint memory has
+                moved.
+        """
         if not all(self._same()):
             place = [*self._same()].index(False)
             path = ".".join(filter(None, (self._paths[place], self._names[place])))
@@ -126,8 +158,8 @@ class Places:
             )
         if places_of(self._joint) != self._joint_places:
             raise CompilationError(
-                f"weights of {self._kind} that compiled code computes at once have moved in memory, as by .to() or "
-                ".data: compile it anew"
+                f"weights of {self._kind} that compiled code computes at once have moved in "
+                "memory, as by .to() or .data: compile it anew"
             )
 
     def _same(self) -> Iterator[bool]:

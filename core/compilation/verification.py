@@ -1,4 +1,4 @@
-"""The check of compiled code against the model, for sizes that compilers treat apart."""
+"""Compare compiled code with the model, for sizes of the batch with separate code."""
 
 from __future__ import annotations
 
@@ -22,22 +22,29 @@ TOLERANCE = MappingProxyType(
         **dict.fromkeys((torch.float8_e5m2, torch.float8_e5m2fnuz), 0.15),
     }
 )
-"""By dtype, the largest difference that counts as rounding, over the largest value of the result."""
+"""By dtype, the largest difference that counts as rounding, as a share of the largest value."""
 
 
 def of_sizes(
     tensors: Sequence[Tensor], expected: Sequence[Expected], sizes: Mapping[str, int]
 ) -> list[Tensor]:
-    """Return inputs of other dynamic sizes, by name, made of the rows of those that are given."""
+    """Return inputs with other dynamic sizes, made of the rows of the given tensors.
+
+    Args:
+        tensors: the inputs.
+        expected: the description of each input.
+        sizes: by name, the new values of dynamic sizes.
+    """
     cut = list(tensors)
     for place, each in enumerate(expected):
         for dim, term in each.dynamic.items():
-            if term.name in sizes:
-                rows = (
-                    torch.arange(term.size(sizes[term.name]), device=cut[place].device)
-                    % cut[place].shape[dim]
-                )
-                cut[place] = cut[place].index_select(dim, rows)
+            if term.name not in sizes:
+                continue
+            x = cut[place]
+            size = term.size(sizes[term.name])
+            # Rows are repeated if there are too few.
+            rows = torch.arange(size, device=x.device) % x.shape[dim]
+            cut[place] = x.index_select(dim, rows)
     return cut
 
 
@@ -48,14 +55,14 @@ def expect_alike(
     tensors: Sequence[Tensor],
     sizes: Mapping[str, int],
 ) -> None:
-    """Compare compiled code with its model on inputs, and put the model's buffers back as they were.
+    """Compare compiled code with the model on inputs, and restore the model's buffers.
 
     Args:
-        model: whose name and buffers they are.
+        model: the model, for its name and buffers.
         eager: runs the model on flat inputs.
-        compiled: runs the code likewise.
-        tensors: the inputs; neither side sees what the other writes to them.
-        sizes: that were given to dynamic ones in them, by name.
+        compiled: runs the code on flat inputs.
+        tensors: the inputs. Each side gets copies, and may write to them.
+        sizes: by name, the values of the dynamic sizes in the inputs.
 
     Raises:
         CompilationError: the results differ by more than rounding.
@@ -63,24 +70,30 @@ def expect_alike(
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     results = []
     for run in (eager, compiled):
-        with torch.random.fork_rng([]):  # both draw the numbers that are to come
-            results.append(_results(model, run, [x.clone() for x in tensors], sizes))
+        # Both draw the same random numbers, and leave the generator as it was.
+        with torch.random.fork_rng([]):
+            copies = [x.clone() for x in tensors]
+            results.append(_results(model, run, copies, sizes))
         for buffer, values in before:
             buffer.copy_(values)
     for expected, found in zip(*results, strict=True):
-        if not (
-            _close(found, expected) if isinstance(expected, Tensor) else bool(found == expected)
-        ):
-            advice = ""
-            if sizes:
-                advice = (
-                    "where it branches on that size, name by dynamic_shapes the sizes that vary; "
-                )
-            raise CompilationError(
-                f"{type(model).__name__} compiled differs from the model itself{_where(sizes)}, by more than rounding: "
-                f"{advice}where it draws random numbers, or its code does otherwise the next time, it has no graph; "
-                "else use another compilation_config.backend, such as eager"
-            )
+        if _is_alike(found, expected):
+            continue
+        advice = ""
+        if sizes:
+            advice = "where it branches on that size, name by dynamic_shapes the sizes that vary; "
+        raise CompilationError(
+            f"{type(model).__name__} compiled differs from the model itself{_where(sizes)}, by "
+            f"more than rounding: {advice}where it draws random numbers, or its code does "
+            "otherwise the next time, it has no graph; else use another "
+            "compilation_config.backend, such as eager"
+        )
+
+
+def _is_alike(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return _close(found, expected)
+    return bool(found == expected)
 
 
 def _results(
@@ -93,26 +106,31 @@ def _results(
         return run(tensors)
     except OpgraftError:
         raise
-    except Exception as error:  # whatever the model raises
+    # The model may raise anything.
+    except Exception as error:
         raise CompilationError(
-            f"{type(model).__name__} fails{_where(sizes)}: {described(error)}: name by dynamic_shapes a size that "
-            "leaves this out, as torch.export.Dim(name, min=3)"
+            f"{type(model).__name__} fails{_where(sizes)}: {described(error)}: name by "
+            "dynamic_shapes a size that leaves this out, as torch.export.Dim(name, min=3)"
         ) from error
 
 
 def _where(sizes: Mapping[str, int]) -> str:
-    return f" where the dynamic size is {' and '.join(map(str, sizes.values()))}" if sizes else ""
+    if not sizes:
+        return ""
+    values = " and ".join(map(str, sizes.values()))
+    return f" where the dynamic size is {values}"
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     limit = TOLERANCE.get(expected.dtype, 0)
-    # Of which torch computes nothing.
+    # torch has no arithmetic on floats of 8 bits.
     if expected.dtype.is_floating_point and expected.itemsize == 1:
-        found, expected = found.float(), expected.float()
+        found = found.float()
+        expected = expected.float()
     finite = expected[expected.isfinite()] if expected.is_floating_point() else expected
-    largest = (
-        float(finite.abs().max()) if finite.numel() and finite.dtype is not torch.bool else 0.0
-    )
+    largest = 0.0
+    if finite.numel() and finite.dtype is not torch.bool:
+        largest = float(finite.abs().max())
     return torch.allclose(found, expected, rtol=0, atol=limit * largest, equal_nan=True)
