@@ -18,7 +18,8 @@ from opgraft.ops import RMSNorm
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.registry.state import host_state
 
-DISTRIBUTIONS, PLUGINS, EACH = 1000, 50, 10
+DISTRIBUTIONS, PLUGINS, EACH = 1000, 10, 50
+"""Few plugins with many replacements each: every load of a plugin looks at the whole process."""
 
 PLUGIN = """
 from opgraft.registry.state import host_state

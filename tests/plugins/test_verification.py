@@ -130,12 +130,12 @@ def test_what_is_wrong_between_ops(site, wrong: str, reason: str) -> None:
 
 
 class Deep(nn.Module):
-    """Two hundred norms in bfloat16, and a factor that no op applies."""
+    """Sixty-four norms in bfloat16, and a factor that no op applies."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(
-            nn.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16) for _ in range(200)
+            nn.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16) for _ in range(64)
         )
         self.factor = 1.0
 
@@ -145,7 +145,7 @@ class Deep(nn.Module):
         return x * self.factor
 
 
-@pytest.mark.parametrize(("factor", "departs"), [(1.0, False), (2.0, True)])
+@pytest.mark.parametrize(("factor", "departs"), [(1.0, False), (1.6, True)])
 def test_a_deep_model_may_not_be_off_by_anything(site, factor: float, departs: bool) -> None:
     """Of many ops the roundings that are allowed add up as a random walk does, not one upon the other."""
     model, x = Deep(), torch.randn(4, 32, dtype=torch.bfloat16)
