@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import backend_registration
@@ -15,8 +16,10 @@ _no_functions: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
 
 _wrap: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
 
+_KEY = "PrivateUse1"
+
 _kept: list[torch.library.Library] = []
-"""Holds the fallback in place; torch takes it back with the library that brought it."""
+"""Holds the fallback and the kernels in place; torch takes them back with their library."""
 
 
 def why_not() -> str:
@@ -42,19 +45,69 @@ def register_device(name: str, compute: Callable[..., Any]) -> None:
         return
     _set_up(name)
     library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it so
-    library.fallback(compute, "PrivateUse1")
-    _kept.append(library)
+    library.fallback(compute, _KEY)
+    _kept.extend((library, _kernels_of_aten(compute)))
 
 
-def without_functions(cls: Any) -> Any:
-    """Have torch's functions take tensors of a class as they take its own: only operators are the class's business."""
+def _kernels_of_aten(compute: Callable[..., Any]) -> torch.library.Library:
+    """Register a kernel for every operator of torch, and return the holder of the kernels.
+
+    Code of torch in C++, such as ``torch.tensor``, calls operators while subclasses are switched
+    off. A fallback in Python raises an internal error then; a kernel of the operator runs.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and not _is_made_of_others(name):
+            library.impl(name, functools.partial(_run_by_name, compute, name), _KEY)
+    return cast("torch.library.Library", library)
+
+
+def _is_made_of_others(name: str) -> bool:
+    """Return True if torch takes an operator apart before a device sees the operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
+def _run_by_name(compute: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return compute(_operator(name), *args, **kwargs)
+
+
+@functools.cache
+def _operator(name: str) -> Any:
+    """Return the operator of a name such as ``aten::add.Tensor``."""
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+_classes: set[type] = {torch.Tensor}
+"""The classes of tensors with values: the class of torch, and the classes of devices in Python."""
+
+
+def class_of_tensors(cls: Any) -> Any:
+    """Decorate the class for the tensors of a device.
+
+    Functions of torch take such tensors like tensors of torch: only operators reach the class.
+    """
     cls.__torch_function__ = _no_functions
+    _classes.add(cls)
     return cls
 
 
+def stores_values(x: torch.Tensor) -> bool:
+    """Return True if the class of a tensor says that values lie in memory.
+
+    The class of a fake tensor or of a vendor's wrapper may have none.
+    """
+    return type(x) in _classes
+
+
 def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:
-    """Return a tensor of a class on a device, without numbers, of the shape, strides and dtype of ``values``."""
-    return _wrap(
+    """Return a tensor of a class on a device, without numbers, in the form of ``values``.
+
+    The tensor has the shape, the strides and the dtype of ``values``, and is an inference tensor
+    if ``values`` is one: a view that ``torch.inference_mode`` makes of an ordinary tensor is none.
+    """
+    make = functools.partial(
+        _wrap,
         cls,
         values.shape,
         strides=values.stride(),
@@ -62,3 +115,9 @@ def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:
         dtype=values.dtype,
         device=device,
     )
+    is_inference = values.is_inference()
+    # Entering a mode takes as long as the rest.
+    if is_inference == torch.is_inference_mode_enabled():
+        return make()
+    with torch.inference_mode(is_inference):
+        return make()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from opgraft.compat import tracing
+from opgraft.compat.python_device import stores_values
 from opgraft.registry.state import host_state
 from torch import Tensor
 
@@ -138,8 +139,11 @@ def expect_positive(op: str, argument: str, value: float) -> None:
 
 
 def values_are_known(x: Tensor) -> bool:
-    """Tell whether ``x`` has values to look at: not while something traces or transforms, nor as fake or ``meta``."""
-    return type(x) is Tensor and not (
+    """Return True if ``x`` has values to look at.
+
+    Fake tensors and tensors on ``meta`` have no values, and nothing has while something traces or transforms.
+    """
+    return stores_values(x) and not (
         torch.compiler.is_compiling() or x.is_meta or tracing.followed()
     )
 

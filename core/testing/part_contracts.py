@@ -108,8 +108,8 @@ def _check_draws(sampler: Sampler, logits: Tensor) -> None:
     params = [SamplingParams(temperature=0.7, seed=seed) for seed in range(DRAWS)]
     repeated = logits.expand(DRAWS, -1)
     tokens = _sampled(sampler, repeated, params).tokens
-    shares = (logits[0].double() / 0.7).softmax(-1)
-    expected = DRAWS * shares.cpu()
+    shares = (logits[0].cpu().double() / 0.7).softmax(-1)
+    expected = DRAWS * shares
     found = torch.bincount(tokens.cpu(), minlength=VOCABULARY)
     deviations = (found - expected) ** 2 / expected
     chi_square = float(deviations.sum())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.python_device import register_device, why_not
+from opgraft.config import OpgraftConfig, SchedulerConfig
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
@@ -65,3 +66,7 @@ class SimulatedPlatform(Platform):
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def default_config(self) -> OpgraftConfig:
+        """Return smaller steps, since Python starts every operator and an engine tries the largest step."""
+        return OpgraftConfig(scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
-from opgraft.compat.python_device import without_functions, wrapper_of
+from opgraft.compat.python_device import class_of_tensors, wrapper_of
 from opgraft.platform import HOST
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice
 from opgraft.testing.simulated_streams import current_stream
@@ -25,6 +26,10 @@ class Running:
 
     Args:
         wait: called with the seconds of a kernel.
+
+    Attributes:
+        taken: by address, the number of holders and the bytes.
+        in_use: the bytes in use.
     """
 
     def __init__(self, wait: Callable[[float], object] = time.sleep) -> None:
@@ -32,6 +37,7 @@ class Running:
         self.about = SimulatedDevice()
         self.kernels = 0
         self.taken: dict[int, list[int]] = {}
+        self.in_use = 0
         self.lock = threading.RLock()
 
     def run(self, operator: str) -> None:
@@ -67,13 +73,14 @@ class Running:
             # Views share memory, which counts once.
             if place in self.taken:
                 self.taken[place][0] += 1
-            elif self.in_use() + size > self.about.memory:
+                return place
+            if self.in_use + size > self.about.memory:
                 raise torch.OutOfMemoryError(
                     f"{self.about.name} out of memory: {size} bytes were asked for, "
-                    f"{self.in_use()} of {self.about.memory} are in use"
+                    f"{self.in_use} of {self.about.memory} are in use"
                 )
-            else:
-                self.taken[place] = [1, size]
+            self.taken[place] = [1, size]
+            self.in_use += size
         return place
 
     def free(self, place: int | None) -> None:
@@ -81,13 +88,12 @@ class Running:
         if place is None:
             return
         with self.lock:
-            self.taken[place][0] -= 1
-            if not self.taken[place][0]:
-                del self.taken[place]
-
-    def in_use(self) -> int:
-        """Return the bytes in use."""
-        return sum(size for _, size in self.taken.values())
+            holders, size = self.taken[place]
+            if holders > 1:
+                self.taken[place][0] = holders - 1
+                return
+            del self.taken[place]
+            self.in_use -= size
 
 
 _device = Running()
@@ -101,16 +107,19 @@ def begin(device: SimulatedDevice) -> None:
 
 def bytes_in_use() -> int:
     """Return the bytes of the device's memory in use."""
-    return _device.in_use()
+    return _device.in_use
 
 
-@without_functions
+@class_of_tensors
 class SimulatedTensor(Tensor):
     """A tensor of the device.
 
     Attributes:
         numbers: a tensor of the host with the same strides.
     """
+
+    # Slots: callers copy ``vars(parameter)``, the attributes of loaders, to another parameter.
+    __slots__ = ("_give_back", "numbers")
 
     numbers: Tensor
     _give_back: Callable[[], object]
@@ -157,7 +166,21 @@ class SimulatedTensor(Tensor):
         return f"{repr(self.numbers)[:-1]}, device='{self.device}')"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _moved, (self.cpu(), self.requires_grad)
+        return _moved, (self.cpu(), self.requires_grad, vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedTensor:
+        if id(self) in memo:
+            return cast("SimulatedTensor", memo[id(self)])
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"a tensor of {self.device} that was computed with gradients has no deep copy: "
+                "detach it first"
+            )
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        made.grad = copy.deepcopy(self.grad, memo)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return cast("SimulatedTensor", made)
 
     def tolist(self) -> Any:
         """Return the numbers as a list."""
@@ -172,8 +195,10 @@ class SimulatedTensor(Tensor):
         return self.numbers.data_ptr()
 
 
-def _moved(values: Tensor, requires_grad: bool) -> Tensor:
-    return values.to(DEVICE_TYPE).requires_grad_(requires_grad)
+def _moved(values: Tensor, requires_grad: bool, attributes: Mapping[str, Any]) -> Tensor:
+    made = values.to(DEVICE_TYPE).requires_grad_(requires_grad)
+    vars(made).update(attributes)
+    return made
 
 
 def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:

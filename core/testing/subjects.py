@@ -117,7 +117,9 @@ class Subject:
         # A module returns results, and never writes to arguments.
         if spec.module is None or spec.functional.mutates:
             return False
-        arguments = spec.arguments(variant, spec.dtypes[0], spec.leads[1], spec.sizes[0])
+        # A device may lack the first dtype of the form, such as float64.
+        dtypes = self.dtypes or spec.dtypes
+        arguments = spec.arguments(variant, dtypes[0], spec.leads[1], spec.sizes[0])
         op, _ = self.build(arguments)
         # A module may hold the op in another one.
         classes = [getattr(part, "op_class", None) for part in op.modules()]

@@ -5,7 +5,9 @@ Each test is a process of its own, as torch keeps a backend to the end of one.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from opgraft.errors import InputError
 from opgraft.machine.machine import Machine
 from opgraft.testing.devices import SimulatedDevice, probe
 from opgraft.testing.simulated_tensors import Running
+from support.random_decoders import written
 
 needs_backend = pytest.mark.skipif(
     bool(why_not()), reason="this torch takes a device's guard in C++ only"
@@ -53,6 +56,94 @@ assert again.weight.dtype == torch.float64 and torch.equal(again.weight.cpu(), o
 file = io.BytesIO()
 torch.save(theirs.state_dict(), file)
 ours.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+"""
+
+CONSTRUCTED = """
+import numpy, torch, opgraft
+from opgraft.ops.checks import values_are_known
+from torch.utils._python_dispatch import TorchDispatchMode
+opgraft.current_platform()
+class Counted(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
+def expect(made, numbers):
+    assert made.device.type == "simulated" and made.tolist() == numbers, made
+def construct():
+    with torch.device("simulated"):
+        expect(torch.tensor([1.0, 2.0]), [1.0, 2.0])
+    x = torch.ones(2, device="simulated")
+    expect(torch.tensor(1.5, device="simulated"), 1.5)
+    expect(torch.tensor([1, 2], dtype=torch.int32, device="simulated"), [1, 2])
+    expect(torch.tensor([[True], [False]], device="simulated"), [[True], [False]])
+    expect(torch.tensor([], device="simulated"), [])
+    expect(torch.as_tensor(numpy.ones(2, numpy.float32), device="simulated"), [1.0, 1.0])
+    expect(torch.asarray([1.0], device="simulated"), [1.0])
+    expect(x.new_tensor([3.0]), [3.0])
+    assert torch.tensor([1.0], device="simulated", requires_grad=True).requires_grad
+construct()
+x = torch.ones(2, device="simulated")
+assert values_are_known(x) and not values_are_known(torch.ones(2, device="meta"))
+with Counted():
+    construct()
+"""
+
+INFERENCE = """
+import torch, opgraft
+opgraft.current_platform()
+def change(x):
+    with torch.inference_mode():
+        first, *others = x.unbind(0)
+        first.add_(1)
+        x.view(-1)[2:4].mul_(3)
+        x[torch.tensor([0, 1])] = x[torch.tensor([1, 0])]
+        x.transpose(0, 1)[1] = 7.0
+        made = x * 2
+        made[0].zero_()
+        made.t_()
+    return first, *others, x.view(-1), made, made.detach()
+host = torch.arange(12.0).view(3, 4).clone()
+x = host.to("simulated")
+for here, there in zip(change(host), change(x), strict=True):
+    assert torch.equal(here, there.cpu()) and here.is_inference() == there.is_inference()
+assert torch.equal(x.cpu(), host) and not x.is_inference()
+x.requires_grad_().sum().backward()
+assert x.grad.tolist() == torch.ones(3, 4).tolist()
+"""
+
+ATTRIBUTES = """
+import copy, pickle, torch, opgraft
+opgraft.current_platform()
+first = torch.nn.Parameter(torch.ones(2, device="simulated"))
+first.loader, first.grad = ["a loader"], torch.full((2,), 3.0, device="simulated")
+second = torch.nn.Parameter(torch.zeros(2, device="simulated"), requires_grad=False)
+vars(second).update(vars(first))
+assert second.tolist() == [0.0, 0.0] and second.loader is first.loader
+for made in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+    assert isinstance(made, torch.nn.Parameter) and made.requires_grad and made.tolist() == [1.0, 1.0]
+    assert made.loader == ["a loader"] and made.loader is not first.loader
+    made.detach().add_(1)
+assert first.tolist() == [1.0, 1.0] and copy.deepcopy(first).grad.tolist() == [3.0, 3.0]
+tied = copy.deepcopy([first, first])
+assert tied[0] is tied[1] is not first
+try:
+    copy.deepcopy(first * 1)
+except RuntimeError as error:
+    print(error)
+"""
+
+ENGINE = """
+import json, sys
+import opgraft
+from opgraft import SamplingParams
+drawn = SamplingParams(max_tokens=6, seed=3, top_p=0.9, min_p=0.01, logprobs=1)
+given = [SamplingParams(max_tokens=6, temperature=0), drawn]
+prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3, 4, 5], [7, 8])]
+told = []
+for ranks in json.loads(sys.argv[2]):
+    settings = {"cache.num_blocks": 100, "cache.block_size": 4, "load.progress": False}
+    with opgraft.LLM(sys.argv[1], dtype="float32", max_num_seqs=4, **settings, **ranks) as llm:
+        told.append([each.outputs[0].token_ids for each in llm.generate(prompts, given)])
+print(json.dumps([opgraft.current_platform().name, *told]))
 """
 
 MEMORY = """
@@ -177,10 +268,24 @@ class Acme(GELU):
 """
 
 
-def on(device: str, python: str, code: str, site: Path | None = None) -> list[str]:
+KERNELS = """
+from opgraft.ops import RMSNorm, SiluAndMul
+platforms = "any"
+@RMSNorm.register_oot
+class AcmeNorm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        return self.forward_native(x, residual)
+@SiluAndMul.register_oot
+class AcmeGate(SiluAndMul):
+    def forward_oot(self, x):
+        return self.forward_native(x)
+"""
+
+
+def on(device: str, python: str, code: str, *arguments: str, site: Path | None = None) -> list[str]:
     """Run code in a process with that device; returns the lines that it prints."""
     environ = {**os.environ, SIMULATED_DEVICE: device, "PYTHONPATH": str(site or "")}
-    command = [python, "-c", code]
+    command = [python, "-c", code, *arguments]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -190,6 +295,49 @@ def on(device: str, python: str, code: str, site: Path | None = None) -> list[st
 def test_operators_compute_what_the_host_computes(warm_python: str) -> None:
     """Views, writing in place, gradients, modules, pickles and checkpoints are those of the host, on the device."""
     on("name=Acme X1,dtypes=float64 float32", warm_python, OPERATORS)
+
+
+@needs_backend
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        (CONSTRUCTED, []),
+        (INFERENCE, []),
+        (
+            ATTRIBUTES,
+            [
+                "a tensor of simulated:0 that was computed with gradients has no deep copy: "
+                "detach it first"
+            ],
+        ),
+    ],
+    ids=["constructed", "inference", "attributes"],
+)
+def test_tensors_are_those_of_the_host(code: str, printed: list[str], warm_python: str) -> None:
+    """Constructors, ``inference_mode``, and attributes of parameters do what they do on the host."""
+    assert on("default", warm_python, code) == printed
+
+
+@needs_backend
+def test_the_engine_runs_on_it(warm_python: str, tmp_path: Path) -> None:
+    """Likeliest and drawn tokens are those of the CPU, without float64 on the device, and of two workers."""
+    written("Llama", tmp_path, vocab_size=400)
+    runs = json.dumps([{}, {"parallel.tensor": 2}])
+    (on_device,) = on("default", warm_python, ENGINE, str(tmp_path), runs)
+    (on_host,) = on("", warm_python, ENGINE, str(tmp_path), "[{}]")
+    platform, alone, shared = json.loads(on_device)
+    assert platform == "simulated"
+    assert json.loads(on_host) == ["cpu", alone]
+    assert shared == alone
+
+
+@needs_backend
+def test_kernels_are_judged_on_it(site, cli) -> None:
+    """Kernels that call the native definitions pass every check there, as they do on the CPU."""
+    site.plugin("acme", KERNELS)
+    told = cli("plugins", "check", "acme", **{SIMULATED_DEVICE: "default"})
+    assert told.returncode == 0, told.stdout
+    assert re.search(r"acme .* on simulated .*: \d\d passed, 0 failed, \d skipped", told.stdout)
 
 
 @needs_backend
@@ -247,7 +395,7 @@ def test_what_is_queued_waits(warm_python: str) -> None:
 def test_a_plugin_serves_it(warm_python: str, site) -> None:
     """A model is moved there and grafted, and takes the kernel that a plugin has for that platform."""
     site.plugin("acme", PLUGIN)
-    assert on("default", warm_python, GRAFTED, site.folder) == ["Acme.forward_oot"]
+    assert on("default", warm_python, GRAFTED, site=site.folder) == ["Acme.forward_oot"]
 
 
 def test_without_the_variable_there_is_none(cli) -> None:

@@ -17,6 +17,7 @@ from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from opgraft.errors import RequestError
 from opgraft.platform import HOST
+from opgraft.plugins.selection import current_platform
 from torch import Tensor
 
 IN_CACHE = 2**18
@@ -33,7 +34,8 @@ class Sampled:
     """Tokens of a step, log-probabilities and failures.
 
     Attributes:
-        tokens: ``[n]``, int64, on the device of the logits; -1 in a failed row.
+        tokens: ``[n]``, int64; -1 in a failed row. On the device of the logits, or on the host if
+            that device computes no float64.
         logprobs: by key of the request, if asked for.
         errors: by key, the reason for each failed row.
         refused: keys of requests with a reason of their own, such as a grammar.
@@ -55,6 +57,8 @@ class Sampler(PluggableClass):
     2. Biases are added, processors of users called, and penalties taken off.
     3. Greedy requests take the likeliest token. For others, logits are divided by the temperature,
        filtered by min-p, top-k and top-p, and a token is drawn.
+
+    Probabilities are added up in float64. Logits of a device without float64 go to the host first.
 
     Args:
         opgraft_config: all settings, for subclasses; by default the built-in ones.
@@ -82,6 +86,8 @@ class Sampler(PluggableClass):
             )
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
+        if not _computes_float64(logits.device):
+            logits = logits.to(HOST)
         plan = batch.plan(logits.shape[1], logits.device)
         working = logits.float() if plan.drawn or plan.adjustments.any else logits
         own: dict[int, str] = {}
@@ -116,6 +122,16 @@ class Sampler(PluggableClass):
             logits: ``[n, vocabulary]``, of any floating dtype.
         """
         return row_maximum(logits.float())
+
+
+def _computes_float64(device: torch.device) -> bool:
+    """Return False if the platform says that its device has no float64."""
+    if device.type == HOST:
+        return True
+    platform = current_platform()
+    if platform.device_type != device.type:
+        return True
+    return torch.float64 in platform.capability(device.index or 0).dtypes
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
