@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils import backend_registration
@@ -57,25 +57,33 @@ def _kernels_of_aten(compute: Callable[..., Any]) -> torch.library.Library:
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and not _is_made_of_others(name):
-            library.impl(name, functools.partial(_run_by_name, compute, name), _KEY)
-    return cast("torch.library.Library", library)
+        if not name.startswith("aten::"):
+            continue
+        if _is_made_of_others(name):
+            continue
+        kernel = functools.partial(_run_by_name, compute, name)
+        library.impl(name, kernel, _KEY)
+    kept: torch.library.Library = library
+    return kept
 
 
 def _is_made_of_others(name: str) -> bool:
     """Return True if torch takes an operator apart before a device sees the operator."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _run_by_name(compute: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return compute(_operator(name), *args, **kwargs)
+    operator = _operator(name)
+    return compute(operator, *args, **kwargs)
 
 
 @functools.cache
 def _operator(name: str) -> Any:
     """Return the operator of a name such as ``aten::add.Tensor``."""
     packet, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    overloads = getattr(torch.ops.aten, packet)
+    return getattr(overloads, overload or "default")
 
 
 _classes: set[type] = {torch.Tensor}
@@ -116,8 +124,9 @@ def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:
         device=device,
     )
     is_inference = values.is_inference()
+    mode = torch.is_inference_mode_enabled()
     # Entering a mode takes as long as the rest.
-    if is_inference == torch.is_inference_mode_enabled():
+    if is_inference == mode:
         return make()
     with torch.inference_mode(is_inference):
         return make()

@@ -88,6 +88,10 @@ class Sampler(PluggableClass):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
         if not _computes_float64(logits.device):
             logits = logits.to(HOST)
+        return self._sample(logits, batch)
+
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Sample a token for each row of the logits, on their device."""
         plan = batch.plan(logits.shape[1], logits.device)
         working = logits.float() if plan.drawn or plan.adjustments.any else logits
         own: dict[int, str] = {}
