@@ -68,5 +68,5 @@ class SimulatedPlatform(Platform):
         torch.manual_seed(seed)
 
     def default_config(self) -> OpgraftConfig:
-        """Return smaller steps: an engine tries the largest step, and Python starts each operator."""
+        """Return smaller steps: an engine tries the largest, and Python starts each operator."""
         return OpgraftConfig(scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512))
