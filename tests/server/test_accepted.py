@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,3 +213,117 @@ def test_a_form_beside_functions(server: Server) -> None:
     assert response.status_code == 200, response.text
     message = response.json()["choices"][0]["message"]
     assert message.get("tool_calls") or json.loads(message["content"])["a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "(yes|no){2}"}}, "(yes|no){2}"),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+        ({"structured_outputs": {"grammar": 'start: "a" ("b" | "c")'}}, "a[bc]"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]'}}, "a[0-9]"),
+        ({"structured_outputs": {"json": {"enum": ["on", "off"]}}}, '"on"|"off"'),
+        ({"structured_outputs": {"json": '{"const": 5}', "disable_fallback": True}}, "5"),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, r"\s*\{.*"),
+        ({"structured_outputs": {}, "guided_choice": ["red"]}, "red"),
+        ({"guided_regex": "a{3}", "guided_decoding_backend": "xgrammar"}, "a{3}"),
+        ({"guided_json": {"const": [1]}}, r"\[\s*1\s*\]"),
+        ({"guided_grammar": 'start: "x"', "response_format": {"type": "text"}}, "x"),
+    ],
+    ids=range(11),
+)
+def test_forms_by_the_names_of_vllm(server: Server, form: dict[str, Any], pattern: str) -> None:
+    """Answers have the form, of both paths."""
+    chat = server.chat(**form, max_tokens=40)
+    assert chat.status_code == 200, chat.text
+    assert "x-ignored-fields" not in chat.headers
+    completion = server.complete(**form, max_tokens=40)
+    texts = [
+        chat.json()["choices"][0]["message"]["content"],
+        completion.json()["choices"][0]["text"],
+    ]
+    for text in texts:
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def test_forms_that_exclude_each_other(server: Server) -> None:
+    """Two forms are refused, and so is one beside functions that is no JSON."""
+    form = {"type": "json_object"}
+    error = error_of(server.chat(response_format=form, guided_regex="a"))
+    assert error["param"] == "guided_regex"
+    assert error["message"] == "guided_regex and response_format are both given: leave one out"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    error = error_of(server.chat(tools=[tool], structured_outputs={"choice": ["a"]}))
+    assert (error["param"], error["code"]) == ("structured_outputs.choice", "unsupported_value")
+    beside = {"tools": [tool], "guided_regex": "a{3}", "tool_choice": "none"}
+    assert server.chat(**beside).json()["choices"][0]["message"]["content"] == "aaa"
+    schema = {"const": {"a": 1}}
+    choice = server.chat(tools=[tool], guided_json=schema, max_tokens=60).json()["choices"][0]
+    message = choice["message"]
+    assert message.get("tool_calls") or json.loads(message["content"]) == {"a": 1}
+
+
+def test_tokens_that_an_answer_may_have(server: Server) -> None:
+    """No other token occurs."""
+    asked = {"allowed_token_ids": [7, 9], "return_token_ids": True, "max_tokens": 12, "seed": 1}
+    for answer in (server.chat(**asked, temperature=1), server.complete(**asked, temperature=1)):
+        (choice,) = answer.json()["choices"]
+        assert len(choice["token_ids"]) == 12
+        assert {*choice["token_ids"]} <= {7, 9}
+
+
+def test_the_reason_of_a_stop(server: Server) -> None:
+    """It is the text or the token that ended the answer, and null for other ends."""
+    whole = server.complete(prompt=[5, 6], max_tokens=8, return_token_ids=True).json()["choices"][0]
+    token = whole["token_ids"][3]
+    for asked, reason in (
+        ({"stop_token_ids": [token]}, token),
+        ({"stop": [whole["text"][2:4]]}, whole["text"][2:4]),
+        ({}, None),
+    ):
+        asked = {"prompt": [5, 6], "max_tokens": 8, **asked}
+        (choice,) = server.complete(**asked).json()["choices"]
+        assert (choice["stop_reason"], choice["finish_reason"] == "stop") == (
+            reason,
+            reason is not None,
+        )
+    chat = {"guided_regex": "ab{3}", "stop": ["b"], "max_tokens": 9}
+    (choice,) = server.chat(**chat).json()["choices"]
+    assert (choice["stop_reason"], choice["message"]["content"]) == ("b", "a")
+    *_, last = events_of(server.chat(**chat, stream=True))
+    assert (last["choices"][0]["stop_reason"], last["choices"][0]["finish_reason"]) == ("b", "stop")
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the chunks of a stream."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_token_ids(server: Server) -> None:
+    """An answer has those of the prompt and its own, and a stream each once."""
+    asked = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    chat = server.chat(**asked).json()
+    prompt = server.post("/tokenize", messages=[USER]).json()["tokens"]
+    assert server.chat(messages=[USER], **asked).json()["prompt_token_ids"] == prompt
+    completion = server.complete(prompt=[5, 6], **asked).json()["choices"][0]
+    assert completion["prompt_token_ids"] == [5, 6]
+    assert len(completion["token_ids"]) == len(chat["choices"][0]["token_ids"]) == 6
+
+    chunks = events_of(server.chat(**asked, stream=True))
+    told = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+    assert told == [chat["prompt_token_ids"]]
+    tokens = [each for chunk in chunks for each in chunk["choices"][0].get("token_ids", ())]
+    assert tokens == chat["choices"][0]["token_ids"]
+
+    streamed = events_of(server.complete(prompt=[5, 6], **asked, stream=True))
+    choices = [chunk["choices"][0] for chunk in streamed]
+    assert [choice["prompt_token_ids"] for choice in choices] == [
+        [5, 6],
+        *[None] * (len(choices) - 1),
+    ]
+    assert [token for choice in choices for token in choice["token_ids"]] == completion["token_ids"]
+    scored = {**asked, "echo": True, "max_tokens": 0, "logprobs": 0, "prompt": [5, 6]}
+    assert server.complete(**scored).json()["choices"][0]["token_ids"] == []
+    assert "token_ids" not in server.chat().json()["choices"][0]

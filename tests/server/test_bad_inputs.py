@@ -125,8 +125,34 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("cache_salt", 5, "cache_salt", "expected text"),
     ("user", 5, "user", "expected text"),
     ("use_beam_search", True, "use_beam_search", "is not supported: leave it out"),
-    ("guided_json", {}, "guided_json", "use response_format with the type json_schema"),
-    ("allowed_token_ids", [1], "allowed_token_ids", "is not supported: leave it out"),
+    ("guided_json", "{", "guided_json", "is a text that is no JSON: give a JSON schema"),
+    ("guided_json", "[]", "guided_json", "is a text without an object"),
+    ("guided_regex", "(", "guided_regex", "the regular expression in regex cannot be used"),
+    ("guided_choice", [], "guided_choice", "a list of at least one text"),
+    ("guided_grammar", 5, "guided_grammar", "expected text"),
+    ("structured_outputs", {"regex": "["}, "structured_outputs.regex", "cannot be used"),
+    (
+        "structured_outputs",
+        {"regex": "a", "choice": ["b"]},
+        "structured_outputs.choice",
+        "and structured_outputs.regex are both given: leave one out",
+    ),
+    (
+        "structured_outputs",
+        {"structural_tag": "{}"},
+        "structured_outputs.structural_tag",
+        "is not supported: use tools, or write a grammar",
+    ),
+    (
+        "structured_outputs",
+        {"json": {}, "whitespace_pattern": " "},
+        "structured_outputs.whitespace_pattern",
+        "is not supported: leave it out",
+    ),
+    ("allowed_token_ids", [], "allowed_token_ids", "a list of token ids"),
+    ("allowed_token_ids", [400], "allowed_token_ids", "use 0 to 399"),
+    ("allowed_token_ids", [1] * 401, "allowed_token_ids", "and this server allows 400"),
+    ("return_token_ids", 1, "return_token_ids", "expected true or false"),
 ]
 COMPLETION_FIELDS: list[tuple[str, Any, str, str]] = [
     (

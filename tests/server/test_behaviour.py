@@ -140,11 +140,16 @@ def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
         assert short.status_code == 200, "it ends before the limit"
         for asked in (
             {"max_tokens": 21, "logprobs": 4, "ignore_eos": True},
+            {"max_tokens": 21, "logprobs": 4, "min_tokens": 21},
+            {"max_tokens": 7, "logprobs": 4, "ignore_eos": True, "n": 3, "temperature": 1},
             {"prompt": [5] * 50, "echo": True, "logprobs": 1},
         ):
             refused = server.complete(**asked)
             assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
             assert "this server allows 100" in error_of(refused)["message"]
+        until(lambda: sum(line["status"] == 400 for line in server.requests()) == 5)
+        refusals = [line for line in server.requests() if line["status"] == 400]
+        assert not any("completion_tokens" in line for line in refusals), "nothing is computed"
 
 
 def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:

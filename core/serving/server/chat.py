@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from opgraft.errors import HTTPError
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
 from opgraft.serving.server.call_reader import CallReader
@@ -29,13 +30,34 @@ class Chat(Generating[ChatRequest]):
         super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.inputs.chat_template.source)
         tokenizer = service.llm.engine.inputs.expect_tokenizer()
-        form = sampling.schema_of(body)
-        self._held = self.tools.structured_output(tokenizer.special_token, form)
+        self._held = self._structured_output(tokenizer.special_token)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
         elif self.tools.strict:
             self.grammar_field = "tools"
         self._told: dict[int, _Told] = {}
+
+    def _structured_output(self, special: Callable[[str], int | None]) -> dict[str, Any] | None:
+        """Return the structured output of an answer, or of a call in place of the answer.
+
+        Raises:
+            HTTPError: the answer may be a call, and the form is no JSON.
+        """
+        schema = None if self.form is None else self.form.spec.get("json")
+        may_call = self.tools.functions is not None and self.tools.forced is None
+        if may_call and self.form is not None and schema is None:
+            field = self.form.field
+            raise HTTPError(
+                400,
+                f"{field} stands beside tools, and an answer that may be a call can be held to "
+                "JSON alone: give a JSON schema, or leave tools out",
+                field=field,
+                code="unsupported_value",
+            )
+        held = self.tools.structured_output(special, schema)
+        if held is not None or self.form is None:
+            return held
+        return self.form.spec
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""
@@ -58,6 +80,15 @@ class Chat(Generating[ChatRequest]):
         # Some call by these.
         return held if self.tools.functions is None else {**held, "skip_special_tokens": False}
 
+    def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
+        """Return a field with the token ids of the prompt, if the request wants token ids."""
+        if not self.body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": output.prompt_token_ids}
+
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self.body.return_token_ids else {}
+
     def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
@@ -79,10 +110,12 @@ class Chat(Generating[ChatRequest]):
         logprobs = None
         if news.logprobs:
             logprobs = self._logprobs(news.tokens, news.logprobs)
-        if delta or logprobs is not None:
-            yield _choice(index, delta, logprobs, None)
+        ids = self._token_ids(news.tokens)
+        if delta or logprobs is not None or ids.get("token_ids"):
+            yield {**_choice(index, delta, logprobs, None), **ids}
         if answer.finished:
-            yield _choice(index, {}, None, _finish_reason(answer, calls))
+            last = _choice(index, {}, None, _finish_reason(answer, calls))
+            yield {**last, "stop_reason": answer.stop_reason}
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
@@ -99,6 +132,8 @@ class Chat(Generating[ChatRequest]):
             if answer.logprobs
             else None,
             "finish_reason": _finish_reason(answer, calls),
+            "stop_reason": answer.stop_reason,
+            **self._token_ids(answer.token_ids),
         }
 
     def _calls(self, answer: CompletionOutput, reader: CallReader | None) -> list[dict[str, Any]]:

@@ -56,16 +56,29 @@ class Completion(Generating[CompletionRequest]):
     ) -> Iterator[dict[str, Any]]:
         """Yield the choice of a chunk; an echo comes with the first."""
         echoed = self.body.echo and news.first
-        yield self._choice(
+        choice = self._choice(
             index, output if echoed else None, answer, news.text, news.tokens, news.logprobs
         )
+        yield {**choice, **self._token_ids(output, news.tokens, news.first)}
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
         echoed = output if self.body.echo else None
-        return self._choice(
+        choice = self._choice(
             index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or []
         )
+        return {**choice, **self._token_ids(output, answer.token_ids, first=True)}
+
+    def _token_ids(
+        self, output: RequestOutput, tokens: Sequence[int], first: bool
+    ) -> dict[str, Any]:
+        """Return fields with the token ids of an answer and, at first, of its prompt."""
+        if not self.body.return_token_ids:
+            return {}
+        return {
+            "prompt_token_ids": output.prompt_token_ids if first else None,
+            "token_ids": [] if sampling.scores_only(self.body) else list(tokens),
+        }
 
     def _choice(
         self,
@@ -95,6 +108,7 @@ class Completion(Generating[CompletionRequest]):
             "text": text,
             "logprobs": found,
             "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
         }
 
     def _offsets(self, index: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ from opgraft.serving.outputs import CompletionOutput, RequestOutput
 from opgraft.serving.server import sampling
 from opgraft.serving.server.contradictions import expect_no_contradiction
 from opgraft.serving.server.faults import at
+from opgraft.serving.server.forms import form_of
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import Generation
 from opgraft.serving.server.service import Job, Service
@@ -49,6 +50,9 @@ class Generating(ABC, Generic[_B]):
         self.params = SamplingParams()
         self.prompt_ids: Sequence[list[int]] = ()
         self._cached_tokens: list[int] = []
+        self.form = form_of(body)
+        if self.form is not None:
+            self.grammar_field = self.form.field
 
     @abstractmethod
     async def prompts(self) -> list[list[int]]:
@@ -66,6 +70,10 @@ class Generating(ABC, Generic[_B]):
     def counted(self, output: RequestOutput) -> int:
         """Return the tokens of the answers to a prompt."""
         return sum(len(answer.token_ids) for answer in output.outputs)
+
+    def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
+        """Return a field with the token ids of the prompt, for an answer that has one prompt."""
+        return {}
 
     @abstractmethod
     def deltas(
@@ -128,7 +136,9 @@ class Generating(ABC, Generic[_B]):
             with at(self.grammar_field):
                 await self.service.llm.compile(self.params)
         prompt_tokens = sum(map(len, self.prompt_ids))
-        sampling.expect_few_logprobs(self.params, prompt_tokens, 0, self.service)
+        answers = len(self.prompt_ids) * self.params.n
+        certain = answers * sampling.certain_tokens(self.body, self.params)
+        sampling.expect_few_logprobs(self.params, prompt_tokens, certain, self.service)
         self.record |= {"prompt_tokens": prompt_tokens, "completion_tokens": 0}
         return Job(
             self.id,
@@ -178,9 +188,12 @@ class Generating(ABC, Generic[_B]):
             if news is None:
                 continue
             index = number * self.params.n + answer.index
+            head = self._head(self.chunk_object)
+            if news.first:
+                head |= self.prompt_tokens(output)
             for choice in self.deltas(index, output, answer, news):
-                chunk = {**self._head(self.chunk_object), "choices": [choice]}
-                yield event({**chunk, **self._usage_so_far()})
+                yield event({**head, "choices": [choice], **self._usage_so_far()})
+                head = self._head(self.chunk_object)
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the usage of a chunk in a stream with usage: null, or the tokens so far."""
@@ -195,9 +208,9 @@ class Generating(ABC, Generic[_B]):
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return JSONResponse(
-            {**self._head(self.whole_object), "choices": choices, "usage": self._usage()}
-        )
+        head = self._head(self.whole_object)
+        told = {"choices": choices, "usage": self._usage(), **self.prompt_tokens(outputs[0])}
+        return JSONResponse({**head, **told})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}

@@ -203,6 +203,9 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+_IN_SCHEMA = "write additionalProperties into the schema"
+
+
 class StreamOptions(Body):
     """Chunks of a stream besides those of the answers."""
 
@@ -233,7 +236,21 @@ class ResponseFormat(Body):
     json_schema: JSONSchemaFormat | None = None
 
 
-_BY_FORM = "use response_format with the type json_schema"
+class StructuredOutputs(Body):
+    """The form that an answer has, by vLLM's names. One of them is given."""
+
+    place = "structured_outputs."
+    without_effect = frozenset({"disable_fallback"})
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[Any, _only(advice="use tools, or write a grammar")] = None
+    disable_any_whitespace: Annotated[Any, _only(False)] = None
+    disable_additional_properties: Annotated[Any, _only(False, advice=_IN_SCHEMA)] = None
+    whitespace_pattern: Annotated[Any, _only()] = None
 
 
 class Generation(Body):
@@ -247,7 +264,7 @@ class Generation(Body):
         {
             *("reasoning_effort", "verbosity", "prediction", "store", "service_tier"),
             *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-            *("request_id", "skip_reading_prefix_cache"),
+            *("request_id", "skip_reading_prefix_cache", "guided_decoding_backend"),
         }
     )
 
@@ -263,6 +280,7 @@ class Generation(Body):
     seed: Whole | None = None
     stop: Texts | None = None
     stop_token_ids: Items[int] | None = None
+    allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     logit_bias: Annotated[dict[str, float], _up_to_wrong(_is_number)] | None = None
     min_tokens: Whole | None = None
@@ -270,7 +288,14 @@ class Generation(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: Annotated[Any, _only()] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Whole | None = None
@@ -283,18 +308,11 @@ class Generation(Body):
     include_reasoning: Annotated[Any, _only(True)] = None
     length_penalty: Annotated[Any, _only(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    allowed_token_ids: Annotated[Any, _only()] = None
     prompt_logprobs: Annotated[Any, _only()] = None
     truncate_prompt_tokens: Annotated[Any, _only()] = None
-    return_token_ids: Annotated[Any, _only(False)] = None
     return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
     logits_processors: Annotated[Any, _only([])] = None
     prompt_embeds: Annotated[Any, _only()] = None
-    structured_outputs: Annotated[Any, _only(advice=_BY_FORM)] = None
-    guided_json: Annotated[Any, _only(advice=_BY_FORM)] = None
-    guided_regex: Annotated[Any, _only(advice=_BY_FORM)] = None
-    guided_choice: Annotated[Any, _only(advice=_BY_FORM)] = None
-    guided_grammar: Annotated[Any, _only(advice=_BY_FORM)] = None
 
 
 class CompletionRequest(Generation):

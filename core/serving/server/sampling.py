@@ -7,6 +7,7 @@ from typing import Any
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import HTTPError
+from opgraft.serving.server.forms import form_of
 from opgraft.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +28,7 @@ _AS_THEY_ARE = (
     "seed",
     "stop",
     "stop_token_ids",
+    "allowed_token_ids",
     "bad_words",
     "min_tokens",
     "ignore_eos",
@@ -84,18 +86,30 @@ def params_of(
     for field in ("stop", "stop_token_ids", "bad_words"):
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
+    _expect_few(body.allowed_token_ids or (), service.vocab_size, "allowed_token_ids")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
-    schema = schema_of(body)
+    form = form_of(body)
     if body.seed is not None and body.seed < 0:
         given["seed"] = body.seed % (1 << 64)  # of clients that draw from all whole numbers
     given |= {
         "max_tokens": _max_tokens(body, prompts, service),
         "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
-        "structured_output": None if schema is None else {"json": schema},
+        "structured_output": None if form is None else form.spec,
         **_logprobs(body, service.settings.max_logprobs),
         **settled,
     }
     return SamplingParams(**given)
+
+
+def certain_tokens(body: Generation, params: SamplingParams) -> int:
+    """Return the tokens that an answer has in any case."""
+    if scores_only(body):
+        return 0
+    may_end = params.stop or params.stop_token_ids or params.structured_output is not None
+    if params.ignore_eos and not may_end:
+        return params.most_tokens
+    # The end of a sequence is a token, too.
+    return max(1, params.min_tokens)
 
 
 def expect_few_logprobs(
@@ -106,7 +120,7 @@ def expect_few_logprobs(
     Args:
         params: of the request.
         prompt_tokens: of all prompts of the request.
-        answer_tokens: of all answers so far.
+        answer_tokens: of all answers so far, or that they have in any case.
         service: has the limit.
 
     Raises:
@@ -177,23 +191,6 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
             )
         bias[int(token)] = value
     return bias
-
-
-def schema_of(body: Generation) -> dict[str, Any] | None:
-    """Return the JSON schema of an answer, or None.
-
-    Raises:
-        HTTPError: the schema is missing.
-    """
-    form = body.response_format
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"type": "object"}
-    if form.json_schema is None or form.json_schema.schema_ is None:
-        field = "response_format.json_schema" + (".schema" if form.json_schema else "")
-        raise HTTPError(400, f"{field} is missing", field=field, code="missing_field")
-    return form.json_schema.schema_
 
 
 def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
