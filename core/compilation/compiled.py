@@ -425,17 +425,19 @@ def _kept(
     name = key.name
     packages.fetch(name)
     compiled = _taken_or_made(model, example, settings, packages, name)
+    # A rank that has lost its entry compares its code, and the other ranks join the collectives.
+    with_others = get_world_group().world_size > 1
     # Not under the lock: a model over several ranks waits for the other ranks, and one of the
     # ranks may wait for the lock.
     try:
         if compiled.graph is not None:
             _expect_alike(compiled, example, settings)
-        elif key.unseen:
+        elif key.unseen or with_others:
             compiled.verify(example)
         return compiled
     except CompilationError as error:
         packages.cache.discard(name)
-        if compiled.graph is not None:
+        if compiled.graph is not None or with_others:
             raise
         reason = f"its entry could not be used: {error}"
     made = _taken_or_made(model, example, settings, packages, name, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from compilation.exchanges import names
 from opgraft import CompilationConfig
+from opgraft.compilation.cache import ENTRY
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.models import load_model
 from support.random_decoders import DECODERS, written
@@ -125,3 +127,18 @@ def test_by_inductor(
     for _ in range(1 + cache):
         (first, _), (second, _) = two.run(compiled_logits, llama, settings, [1, 2, 7, 50])
         expect_equal(first, second)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_an_entry_that_one_rank_has_lost(llama: str, two: Ranks, tmp_path: Path) -> None:
+    """The rank that compiles anew compares its code with the model, and the other rank joins the exchanges."""
+    settings = {"level": 2, "cache": True, "cache_folder": str(tmp_path)}
+    two.run(compiled_logits, llama, settings, [7])
+    of_models = [
+        file.parent for file in tmp_path.glob(f"*/{ENTRY}") if "signature" in file.read_text()
+    ]
+    assert len(of_models) == 2
+    shutil.rmtree(of_models[0])
+    (first, _), (second, _) = two.run(compiled_logits, llama, settings, [1, 7])
+    expect_equal(first, second)
