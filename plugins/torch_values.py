@@ -88,16 +88,15 @@ def set_random_state(state: bytearray) -> None:
 
 
 def _owners_of_precision() -> dict[str, Any]:
-    """Return what has a ``fp32_precision`` in this release of torch. The first one is for all others."""
-    backends = torch.backends
-    owners: dict[str, Any] = {"all": backends}
-    for backend in ("cuda", "cudnn", "mkldnn"):
-        whole = getattr(backends, backend)
-        owners[backend] = whole
+    """Return the modules and objects with a ``fp32_precision``. The first one is for all others."""
+    owners: dict[str, Any] = {"all": torch.backends}
+    for backend in _backends():
+        name = backend.__name__.rpartition(".")[2]
+        owners[name] = backend
         for kind in ("matmul", "conv", "rnn"):
-            owners[f"{backend}.{kind}"] = getattr(whole, kind, None)
-    has_one = {name: getattr(each, "fp32_precision", None) for name, each in owners.items()}
-    return {name: owners[name] for name, precision in has_one.items() if precision is not None}
+            owners[f"{name}.{kind}"] = getattr(backend, kind, None)
+    # Older releases of torch have none.
+    return {name: each for name, each in owners.items() if hasattr(each, "fp32_precision")}
 
 
 _PRODUCTS = "products"

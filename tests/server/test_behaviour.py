@@ -302,7 +302,7 @@ def test_a_second_signal_ends_at_once(checkpoint: Path) -> None:
         serving(checkpoint, "--drain-seconds", "60", step_seconds=STEP) as server,
         stream(server) as response,
     ):
-        begun(response)
+        _kept = begun(response)  # whose end would hang up
         server.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(server))
         assert server.end(seconds=30) == -signal.SIGTERM
