@@ -1,4 +1,4 @@
-"""The code and the default values of functions, which a plugin can replace while the function stays.
+"""The code and the default values of functions. A plugin can replace these within a function.
 
 An assignment to ``f.__code__`` or ``f.__defaults__`` changes each call of ``f``.
 """

@@ -181,7 +181,7 @@ CHECKS: Mapping[str, Callable[[Any], None]] = MappingProxyType(
         "manual_seed": _anything,
     }
 )
-"""The methods that opgraft calls while a model runs, each with a function that refuses a wrong result.
+"""The methods that opgraft calls while a model runs, with functions that refuse wrong results.
 
 ``default_config`` and ``prepare`` are called once, while a platform is loaded, and are checked
 there.

@@ -42,12 +42,12 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 @hookspec
 def opgraft_graft_adapters() -> Iterable[Adapter | CallAdapter]:  # type: ignore[empty-body]  # a specification has no body
-    """Return rows for the tables of ``opgraft.graft``; rows of plugins are tried before built-in rows.
+    """Return rows for the tables of ``opgraft.graft``. Built-in rows come after those of plugins.
 
-    An ``Adapter`` recognises modules that become an op. A ``CallAdapter`` recognises calls of functions
-    in the forward of a module that stays. If children of a module become ops, ``Adapter.recognise``
-    sees a copy of the module with these ops. An exception of ``recognise`` leaves the module or the
-    call alone, and the report shows the exception.
+    An ``Adapter`` recognises modules that become an op. A ``CallAdapter`` recognises calls of
+    functions in the forward of a module that stays. If children of a module become ops,
+    ``Adapter.recognise`` sees a copy of the module with these ops. An exception of ``recognise``
+    leaves the module or the call alone, and the report shows the exception.
     """
 
 
@@ -59,7 +59,7 @@ RESULT_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "opgraft_graft_adapters": (Iterable,),
     }
 )
-"""The types that each hook may return; checked, as a wrong type would fail far from the plugin that returned it."""
+"""The types of results of each hook. A wrong type would fail later, far from the plugin."""
 
 _HOOK_CUTOFF = 0.8
 """A function whose name is more alike has the misspelt name of a hook."""

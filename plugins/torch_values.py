@@ -87,6 +87,29 @@ def set_random_state(state: bytearray) -> None:
     torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
+def flags() -> Iterator[Row]:
+    """Yield the flags of torch's libraries."""
+    for backend in _backends():
+        for name in ("enabled", "benchmark", "deterministic"):
+            if isinstance(getattr(backend, name, None), bool):
+                yield attribute(backend, name)
+
+
+def ways_of_attention() -> Iterator[Row]:
+    """Yield the switches of ``scaled_dot_product_attention``."""
+    for backend in _backends():
+        for name in vars(backend):
+            way, found, _ = name.partition("_sdp_enabled")
+            if found:
+                write = getattr(backend, f"enable_{way}_sdp")
+                label = f"whether attention may be computed by {way}"
+                yield value(label, getattr(backend, name), write)
+
+
+def _backends() -> list[ModuleType]:
+    return [each for each in vars(torch.backends).values() if isinstance(each, ModuleType)]
+
+
 def _owners_of_precision() -> dict[str, Any]:
     """Return the modules and objects with a ``fp32_precision``. The first one is for all others."""
     owners: dict[str, Any] = {"all": torch.backends}
@@ -130,29 +153,6 @@ def changed_precisions(precisions: Mapping[str, str]) -> str:
         if precision != _FIRST_PRECISIONS.get(name):
             changed.append(f"{precision} of {name}")
     return ", ".join(changed) or "the usual one"
-
-
-def flags() -> Iterator[Row]:
-    """Yield the flags of torch's libraries."""
-    for backend in _backends():
-        for name in ("enabled", "benchmark", "deterministic"):
-            if isinstance(getattr(backend, name, None), bool):
-                yield attribute(backend, name)
-
-
-def ways_of_attention() -> Iterator[Row]:
-    """Yield the switches of ``scaled_dot_product_attention``."""
-    for backend in _backends():
-        for name in vars(backend):
-            way, found, _ = name.partition("_sdp_enabled")
-            if found:
-                write = getattr(backend, f"enable_{way}_sdp")
-                label = f"whether attention may be computed by {way}"
-                yield value(label, getattr(backend, name), write)
-
-
-def _backends() -> list[ModuleType]:
-    return [each for each in vars(torch.backends).values() if isinstance(each, ModuleType)]
 
 
 _ATEN = "aten/"

@@ -85,7 +85,7 @@ def choice_of(form: Functional[..., Any]) -> FormChoice:
 
 
 def decided_choice(form: Functional[..., Any]) -> FormChoice | None:
-    """Return the choice for a form if one was made here; ``None`` if not. No code of plugins runs."""
+    """Return the choice that was made for a form, ``None`` without one. Runs no code of plugins."""
     state = host_state()
     target: Any = state.registry.find_target(form.op)
     binding: Binding | None = state.current_caches().constructed.get(target)

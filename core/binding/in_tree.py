@@ -14,7 +14,7 @@ _METHOD = "forward_oot"
 def idle_oot_classes(
     cls: type, platform: str, replacements: Iterable[Replacement]
 ) -> frozenset[type]:
-    """Return the classes in the tree that define ``forward_oot`` for an op, if a platform is built in.
+    """Return the classes in the tree with a ``forward_oot`` for an op on a built-in platform.
 
     A replacement, a class derived from one, and a mixin that a replacement brings are out of the
     tree. An out-of-tree platform runs ``forward_oot`` of every class, so the result is empty.

@@ -141,7 +141,10 @@ def exit_behind(error: BaseException) -> SystemExit | KeyboardInterrupt | None:
 
 
 def kernels_told_when_late() -> AbstractContextManager[None]:
-    """Log a warning if a kernel or other code of a plugin does not return in this scope, with a setting without it."""
+    """Log a warning if code of a plugin does not return in this scope.
+
+    The warning names a setting to go without the code.
+    """
     return calls_told_when_late(_running_call)
 
 
