@@ -62,16 +62,18 @@ class DeviceCapability:
         name: the marketing or model name of the device.
         dtypes: the floating-point dtypes that kernels may be given.
         fp8_dtype: the fp8 format that the device's arithmetic uses, or ``None``.
-        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``. A platform
-            with ``cpu`` in its dispatch chain names the instruction sets of its CPU, spelled as in ``/proc/cpuinfo``:
-            kernels for CPUs, such as packed linear layers, go by them. If a platform that inherits these kernels
-            states nothing, the host's count.
+        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``.
+            A platform with ``cpu`` in its dispatch chain names the instruction sets of its CPU as
+            ``/proc/cpuinfo`` does, for kernels of CPUs such as packed linear layers. If a platform
+            that inherits these kernels states nothing, the host's count.
+        computes_float64: if False, the host samples tokens.
     """
 
     name: str
     dtypes: tuple[torch.dtype, ...]
     fp8_dtype: torch.dtype | None = None
     features: tuple[str, ...] = ()
+    computes_float64: bool = True
 
 
 @dataclass(frozen=True)

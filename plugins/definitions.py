@@ -36,6 +36,9 @@ _OF_TORCH = (
     *intervening.modules_of_c(),
 )
 
+_TRACER = "torch.fx._symbolic_trace"
+"""The module with the functions that torch puts in place of methods while a thread traces."""
+
 _OF_METADATA = ("importlib.metadata", "importlib_metadata")
 """Modules that find plugins. Plugins and their libraries call them."""
 
@@ -337,16 +340,11 @@ def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
     a lazy one.
     """
     if owner.is_checked_in_full:
-        return _is_private_to_torch(new) or (
-            _is_private_to_torch(old) and _defined_in(new) == owner.home
-        )
+        if _defined_in(old) == _TRACER:
+            return _defined_in(new) == owner.home
+        return _defined_in(new).startswith("torch._") or _defined_in(new) == _TRACER
     package = str(getattr(new, "__module__", "")).partition(".")[0]
     return isinstance(new, ModuleType) or package == owner.home.partition(".")[0]
-
-
-def _is_private_to_torch(function: Any) -> bool:
-    home = _defined_in(function)
-    return _is_below(home, _TORCH) and "._" in home
 
 
 def _defined_in(function: Any) -> str:

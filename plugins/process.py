@@ -107,6 +107,7 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         of_torch.precisions,
         of_torch.set_precisions,
         of_torch.changed_precisions,
+        of_torch.same_precisions,
     ),
     *of_torch.flags(),
     value(

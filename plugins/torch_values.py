@@ -137,19 +137,37 @@ def precisions() -> dict[str, str]:
 
 def set_precisions(former: Mapping[str, str]) -> None:
     # First, as it also sets libraries.
-    if _PRODUCTS in former:
-        torch.set_float32_matmul_precision(former[_PRODUCTS])
+    products = former.get(_PRODUCTS)
+    if products is not None and precisions().get(_PRODUCTS) != products:
+        torch.set_float32_matmul_precision(products)
     for name, owner in _owners_of_precision().items():
-        if owner.fp32_precision != former[name]:
-            owner.fp32_precision = former[name]
+        precision = former.get(name)
+        if precision is None or owner.fp32_precision == precision:
+            continue
+        # A library without a precision of its own has that of all.
+        owner.fp32_precision = "none"
+        if owner.fp32_precision != precision:
+            owner.fp32_precision = precision
 
+
+def same_precisions(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return _reduced(one) == _reduced(other)
+
+
+def _reduced(precisions: Mapping[str, str]) -> dict[str, str]:
+    """Return the precisions below that of float32 itself."""
+    return {name: each for name, each in precisions.items() if each not in _WHOLE}
+
+
+_WHOLE = ("none", "ieee", "highest")
+"""Names for the whole precision of float32."""
 
 _FIRST_PRECISIONS = precisions()
 
 
 def changed_precisions(precisions: Mapping[str, str]) -> str:
     changed = []
-    for name, precision in precisions.items():
+    for name, precision in _reduced(precisions).items():
         if precision != _FIRST_PRECISIONS.get(name):
             changed.append(f"{precision} of {name}")
     return ", ".join(changed) or "the usual one"

@@ -437,8 +437,14 @@ def _kept(
         return compiled
     except CompilationError as error:
         packages.cache.discard(name)
-        if compiled.graph is not None or with_others:
+        if compiled.graph is not None:
             raise
+        # The other ranks go on, and would not join another comparison.
+        if with_others:
+            raise CompilationError(
+                f"the entry {name} of the cache of compiled code could not be used and was removed: "
+                f"{error}. Next: start all ranks again"
+            ) from error
         reason = f"its entry could not be used: {error}"
     made = _taken_or_made(model, example, settings, packages, name, reason)
     return _verified(made, example, settings)

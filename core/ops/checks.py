@@ -141,7 +141,8 @@ def expect_positive(op: str, argument: str, value: float) -> None:
 def values_are_known(x: Tensor) -> bool:
     """Return True if ``x`` has values to look at.
 
-    Fake tensors and tensors on ``meta`` have no values, and nothing has while something traces or transforms.
+    Fake tensors and tensors on ``meta`` have no values. No tensor has values while something traces
+    or transforms.
     """
     return stores_values(x) and not (
         torch.compiler.is_compiling() or x.is_meta or tracing.followed()

@@ -172,6 +172,9 @@ class _Watched:
         """Tell if code is late. An inner scope in the same thread may know more."""
         raise NotImplementedError
 
+    def end(self) -> None:
+        """Give back what looks have kept, at the end of the scope."""
+
 
 class _Step(_Watched):
     """A step that is late after ``PATIENCE`` seconds."""
@@ -207,8 +210,10 @@ class _Calls(_Watched):
         self.context = contextvars.copy_context()
         self.looked = self.began
         self.since = self.began
-        # The frame of the latest call. While a frame is held, no other call gets the same one.
+        # The frame of the latest call. While a frame is held, no other call gets the same one. It
+        # keeps the variables of a call that has ended until the next look, or the end of the scope.
         self.frame: FrameType | None = None
+        self.is_over = False
 
     def look(self, now: float, is_innermost: bool) -> None:
         # No look at the stack of a step of usual length.
@@ -224,6 +229,13 @@ class _Calls(_Watched):
         elif now >= self.since + PATIENCE:
             self.since = float("inf")
             self._tell(call)
+        # The scope may have ended meanwhile.
+        if self.is_over:
+            self.frame = None
+
+    def end(self) -> None:
+        self.is_over = True
+        self.frame = None
 
     def _call(self) -> RunningCall | None:
         frame = sys._current_frames().get(self.thread)
@@ -272,6 +284,7 @@ class _Late:
         with self.lock:
             if step in self.steps:
                 self.steps.remove(step)
+        step.end()
 
     def _look(self) -> None:
         while True:

@@ -86,9 +86,13 @@ class ChatTemplate:
                 f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, "
                 "or pass prompts as text."
             )
-        origin = f"{chosen!r} of the model" if file is None else f"of the file {Path(file).name}"
+        origin = f"the chat template {chosen!r} of the model"
+        if source is not None:
+            origin = "the given chat template"
+        elif file is not None:
+            origin = f"the chat template of the file {Path(file).name}"
         raise RequestError(
-            f"the chat template {origin} cannot make a text of these {len(chat)} "
+            f"{origin} cannot make a text of these {len(chat)} "
             f"messages: {text}. Change the messages, or pass a prompt as text."
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
+from opgraft.base.files import read_regular
 from opgraft.base.text import described
 from opgraft.errors import ConfigError
 from opgraft.serving.template_answer import AnswerKind
@@ -12,13 +12,14 @@ from opgraft.serving.template_renderer import TemplateRenderer
 from opgraft.serving.tokenizer import Tokenizer
 
 _SETTING = "model.chat_template"
+_LARGEST = 1 << 20  # bytes
 
 
 def expect_template(file: str | None) -> None:
     """Check a file, before a model is loaded.
 
     Raises:
-        ConfigError: the file cannot be read, or is no template. The message has the line.
+        ConfigError: the file cannot be read, is no regular file, or is no template. The message has the line.
         ChildError: the process that reads templates could not be started.
     """
     if file is None:
@@ -43,8 +44,8 @@ def with_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
 
 def _read(file: str) -> str:
     try:
-        source = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        source = read_regular(file, _LARGEST).decode()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{_SETTING}, {file}, cannot be read: {described(error)}") from error
     if not source.strip():
         raise ConfigError(

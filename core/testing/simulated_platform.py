@@ -50,7 +50,12 @@ class SimulatedPlatform(Platform):
 
     def capability(self, index: int = 0) -> DeviceCapability:
         dtypes = tuple(getattr(torch, name) for name in self.device.dtypes)
-        return DeviceCapability(self.device.name, dtypes, features=self.device.features)
+        return DeviceCapability(
+            self.device.name,
+            dtypes,
+            features=self.device.features,
+            computes_float64=torch.float64 in dtypes,
+        )
 
     def memory(self, index: int = 0) -> DeviceMemory:
         total = self.device.memory

@@ -34,7 +34,9 @@ class XpuPlatform(Platform):
         dtypes += [torch.float16] if properties.has_fp16 else []
         dtypes += [torch.float64] if properties.has_fp64 else []
         features = ("dpas",) if properties.has_subgroup_matrix_multiply_accumulate else ()
-        return DeviceCapability(properties.name, tuple(dtypes), features=features)
+        whole = torch.float64 in dtypes
+        name = properties.name
+        return DeviceCapability(name, tuple(dtypes), features=features, computes_float64=whole)
 
     def memory(self, index: int = 0) -> DeviceMemory:
         free, total = torch.xpu.mem_get_info(index)

@@ -62,6 +62,8 @@ AT_EVERY_LOAD = {
     "del torch.nn.functional.gelu": "torch.nn.functional, taking gelu away while",
     "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
     "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
+    "torch.nn.Module.__call__ = torch.no_grad()(lambda *_: None)": "torch's Module.__call__ while",
+    "torch.nn.functional.max_pool2d = torch.nn.functional.relu": "torch.nn.functional.max_pool2d while",
     "RMSNorm.forward_native = lambda *_: None": "opgraft's RMSNorm.forward_native while",
     "RMSNorm.forward_oot = lambda *_: None": "opgraft's RMSNorm.forward_oot (new) while",
     "RMSNorm.functional_cpu = {}": "opgraft's RMSNorm.functional_cpu (new) while",

@@ -188,9 +188,13 @@ def test_a_trace_by_another_thread_that_ends(site, caplog) -> None:
     load_plugins()
     module = sys.modules["acme"]
     module.THREAD.start()
-    assert module.READY.wait(60)
-    assert torch.nn.Module.__call__ is not former
-    RMSNorm(8)
+    try:
+        assert module.READY.wait(60)
+        assert torch.nn.Module.__call__ is not former
+        RMSNorm(8)
+    finally:
+        module.GO_ON.set()
+        module.THREAD.join()
     assert torch.nn.Module.__call__ is former
     assert "changed" not in caplog.text
 

@@ -125,6 +125,8 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("cache_salt", 5, "cache_salt", "expected text"),
     ("user", 5, "user", "expected text"),
     ("use_beam_search", True, "use_beam_search", "is not supported: leave it out"),
+    ("guided_json", 5, "guided_json", "expected an object"),
+    ("structured_outputs", {"json": 5}, "structured_outputs.json", "expected an object"),
     ("guided_json", "{", "guided_json", "is a text that is no JSON: give a JSON schema"),
     ("guided_json", "[]", "guided_json", "is a text without an object"),
     ("guided_regex", "(", "guided_regex", "the regular expression in regex cannot be used"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(str(folder), runner="generate", **SMALL)
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), runner="generate", **SMALL) as made:
+        yield made
 
 
 class Bar:
@@ -86,9 +88,11 @@ def test_a_template_in_a_file(folder: Path, tmp_path: Path) -> None:
         assert other.chat(CHAT, GREEDY)[0].prompt == "the cat sleeps"
         assert other.get_tokenizer().apply_chat_template(CHAT, tokenize=False) == "the cat sleeps"
     file.write_text("{{ raise_exception('no') }}", encoding="utf-8")
-    refusing = LLM(str(folder), **SMALL, **{"model.chat_template": str(file)})
-    with pytest.raises(RequestError, match=r"the chat template of the file own\.jinja cannot"):
-        refusing.chat(CHAT, GREEDY)
+    with LLM(str(folder), **SMALL, **{"model.chat_template": str(file)}) as refusing:
+        with pytest.raises(RequestError, match=r"the chat template of the file own\.jinja cannot"):
+            refusing.chat(CHAT, GREEDY)
+        with pytest.raises(RequestError, match="the given chat template cannot make a text"):
+            refusing.chat(CHAT, GREEDY, chat_template="{{ raise_exception('no') }}")
 
 
 @pytest.mark.parametrize(

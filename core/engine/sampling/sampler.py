@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 from math import isfinite
@@ -66,6 +67,7 @@ class Sampler(PluggableClass):
 
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
         self.opgraft_config = (opgraft_config or OpgraftConfig()).resolved()
+        self._computes_float64 = functools.cache(_computes_float64)
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
@@ -86,7 +88,7 @@ class Sampler(PluggableClass):
             )
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
-        if not _computes_float64(logits.device):
+        if not self._computes_float64(logits.device):
             logits = logits.to(HOST)
         return self._sample(logits, batch)
 
@@ -135,7 +137,7 @@ def _computes_float64(device: torch.device) -> bool:
     platform = current_platform()
     if platform.device_type != device.type:
         return True
-    return torch.float64 in platform.capability(device.index or 0).dtypes
+    return platform.capability(device.index or 0).computes_float64
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:

@@ -160,6 +160,7 @@ def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
 _Token = Annotated[int, Field(ge=0)]
 _TEXT: TypeAdapter[Any] = TypeAdapter(str)
 _TEXTS: TypeAdapter[Any] = TypeAdapter(Items[str])
+_OBJECT: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 _TOKENS: TypeAdapter[Any] = TypeAdapter(Items[_Token])
 _LISTS_OF_TOKENS: TypeAdapter[Any] = TypeAdapter(Items[Items[_Token]])
 
@@ -236,13 +237,20 @@ class ResponseFormat(Body):
     json_schema: JSONSchemaFormat | None = None
 
 
+Schema: TypeAlias = Annotated[
+    str | dict[str, Any],
+    _told_apart(lambda given: _TEXT if isinstance(given, str) else _OBJECT),
+]
+"""A JSON schema, as text or as an object."""
+
+
 class StructuredOutputs(Body):
     """The form that an answer has, by vLLM's names. One of them is given."""
 
     place = "structured_outputs."
     without_effect = frozenset({"disable_fallback"})
 
-    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    json_: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = None
@@ -291,7 +299,7 @@ class Generation(Body):
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
