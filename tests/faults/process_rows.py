@@ -51,8 +51,8 @@ AT_EVERY_LOAD = {
     "logging.getLogger('opgraft').addFilter(lambda _: 0)": "the logger opgraft: filters from none to function",
     "logging.setLogRecordFactory(dict)": "the factory of log records from LogRecord to dict while",
     "logging.setLoggerClass(type('Mute', (logging.Logger,), {}))": "the class of loggers from Logger to Mute while",
-    "torch.manual_seed(0)": "torch's random numbers from ",
-    "random.seed(0)": "Python's random numbers from ",
+    "torch.manual_seed(torch.initial_seed() + 1)": "torch's random numbers from ",
+    "random.seed(str(random.getstate()))": "Python's random numbers from ",
     "torch.backends.mkldnn.enabled = False": "torch.backends.mkldnn.enabled from True to False",
     "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": (
         "the switches of other loggers while"
