@@ -336,8 +336,7 @@ def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
     """Return True if the owner itself replaces a function, or puts the former one back.
 
     Private modules of torch wrap public functions, some only while a thread traces a model. Other
-    modules put a function of their package, or an imported module, in the place of
-    a lazy one.
+    modules put a function of their package, or an imported module, in the place of a lazy one.
     """
     if owner.is_checked_in_full:
         if _defined_in(old) == _TRACER:

@@ -150,27 +150,31 @@ def set_precisions(former: Mapping[str, str]) -> None:
             owner.fp32_precision = precision
 
 
-def same_precisions(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    return _reduced(one) == _reduced(other)
-
-
-def _reduced(precisions: Mapping[str, str]) -> dict[str, str]:
-    """Return the precisions below that of float32 itself."""
-    return {name: each for name, each in precisions.items() if each not in _WHOLE}
-
-
 _WHOLE = ("none", "ieee", "highest")
 """Names for the whole precision of float32."""
+
+
+def _lower(precision: str | None) -> str | None:
+    """Return a precision below that of float32 itself, ``None`` without one."""
+    return None if precision in _WHOLE else precision
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names with another precision."""
+    names = {**before, **now}
+    return [name for name in names if _lower(before.get(name)) != _lower(now.get(name))]
+
+
+def same_precisions(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return not _changed(one, other)
+
 
 _FIRST_PRECISIONS = precisions()
 
 
-def changed_precisions(precisions: Mapping[str, str]) -> str:
-    changed = []
-    for name, precision in _reduced(precisions).items():
-        if precision != _FIRST_PRECISIONS.get(name):
-            changed.append(f"{precision} of {name}")
-    return ", ".join(changed) or "the usual one"
+def changed_precisions(now: Mapping[str, str]) -> str:
+    names = _changed(_FIRST_PRECISIONS, now)
+    return ", ".join(f"{now.get(name)} of {name}" for name in names) or "the usual one"
 
 
 _ATEN = "aten/"

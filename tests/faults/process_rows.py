@@ -121,6 +121,9 @@ if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
         "torch.backends.mkldnn.conv.fp32_precision = 'bf16'": (
             "the precision of float32 from the usual one to bf16 of mkldnn.conv while"
         ),
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'": (
+            "the precision of float32 from the usual one to ieee of cudnn.conv while"
+        ),
         "torch.backends.fp32_precision = 'tf32'": "the precision of float32 from the usual one to tf32 of all, ",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ def test_files_that_are_no_template(tmp_path: Path, content: bytes | None, messa
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model\.chat_template, .*" + message):
         LLM("no-such-model", **{"model.chat_template": str(file)})
+
+
+def test_a_pipe_is_no_template(tmp_path: Path) -> None:
+    """Nobody waits for a writer."""
+    pipe = tmp_path / "own.jinja"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*no regular file"):
+        LLM("no-such-model", **{"model.chat_template": str(pipe)})
 
 
 def test_no_priority(llm: LLM) -> None:

@@ -100,7 +100,8 @@ class Generating(ABC, Generic[_B]):
         await self.service.check()
         news = self._answers()
         if self.body.stream:
-            first = await anext(news)  # so that an error before it has a status of its own
+            # An error before the first news still gets a status of its own.
+            first = await anext(news)
             return EventStream(self._events(first, news))
         outputs: dict[int, RequestOutput] = {}
         async with aclosing(news):

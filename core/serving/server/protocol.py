@@ -446,7 +446,7 @@ class ToolMessage(Body):
 
 
 class _AnyMessage(BaseModel):
-    """A message of a role that there is not, or of none, which is what is told of it."""
+    """A message without a role, or with an unknown role. The error is about the role."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
 

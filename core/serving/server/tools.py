@@ -47,7 +47,7 @@ _SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 class Tools:
-    """The functions of a request, and the form in which its model calls them.
+    """The functions of a request, and the form of calls by the model.
 
     Args:
         body: of the request.
