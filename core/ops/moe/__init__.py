@@ -1,1 +1,1 @@
-"""Mixtures of experts: the choice of experts, their layers, and layers whose weights are quantized."""
+"""Mixtures of experts: routing, layers of experts, and layers with quantized experts."""

@@ -1,4 +1,4 @@
-"""Layers of experts, of which each token visits few."""
+"""Layers of experts. Each token visits few experts."""
 
 from opgraft.ops.moe.fused.methods import UnquantizedFusedMoEMethod
 from opgraft.ops.moe.fused.modular import FusedMoEModularMethod

@@ -1,4 +1,4 @@
-"""The way of tokens to the ranks that have their experts, and back."""
+"""Send tokens to the ranks of their experts, and bring the outputs back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Called with tokens, weights and ids of experts of this rank; returns their weighted sums, rounded once."""
+"""Called with tokens, weights and ids of experts of this rank.
+
+Returns the weighted sum for each token, rounded once.
+"""
 
 
 @PluggableClass.register("expert_exchange")
 class ExpertExchange(PluggableClass):
-    """Sends each token to the ranks that have experts of it, once to each, and sums what comes back.
+    """Sends each token once to each rank that has experts of the token, and sums the answers.
 
-    Every rank of the group calls it in turn, one without tokens too. A device that has a faster way replaces it.
+    All ranks of the group call the exchange together, also a rank without tokens. A device with a
+    faster way replaces this class.
 
     Args:
         group: ranks with different tokens.
@@ -32,30 +36,35 @@ class ExpertExchange(PluggableClass):
     def __call__(
         self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Experts
     ) -> Tensor:
-        """Return ``[tokens, hidden_size]``, what the experts of all ranks of the group make of this rank's tokens.
+        """Return the summed outputs ``[tokens, hidden_size]`` of the experts of all ranks.
 
         Args:
-            x: ``[tokens, hidden_size]``.
+            x: the tokens of this rank, ``[tokens, hidden_size]``.
             topk_weights: ``[tokens, topk]``.
-            owners: ``[tokens, topk]``, the rank in the group that has the expert; -1 for one that none has.
-            ids: ``[tokens, topk]``, the expert by its place on that rank.
-            experts: computes those of this rank.
+            owners: ``[tokens, topk]``, the rank of each expert in the group; -1 for no rank.
+            ids: ``[tokens, topk]``, the place of each expert on that rank.
+            experts: computes the experts of this rank.
         """
-        size, topk = self.group.world_size, ids.shape[1]
-        wanted = owners.unsqueeze(0) == torch.arange(size, device=owners.device).reshape(size, 1, 1)
-        ranks, tokens = wanted.any(-1).nonzero(as_tuple=True)
-        there = wanted[ranks, tokens]
-        sent = torch.bincount(ranks, minlength=size)
-        received = self.group.all_to_all(sent, [1] * size, [1] * size).tolist()
-        sizes = (sent.tolist(), received)
-        chosen = torch.where(there, ids[tokens].to(torch.int32), -1)
+        size = self.group.world_size
+        topk = ids.shape[1]
+        all_ranks = torch.arange(size, device=owners.device).reshape(size, 1, 1)
+        is_owner = owners.unsqueeze(0) == all_ranks  # [ranks, tokens, topk]
+        ranks, tokens = is_owner.any(-1).nonzero(as_tuple=True)
+
+        counts = torch.bincount(ranks, minlength=size)
+        received = self.group.all_to_all(counts, [1] * size, [1] * size).tolist()
+        sent = counts.tolist()
+
+        choices = torch.where(is_owner[ranks, tokens], ids[tokens].to(torch.int32), -1)
         weights = topk_weights[tokens].float()
-        routing = self.group.all_to_all(torch.cat((chosen.view(torch.float32), weights), 1), *sizes)
-        arrived = self.group.all_to_all(x[tokens], *sizes)
-        given, shares = (
-            routing[:, :topk].contiguous().view(torch.int32),
-            routing[:, topk:].contiguous(),
-        )
-        made = self.group.all_to_all(experts(arrived, shares, given), *reversed(sizes))
+        # The bits of int32 travel as float32, so that ids and weights need one message.
+        routing = torch.cat((choices.view(torch.float32), weights), 1)
+        arrived_routing = self.group.all_to_all(routing, sent, received)
+        arrived = self.group.all_to_all(x[tokens], sent, received)
+        arrived_ids = arrived_routing[:, :topk].contiguous().view(torch.int32)
+        arrived_weights = arrived_routing[:, topk:].contiguous()
+
+        outputs = experts(arrived, arrived_weights, arrived_ids)
+        returned = self.group.all_to_all(outputs, received, sent)
         sums = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
-        return sums.index_add_(0, tokens, made.to(sums.dtype)).to(x.dtype)
+        return sums.index_add_(0, tokens, returned.to(sums.dtype)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Weights of experts as checkpoints have them: a matrix for each expert, or all in one."""
+"""Load experts from checkpoints: a matrix for each expert, or one tensor for all."""
 
 from __future__ import annotations
 
@@ -11,41 +11,50 @@ from opgraft.ops.weights import LoadedTensor, copy_weight
 from torch import Tensor
 
 Part = tuple[int, str] | None
-"""An expert and which of its matrices: ``"w1"`` the gate, ``"w3"`` up, ``"w2"`` down. ``None``: all of a kind."""
+"""An expert and one of its matrices; ``None`` for the matrices of all experts.
+
+``"w1"`` is the gate, ``"w3"`` up, ``"w2"`` down.
+"""
 
 _GATE_UP = {"gate_proj": "w1", "up_proj": "w3", "w1": "w1", "w3": "w3"}
 _DOWN = {"down_proj": "w2", "w2": "w2"}
 
 
 def checkpoint_parts(name: str, experts: Iterable[int]) -> Mapping[str, Part]:
-    """Return the names below a layer of experts under which a checkpoint may have a parameter, or parts of it.
+    """Return the possible names of a parameter or of its parts in a checkpoint, below the layer.
+
+    For ``w2_weight``: ``down_proj``, ``0.down_proj.weight``, ``0.w2.weight`` and so on.
 
     Args:
         name: of the parameter: ``w13_weight``, ``w2_weight``, ``w13_bias`` or ``w2_bias``.
-        experts: of this rank, by their numbers in the checkpoint.
+        experts: the experts of this rank, by their numbers in the checkpoint.
     """
     kind, _, last = name.partition("_")
-    names, fused = (_GATE_UP, "gate_up_proj") if kind == "w13" else (_DOWN, "down_proj")
-    parts: dict[str, Part] = {fused if last == "weight" else f"{fused}_{last}": None}
+    is_gate_up = kind == "w13"
+    matrices = _GATE_UP if is_gate_up else _DOWN
+    fused = "gate_up_proj" if is_gate_up else "down_proj"
+    if last != "weight":
+        fused = f"{fused}_{last}"
+    parts: dict[str, Part] = {fused: None}
     for expert in experts:
-        parts.update(
-            {f"{expert}.{layer}.{last}": (expert, which) for layer, which in names.items()}
-        )
+        for layer, matrix in matrices.items():
+            parts[f"{expert}.{layer}.{last}"] = (expert, matrix)
     return parts
 
 
 @dataclass(frozen=True)
 class ExpertLoader:
-    """Loads the part of experts' weights that a rank has.
+    """Loads this rank's part of the experts' weights.
 
     Attributes:
-        experts: what stands in each place of this rank, by its number in the checkpoint.
-        num_experts: of the checkpoint.
+        experts: the expert in each place of this rank, by the number in the checkpoint.
+        num_experts: the number of experts in the checkpoint.
         intermediate_size: of this rank.
         rank: position among the ranks that share each expert.
-        ranks: how many they are.
+        ranks: the number of those ranks.
         interleaved: rows of gate and up come in turn.
-        transposed: checkpoints have the weights of all experts in one as ``[experts, in, out]``.
+        transposed: a checkpoint holds the weights of all experts in one tensor,
+            ``[experts, in, out]``.
         what: the layer as messages call it.
     """
 
@@ -61,78 +70,101 @@ class ExpertLoader:
     def load(
         self, name: str, param: Tensor, loaded: LoadedTensor, part: Part = None, unit: int = 1
     ) -> None:
-        """Load a parameter of that name, or the part of it that is meant.
+        """Load a parameter, or one part of the parameter.
 
         Args:
             name: ``w13_…`` or ``w2_…``.
-            param: a place for each of ``experts``.
-            loaded: of all experts of the checkpoint, or of one.
-            part: which.
-            unit: inputs of ``w2`` that one element of its last dimensions stands for.
+            param: holds an entry for each of ``experts``.
+            loaded: the weights of all experts of the checkpoint, or of one.
+            part: the expert and the matrix; ``None`` for all.
+            unit: the inputs of ``w2`` in one element of the last dimension.
 
         Raises:
-            WeightError: what is loaded has another shape.
+            WeightError: ``loaded`` has another shape.
         """
         if part is not None:
+            wanted, matrix = part
             for place, expert in enumerate(self.experts):
-                if expert == part[0]:
-                    self._load(name, param.data[place], loaded, part[1], unit)
-        elif self.experts == tuple(range(self.num_experts)):
+                if expert == wanted:
+                    self._load(name, param.data[place], loaded, matrix, unit)
+            return
+        if self.experts == tuple(range(self.num_experts)):
             self._load(name, param.data, loaded, None, unit)
-        else:
-            self._expect(loaded, param.data, 0, self.num_experts)
-            for place, expert in enumerate(self.experts):
-                self._load(
-                    name, param.data.narrow(0, place, 1), loaded.narrow(0, expert, 1), None, unit
-                )
+            return
+        self._expect_size(loaded, param.data, 0, self.num_experts)
+        for place, expert in enumerate(self.experts):
+            target = param.data.narrow(0, place, 1)
+            self._load(name, target, loaded.narrow(0, expert, 1), None, unit)
 
     def _load(
-        self, name: str, target: Tensor, loaded: LoadedTensor, which: str | None, unit: int
+        self, name: str, target: Tensor, loaded: LoadedTensor, matrix: str | None, unit: int
     ) -> None:
-        """Load experts in one, or a matrix of one expert."""
-        is_bias, rows = name.endswith("_bias"), int(which is None)
-        transposed = self.transposed and which is None and not is_bias
+        """Load one matrix of one expert; without ``matrix``, experts in one tensor."""
+        is_bias = name.endswith("_bias")
+        is_fused = matrix is None
+        # The dimension of rows: behind the dimension of experts, if there is one.
+        rows = 1 if is_fused else 0
+        is_transposed = self.transposed and is_fused and not is_bias
         if name.startswith("w13"):
-            self._load_gate_up(target, loaded, which, rows, transposed)
+            self._load_gate_up(target, loaded, matrix, rows, is_transposed)
         elif is_bias:
-            self._load_once(target, loaded)
+            self._load_on_first_rank(target, loaded)
         else:
-            size, dim = self.intermediate_size // unit, rows + (not transposed)
-            self._expect(loaded, target, dim, size * self.ranks)
-            _copy(target, loaded.narrow(dim, self.rank * size, size), transposed, self.what)
+            size = self.intermediate_size // unit
+            inputs = rows if is_transposed else rows + 1
+            self._expect_size(loaded, target, inputs, size * self.ranks)
+            own = loaded.narrow(inputs, self.rank * size, size)
+            _copy(target, own, is_transposed, self.what)
 
     def _load_gate_up(
-        self, target: Tensor, loaded: LoadedTensor, which: str | None, dim: int, transposed: bool
+        self, target: Tensor, loaded: LoadedTensor, matrix: str | None, rows: int, transposed: bool
     ) -> None:
-        """Load rows ``dim``, which checkpoints may have as the last dimension."""
-        size, first = self.intermediate_size, self.rank * self.intermediate_size
-        total = size * self.ranks
-        if which is not None:
-            second = which == "w3"
-            half = target[second::2] if self.interleaved else target.narrow(0, second * size, size)
-            pieces = [(half, first, size)]
+        """Load this rank's rows of the gate, of up, or of both.
+
+        Args:
+            target: the parameter, or one expert of the parameter.
+            loaded: from the checkpoint.
+            matrix: ``"w1"`` or ``"w3"``; ``None`` for both in one tensor.
+            rows: the dimension of ``target`` to cut.
+            transposed: in the checkpoint, ``rows`` is the last dimension.
+        """
+        size = self.intermediate_size
+        first = self.rank * size
+        total = self.ranks * size
+        # Each piece: a part of the parameter, and start and length in the checkpoint.
+        pieces: list[tuple[Tensor, int, int]]
+        if matrix is not None:
+            is_up = int(matrix == "w3")
+            if self.interleaved:
+                pieces = [(target[is_up::2], first, size)]
+            else:
+                pieces = [(target.narrow(0, is_up * size, size), first, size)]
         elif self.interleaved:
             pieces = [(target, 2 * first, 2 * size)]
         else:
-            pieces = [(target.narrow(dim, n * size, size), n * total + first, size) for n in (0, 1)]
-        on_disk = dim + transposed
-        self._expect(loaded, target, on_disk, total if which is not None else 2 * total)
+            gate = target.narrow(rows, 0, size)
+            up = target.narrow(rows, size, size)
+            pieces = [(gate, first, size), (up, total + first, size)]
+        rows_on_disk = rows + 1 if transposed else rows
+        whole = 2 * total if matrix is None else total
+        self._expect_size(loaded, target, rows_on_disk, whole)
         for piece, start, length in pieces:
-            _copy(piece, loaded.narrow(on_disk, start, length), transposed, self.what)
+            own = loaded.narrow(rows_on_disk, start, length)
+            _copy(piece, own, transposed, self.what)
 
-    def _load_once(self, target: Tensor, loaded: LoadedTensor) -> None:
-        """Load what the sum over the ranks has once."""
+    def _load_on_first_rank(self, target: Tensor, loaded: LoadedTensor) -> None:
+        """Load on the first rank and fill with zeros elsewhere, as the sum over ranks adds once."""
         if self.rank:
             target.zero_()
         else:
             copy_weight(target, loaded, self.what)
 
-    def _expect(self, loaded: LoadedTensor, target: Tensor, dim: int, size: int) -> None:
+    def _expect_size(self, loaded: LoadedTensor, target: Tensor, dim: int, size: int) -> None:
         if len(loaded.shape) != target.dim() or loaded.shape[dim] != size:
-            raise WeightError.of_shape(
-                self.what, loaded.shape, f"{size} in dimension {dim} of {target.dim()}"
-            )
+            expected = f"{size} in dimension {dim} of {target.dim()}"
+            raise WeightError.of_shape(self.what, loaded.shape, expected)
 
 
 def _copy(target: Tensor, loaded: Any, transposed: bool, what: str) -> None:
-    copy_weight(target, loaded[...].transpose(1, 2) if transposed else loaded, what)
+    source = loaded[...].transpose(1, 2) if transposed else loaded
+    copy_weight(target, source, what)

@@ -1,4 +1,4 @@
-"""Ways for a layer to hold the weights of its experts and compute with them."""
+"""Weight methods of experts: each holds the weights in one form, and computes with them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 TRITON = on_triton("opgraft.ops.moe.fused.triton")
 
 SharedExperts = Callable[[Tensor], Tensor]
+"""The experts that every token visits, ``[tokens, hidden_size]`` to the same shape."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class FusedMoEConfig:
     """The sizes of a layer's experts.
 
     Attributes:
-        num_experts: in all.
-        experts_per_token: how many each token visits.
+        num_experts: the experts of all ranks.
+        experts_per_token: the number of experts of each token.
         hidden_dim: elements of a token.
         intermediate_size_per_partition: elements between the two products, of this rank.
-        activation: as ``opgraft.functional.fused_experts`` has it.
-        has_bias: whether both products have one.
-        in_dtype: of activations; torch's default dtype if not given.
+        activation: as in ``opgraft.functional.fused_experts``.
+        has_bias: both products have a bias.
+        in_dtype: the dtype of activations; torch's default dtype if not given.
     """
 
     num_experts: int
@@ -43,7 +44,9 @@ class FusedMoEConfig:
 
 
 class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
-    """The weight method of a layer of experts, which has one as ``quant_method``. It keeps its state in the layer.
+    """The weight method of a layer of experts, the layer's ``quant_method``.
+
+    The layer holds the weights. So one method may serve many layers.
 
     Args:
         moe: the sizes of the layer.
@@ -63,15 +66,15 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of ``layer``, empty, in the form in which a checkpoint has them.
+        """Create the parameters of ``layer``, empty, in the form of the checkpoint.
 
         Args:
             layer: gets the parameters.
             num_experts: of this rank.
             hidden_size: elements of a token.
             intermediate_size_per_partition: of this rank.
-            params_dtype: of what is not quantized.
-            **extra_weight_attrs: go on every parameter; ``weight_loader`` among them.
+            params_dtype: the dtype of plain parameters.
+            **extra_weight_attrs: attributes of every parameter, such as ``weight_loader``.
         """
 
     def apply(
@@ -83,18 +86,19 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
         shared_experts: SharedExperts | None = None,
         shared_experts_input: Tensor | None = None,
     ) -> Any:
-        """Sum what the chosen experts make of each token, and what shared experts make of their input.
+        """Return the weighted sum of the chosen experts' outputs, plus that of shared experts.
 
-        A function alone is applied as by ``torch.nn.Module.apply``, which a model calls on all modules below it.
+        ``apply(function)`` is ``torch.nn.Module.apply``.
 
         Args:
             layer: has the weights.
             x: ``[tokens, hidden_size]``.
             topk_weights: ``[tokens, topk]``.
-            topk_ids: ``[tokens, topk]``, int32 or int64; -1 for an expert that another rank has.
+            topk_ids: ``[tokens, topk]``, int32 or int64; -1 for an expert of another rank.
             shared_experts: visited by every token.
-            shared_experts_input: theirs, ``[tokens, hidden_size]``; ``x`` if not given.
+            shared_experts_input: ``[tokens, hidden_size]``; ``x`` if not given.
         """
+        # A model's ``apply(function)`` reaches every module below the model, this one too.
         if x is None:
             return super().apply(layer)
         return self(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
@@ -102,18 +106,22 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
     def apply_monolithic(
         self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
-        """Choose experts by ``router_logits`` ``[tokens, num_experts]`` and apply them; ``input_ids`` is not read."""
-        output: Tensor = self.apply(layer, x, *layer.select_experts(x, router_logits))
+        """Choose experts by ``router_logits`` ``[tokens, num_experts]``, and apply them.
+
+        ``input_ids`` is not read.
+        """
+        weights, ids = layer.select_experts(x, router_logits)
+        output: Tensor = self.apply(layer, x, weights, ids)
         return output
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+        """Change the loaded weights to the layout of ``apply``. Called once."""
 
     def expert_tensors(self, layer: nn.Module) -> Sequence[Tensor]:
-        """Return all that ``layer`` has of its experts when they are loaded, each tensor ``[experts, …]``.
+        """Return the tensors of the loaded experts of ``layer``, each ``[experts, …]``.
 
-        Experts that move between ranks are written to these tensors. They are the parameters ``w13_…`` and ``w2_…``; a
-        method that keeps weights otherwise returns its own.
+        A balancer writes experts from other ranks to these tensors. By default the tensors are the
+        parameters ``w13_…`` and ``w2_…``. A method with other tensors overrides this one.
         """
         return [
             weight
@@ -124,10 +132,15 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
 
 @CustomOp.register("unquantized_fused_moe")
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
-    """The weights are parameters: ``w13_weight`` ``[experts, 2 · intermediate, hidden]``, ``w2_weight``
-    ``[experts, hidden, intermediate]``, and with biases ``w13_bias`` and ``w2_bias``, a row less each."""
+    """Holds plain weights, and computes ``fused_experts``.
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    The parameters are ``w13_weight`` ``[experts, 2 · intermediate, hidden]`` and ``w2_weight``
+    ``[experts, hidden, intermediate]``. With biases there are ``w13_bias``
+    ``[experts, 2 · intermediate]`` and ``w2_bias`` ``[experts, hidden]``.
+    """
+
+    # Each table of functions makes the method forward_cuda or forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def create_weights(
         self,
@@ -144,7 +157,8 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         if self.moe.has_bias:
-            shapes |= {"w13_bias": (num_experts, rows), "w2_bias": (num_experts, hidden_size)}
+            shapes["w13_bias"] = (num_experts, rows)
+            shapes["w2_bias"] = (num_experts, hidden_size)
         create_parameters(layer, shapes, params_dtype, extra_weight_attrs)
 
     @calls_functional
@@ -159,7 +173,11 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         *,
         functional: Any = NATIVE,
     ) -> Tensor:
-        """Compute as ``apply``; errors are those of ``opgraft.functional.fused_experts``."""
+        """Return the result of ``apply``.
+
+        Raises:
+            ValueError: as ``opgraft.functional.fused_experts``.
+        """
         output: Tensor = functional.fused_experts(
             x,
             layer.w13_weight,
@@ -179,7 +197,7 @@ def create_parameters(
     dtype: torch.dtype,
     attributes: Mapping[str, Any],
 ) -> None:
-    """Give ``layer`` empty parameters of these shapes, with those attributes each."""
+    """Give ``layer`` an empty parameter of each shape, with the attributes."""
     for name, shape in shapes.items():
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         set_weight_attrs(parameter, attributes)
@@ -192,7 +210,9 @@ def with_shared_experts(
     shared_experts: SharedExperts | None,
     shared_experts_input: Tensor | None,
 ) -> Tensor:
-    """Add what shared experts make of their input, ``x`` if not given."""
+    """Add the output of shared experts for their input, ``x`` if not given."""
     if shared_experts is None:
         return output
-    return output + shared_experts(x if shared_experts_input is None else shared_experts_input)
+    if shared_experts_input is not None:
+        x = shared_experts_input
+    return output + shared_experts(x)

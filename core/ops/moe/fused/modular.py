@@ -1,4 +1,4 @@
-"""Experts in three parts that can be replaced one by one: prepare, experts, finalize."""
+"""Experts in three parts: prepare, experts, finalize. A plugin may replace each part alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """Tokens as experts take them.
+    """Tokens sorted by expert.
 
     Attributes:
-        rows: ``[rows, hidden_size]``, those of an expert one after another.
-        bounds: where the rows of each expert begin, and where the last one's end.
-        order: of each row, the pair of token and choice that it is for, counted through.
+        rows: ``[rows, hidden_size]``, sorted by expert.
+        bounds: the first row of each expert, then the number of all rows.
+        order: for each row, its pair of token and choice as ``token · topk + choice``.
     """
 
     rows: Tensor
@@ -33,51 +33,63 @@ class PreparedTokens:
 
 @PluggableClass.register("moe_prepare")
 class MoEPrepare(PluggableClass):
-    """Brings tokens to experts: sorts them here. Another quantizes them, or sends them to the ranks of the experts."""
+    """Sorts tokens by expert. A replacement may quantize them, or send them to other ranks."""
 
     @called_with(by_position=("x", "topk_ids", "num_experts"))
     def __call__(self, x: Tensor, topk_ids: Tensor, num_experts: int) -> PreparedTokens:
-        """Prepare tokens ``[tokens, hidden_size]`` for the experts ``topk_ids`` ``[tokens, topk]``, of so many."""
+        """Prepare tokens ``[tokens, hidden_size]`` for experts ``topk_ids`` ``[tokens, topk]``."""
         rows, order, bounds = functional.sorted_by_expert(x, topk_ids, num_experts)
         return PreparedTokens(rows, bounds, order)
 
 
 @PluggableClass.register("moe_experts")
 class MoEExperts(PluggableClass):
-    """Lets experts compute the tokens that are prepared for them: a product each for gate and up, and one for down."""
+    """Computes the experts on prepared tokens: gate and up, the activation, then down."""
 
     @called_with(by_position=("layer", "prepared", "activation"))
     def __call__(self, layer: Any, prepared: PreparedTokens, activation: str) -> Tensor:
-        """Return what the experts of ``layer`` make of each prepared row, ``[rows, hidden_size]``.
+        """Return the output of each prepared row, ``[rows, hidden_size]``.
 
         Raises:
-            ValueError: the weights have another dtype than the rows, as those of quantized methods have.
+            ValueError: the weights have another dtype than the rows, such as quantized weights.
         """
+        rows = prepared.rows
         for name in ("w13_weight", "w2_weight"):
-            expect_same_dtype("moe_experts", name, getattr(layer, name), "x", prepared.rows)
-        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+            expect_same_dtype("moe_experts", name, getattr(layer, name), "x", rows)
         return functional.grouped_experts(
-            prepared.rows, prepared.bounds, layer.w13_weight, layer.w2_weight, activation, *biases
+            rows,
+            prepared.bounds,
+            layer.w13_weight,
+            layer.w2_weight,
+            activation,
+            getattr(layer, "w13_bias", None),
+            getattr(layer, "w2_bias", None),
         )
 
 
 @PluggableClass.register("moe_finalize")
 class MoEFinalize(PluggableClass):
-    """Brings what experts made back to its tokens, and sums it by their weights."""
+    """Sums the outputs of each token's experts by their weights, in the order of tokens."""
 
     @called_with(by_position=("outputs", "prepared", "topk_weights"))
     def __call__(self, outputs: Tensor, prepared: PreparedTokens, topk_weights: Tensor) -> Tensor:
-        """Return ``[tokens, hidden_size]`` for outputs of prepared rows and weights ``[tokens, topk]``."""
+        """Return the sums ``[tokens, hidden_size]``.
+
+        Args:
+            outputs: the outputs of the prepared rows.
+            prepared: the rows with their order.
+            topk_weights: ``[tokens, topk]``.
+        """
         return functional.combined(outputs, prepared.order, prepared.bounds, topk_weights)
 
 
 class FusedMoEModularKernel:
-    """The three parts in turn.
+    """Runs the three parts. A part that is not given is the active one.
 
     Args:
-        prepare: brings tokens to experts; the active one if not given.
-        experts: computes them, likewise.
-        finalize: brings back what they made, likewise.
+        prepare: brings tokens to experts.
+        experts: computes the outputs of experts.
+        finalize: brings outputs back to tokens.
     """
 
     def __init__(
@@ -93,7 +105,7 @@ class FusedMoEModularKernel:
     def __call__(
         self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, moe: Any
     ) -> Tensor:
-        """Return ``[tokens, hidden_size]``; arguments are those of ``FusedMoEMethodBase.apply``.
+        """Return ``[tokens, hidden_size]``. The arguments are as in ``FusedMoEMethodBase.apply``.
 
         Raises:
             ValueError: an id names no expert.
@@ -107,11 +119,11 @@ class FusedMoEModularKernel:
 
 @CustomOp.register("modular_fused_moe")
 class FusedMoEModularMethod(FusedMoEMethodBase):
-    """Computes with the weights of another method, by three parts that can be replaced one by one.
+    """Computes with the weights of another method, by :class:`FusedMoEModularKernel`.
 
     Args:
         old_quant_method: holds the weights.
-        moe_kernel: the parts; the active ones if not given.
+        moe_kernel: the three parts; the active ones if not given.
     """
 
     def __init__(
@@ -130,8 +142,14 @@ class FusedMoEModularMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
-        self.old_quant_method.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        self.old_quant_method.create_weights(
+            layer,
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            params_dtype,
+            **extra_weight_attrs,
+        )
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.old_quant_method.process_weights_after_loading(layer)
@@ -148,6 +166,6 @@ class FusedMoEModularMethod(FusedMoEMethodBase):
         shared_experts: SharedExperts | None = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """Compute as ``apply``."""
+        """Return the result of ``apply``."""
         output = self.moe_kernel(layer, x, topk_weights, topk_ids, self.moe)
         return with_shared_experts(output, x, shared_experts, shared_experts_input)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ExpertSharing:
-    """The way in which ranks share the experts of a model's layers.
+    """The numbers that decide how ranks share the experts of a model.
 
     Attributes:
-        ranks: how many have different experts; where it is 1, each rank has its part of every expert.
+        ranks: the number of ranks with different experts; 1 if each rank holds a part of every
+            expert.
         redundant: places beyond one for each expert, of all ranks.
-        records: layers count the tokens that experts compute, for a balancer.
+        records: layers count the tokens of each expert, for a balancer.
     """
 
     ranks: int = 1
@@ -30,18 +31,18 @@ ALONE = ExpertSharing()
 
 
 class ExpertPlacement(nn.Module):
-    """Says which expert stands in each place. Ranks have equally many places, one rank's after the other's.
+    """Maps places to experts. Rank ``r`` has the places ``r · per_rank`` to ``(r + 1) · per_rank``.
 
     Args:
         num_experts: of the layer.
-        redundant: places beyond one for each expert; the first experts stand there, until they are moved.
-        ranks: that share the experts.
-        rank: the position of this process among them.
+        redundant: places beyond one for each expert. They hold the first experts, until moved.
+        ranks: the number of ranks that share the experts.
+        rank: the position of this process among those ranks.
         what: the layer as messages call it.
 
     Attributes:
         experts: the expert in each place of all ranks.
-        loads: int64 ``[places of this rank]``, the tokens that each computed since it was last set to zero.
+        loads: int64 ``[places of this rank]``, the tokens of each place since the last reset.
 
     Raises:
         LayerError: ranks do not divide the places.
@@ -57,64 +58,69 @@ class ExpertPlacement(nn.Module):
         total = num_experts + redundant
         if total % ranks or redundant < 0:
             raise LayerError(
-                f"{what}: {num_experts} experts and {redundant} redundant ones cannot be shared by {ranks} ranks "
-                "evenly: set parallel.redundant_experts so that the ranks divide the sum"
+                f"{what}: {num_experts} experts and {redundant} redundant ones cannot be shared by "
+                f"{ranks} ranks evenly: set parallel.redundant_experts so that the ranks divide "
+                "the sum"
             )
-        self.num_experts, self.redundant, self.ranks, self.rank = (
-            num_experts,
-            redundant,
-            ranks,
-            rank,
-        )
+        self.num_experts = num_experts
+        self.redundant = redundant
+        self.ranks = ranks
+        self.rank = rank
         self.per_rank = total // ranks
-        self.register_buffer(
-            "places", torch.zeros(num_experts, redundant + 1, dtype=torch.int64), persistent=False
-        )
-        self.register_buffer(
-            "replicas", torch.zeros(num_experts, dtype=torch.int64), persistent=False
-        )
-        self.register_buffer(
-            "loads", torch.zeros(self.per_rank, dtype=torch.int64), persistent=False
-        )
-        self.register_buffer("turn", torch.zeros((), dtype=torch.int64), persistent=False)
+        # The places of each expert; unused columns repeat its first place.
+        self._add_counts("places", num_experts, redundant + 1)
+        self._add_counts("replicas", num_experts)
+        self._add_counts("loads", self.per_rank)
+        # The number of tokens so far, for the turns of replicas.
+        self._add_counts("turn")
         self.place([place % num_experts for place in range(total)])
+
+    def _add_counts(self, name: str, *shape: int) -> None:
+        """Add a buffer of zeros. No checkpoint has the buffer."""
+        self.register_buffer(name, torch.zeros(shape, dtype=torch.int64), persistent=False)
 
     @property
     def local(self) -> tuple[int, ...]:
         """The experts of this rank, in the order of its places."""
-        return self.experts[self.rank * self.per_rank : (self.rank + 1) * self.per_rank]
+        first = self.rank * self.per_rank
+        return self.experts[first : first + self.per_rank]
 
     @property
     def elsewhere(self) -> frozenset[int]:
-        """The experts that this rank has not."""
+        """The experts without a place on this rank."""
         return frozenset(range(self.num_experts)) - set(self.local)
 
     def place(self, experts: Sequence[int]) -> None:
-        """Note which expert stands in each place from now on; every expert stands in one at least."""
+        """Put experts into the places of all ranks. Every expert needs at least one place."""
         self.experts = tuple(experts)
-        rows: list[list[int]] = [[] for _ in range(self.num_experts)]
+        places_of: list[list[int]] = [[] for _ in range(self.num_experts)]
         for place, expert in enumerate(experts):
-            rows[expert].append(place)
-        filled = [row + row[:1] * (self.redundant + 1 - len(row)) for row in rows]
+            places_of[expert].append(place)
+        width = self.redundant + 1
+        filled = [places + places[:1] * (width - len(places)) for places in places_of]
         self.places.copy_(torch.tensor(filled))
-        self.replicas.copy_(torch.tensor([len(row) for row in rows]))
+        self.replicas.copy_(torch.tensor([len(places) for places in places_of]))
 
     def choose(self, topk_ids: Tensor) -> Tensor:
-        """Return a place for each expert that a token chose; tokens take its replicas in turn, from call to call.
+        """Return a place for each chosen expert, ``[tokens, topk]`` in int64.
 
-        ``[tokens, topk]`` to the same shape, in int64; an id of -1, which is no expert's, stays -1. Tensor ranks, which
-        have the same tokens, choose alike.
+        Tokens take the replicas of an expert in turn, from call to call. An id of -1 stays -1.
+        Tensor ranks have the same tokens and make the same choice.
         """
+        # An id of -1 would index the last expert; its place is dropped below.
         ids = topk_ids.long().clamp(min=0)
         turn: Tensor | int = 0
         if self.redundant:
-            numbers = self.turn + torch.arange(ids.shape[0], device=ids.device)
+            tokens = ids.shape[0]
+            numbers = self.turn + torch.arange(tokens, device=ids.device)
             turn = numbers.unsqueeze(1) % self.replicas[ids]
-            self.turn += ids.shape[0]
+            self.turn += tokens
         return self.places[ids, turn].where(topk_ids >= 0, -1)
 
     def record(self, local: Tensor) -> None:
-        """Count tokens by the places of this rank, ``[rows, topk]``; -1 for those of others."""
+        """Count tokens ``[rows, topk]`` by their places on this rank; -1 for other ranks."""
+        # Entry 0 counts the -1, and is dropped.
         counts = self.loads.new_zeros(self.per_rank + 1)
-        flat = local.flatten().long() + 1
-        self.loads += counts.index_add_(0, flat, torch.ones_like(flat))[1:]
+        entries = local.flatten().long() + 1
+        counts.index_add_(0, entries, torch.ones_like(entries))
+        self.loads += counts[1:]

@@ -1,4 +1,4 @@
-"""Specs of experts, told choice by choice."""
+"""Specs of experts. The reference computes one choice of one token at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from opgraft.ops.moe.fused.methods import FusedMoEConfig
 from opgraft.ops.spec import Arguments, Draw, OpSpec, of_transformers
 from torch import Tensor
 
-EXPERTS, INTERMEDIATE, TOPK = 5, 3, 2
+EXPERTS = 5
+INTERMEDIATE = 3
+TOPK = 2
 
 
 def _swigluoai(gate_up: Tensor) -> Tensor:
@@ -27,7 +29,8 @@ def _gated_activation(activation: str, gate_up: Tensor) -> Tensor:
     if activation == "swigluoai":
         return _swigluoai(gate_up)
     gate, up = gate_up.reshape(2, -1).unbind()
-    return (silu(gate) if activation == "silu" else gelu(gate)) * up
+    activated = silu(gate) if activation == "silu" else gelu(gate)
+    return activated * up
 
 
 def fused_experts_reference(
@@ -40,15 +43,20 @@ def fused_experts_reference(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> Tensor:
+    """Return the sums in float64, as documented by ``fused_experts``."""
     result = torch.zeros_like(x)
-    for token, (weights, ids) in enumerate(zip(topk_weights, topk_ids.tolist(), strict=True)):
-        for weight, expert in zip(weights, ids, strict=True):
-            if expert >= 0:
-                gate_up = w13[expert].mv(x[token]) + (0 if w13_bias is None else w13_bias[expert])
-                output = w2[expert].mv(_gated_activation(activation, gate_up)) + (
-                    0 if w2_bias is None else w2_bias[expert]
-                )
-                result[token] += weight * output
+    for token, ids in enumerate(topk_ids.tolist()):
+        for choice, expert in enumerate(ids):
+            if expert < 0:
+                continue
+            gate_up = w13[expert].mv(x[token])
+            if w13_bias is not None:
+                gate_up = gate_up + w13_bias[expert]
+            hidden = _gated_activation(activation, gate_up)
+            output = w2[expert].mv(hidden)
+            if w2_bias is not None:
+                output = output + w2_bias[expert]
+            result[token] += topk_weights[token, choice] * output
     return result
 
 
@@ -56,6 +64,7 @@ def _expert_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     tokens = math.prod(lead)
     return {
         "x": draw(tokens, size),
+        # Divided so that outputs are about as large as inputs.
         "w13": draw(EXPERTS, 2 * INTERMEDIATE, size).div_(size**0.5),
         "w2": draw(EXPERTS, size, INTERMEDIATE).div_(INTERMEDIATE**0.5),
         "topk_weights": draw(tokens, TOPK),
@@ -65,37 +74,50 @@ def _expert_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 def ids(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     """Draw distinct experts for each token."""
-    shuffled = torch.rand(math.prod(lead), EXPERTS, generator=draw.generator).argsort(-1)
+    tokens = math.prod(lead)
+    shuffled = torch.rand(tokens, EXPERTS, generator=draw.generator).argsort(-1)
     return shuffled[:, :TOPK].to(torch.int32)
 
 
 def _two_experts(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-    """Draw from the second expert and the last but one, so that others have no tokens; int64."""
+    """Draw the experts 1 and 3 only, so that others have no tokens; int64."""
     return 1 + 2 * draw.integers(0, 2, (math.prod(lead), TOPK))
 
 
 def elsewhere(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    """Draw experts, with -1 among them."""
     return draw.integers(-1, EXPERTS, (math.prod(lead), TOPK)).to(torch.int32)
 
 
-def _bias(rows: int) -> Any:
-    return lambda draw, lead, size: draw(EXPERTS, rows or size)
+def _gate_up_bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    return draw(EXPERTS, 2 * INTERMEDIATE)
+
+
+def _down_bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    return draw(EXPERTS, size)
+
+
+BIASES: Arguments = {"w13_bias": _gate_up_bias, "w2_bias": _down_bias}
 
 
 def layer_of(weights: Arguments) -> SimpleNamespace:
-    """Return a layer that has weights, which are called as arguments, under the names that weight methods give them."""
-    names = {"w13": "w13_weight", "w2": "w2_weight"}
-    return SimpleNamespace(**{names.get(name, name): weight for name, weight in weights.items()})
+    """Return a layer with the weights of a call: ``w13`` becomes ``layer.w13_weight``."""
+    layer = SimpleNamespace()
+    for name, weight in weights.items():
+        is_matrix = name in ("w13", "w2")
+        setattr(layer, f"{name}_weight" if is_matrix else name, weight)
+    return layer
 
 
 def _experts_op(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
 ) -> Any:
+    experts, _, intermediate = weights["w2"].shape
     config = FusedMoEConfig(
-        num_experts=len(weights["w2"]),
+        num_experts=experts,
         experts_per_token=topk_ids.shape[1],
         hidden_dim=x.shape[1],
-        intermediate_size_per_partition=weights["w2"].shape[2],
+        intermediate_size_per_partition=intermediate,
         activation=activation,
         has_bias=weights.get("w13_bias") is not None,
     )
@@ -111,9 +133,10 @@ def _mixtral(
     topk_ids: Tensor,
     **settings: Any,
 ) -> Any:
+    # Mixtral has silu without biases, and no expert elsewhere.
     if settings or int(topk_ids.min()) < 0:
         return None
-    theirs = experts(_config(x, w13, w2))
+    theirs = experts(_transformers_config(x, w13, w2))
     weights = {"gate_up_proj": w13, "down_proj": w2}
     return torch.func.functional_call(theirs, weights, (x, topk_ids.long(), topk_weights))
 
@@ -131,7 +154,8 @@ def _gpt_oss(
 ) -> Any:
     if activation != "swigluoai" or w13_bias is None or w2_bias is None:
         return None
-    theirs = experts(_config(x, w13, w2))
+    theirs = experts(_transformers_config(x, w13, w2))
+    # gpt-oss stores weights as [experts, in, out].
     weights = {
         "gate_up_proj": w13.transpose(1, 2),
         "gate_up_proj_bias": w13_bias,
@@ -141,7 +165,7 @@ def _gpt_oss(
     return torch.func.functional_call(theirs, weights, (x, topk_ids.long(), topk_weights))
 
 
-def _config(x: Tensor, w13: Tensor, w2: Tensor) -> SimpleNamespace:
+def _transformers_config(x: Tensor, w13: Tensor, w2: Tensor) -> SimpleNamespace:
     return SimpleNamespace(
         num_local_experts=w13.shape[0],
         hidden_size=x.shape[1],
@@ -162,7 +186,8 @@ def _expert_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    return 2 * topk_ids.numel() * (w13[0].numel() + w2[0].numel())
+    weights_of_expert = w13[0].numel() + w2[0].numel()
+    return 2 * topk_ids.numel() * weights_of_expert
 
 
 SPECS = (
@@ -173,14 +198,10 @@ SPECS = (
         module=_experts_op,
         variants={
             "": {},
-            "biases": {"w13_bias": _bias(2 * INTERMEDIATE), "w2_bias": _bias(0)},
+            "biases": BIASES,
             "gelu": {"activation": "gelu"},
             "swigluoai": {"activation": "swigluoai"},
-            "swigluoai with biases": {
-                "activation": "swigluoai",
-                "w13_bias": _bias(2 * INTERMEDIATE),
-                "w2_bias": _bias(0),
-            },
+            "swigluoai with biases": {"activation": "swigluoai", **BIASES},
             "experts without tokens": {"topk_ids": _two_experts},
             "experts elsewhere": {"topk_ids": elsewhere},
         },

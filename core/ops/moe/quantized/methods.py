@@ -1,4 +1,4 @@
-"""The weight method of experts with quantized weights, whatever format a checkpoint has them in."""
+"""The weight method of quantized experts, for every format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,27 +19,32 @@ from torch import Tensor, nn
 
 
 class ExpertWeights(ABC):
-    """A format of experts' weights: what a checkpoint has of them, and how that becomes the layer's codes."""
+    """The format of experts in a checkpoint, and the way from there to the layer's codes."""
 
     @abstractmethod
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
-        """Make what a checkpoint is loaded to.
+        """Create the parameters to load a checkpoint into.
 
         Args:
             layer: the ``FusedMoE``.
-            sizes: experts of this rank, elements of a token, and between the products on this rank.
-            params_dtype: of what is not quantized.
+            sizes: the experts of this rank, the elements of a token, and the elements between the
+                two products on this rank.
+            params_dtype: the dtype of plain parameters.
         """
 
     @abstractmethod
     def finish(self, layer: Any) -> None:
-        """Give ``layer`` the parameters ``w13_weight``, ``w13_scales``, ``w13_offsets``, and those of ``w2``, in the
-        storage of ``quantized_experts``, once everything is loaded."""
+        """Give ``layer`` the parameters of ``quantized_experts``, after everything was loaded.
+
+        The names are ``w13_weight``, ``w13_scales`` and ``w13_offsets``, and the same for ``w2``.
+        """
 
 
 @CustomOp.register("quantized_fused_moe")
 class QuantizedFusedMoEMethod(FusedMoEMethodBase):
-    """Weights of experts in 4 or 8 bits: ``w13_weight``, ``w13_scales``, ``w13_offsets``, and the same of ``w2``.
+    """Holds experts in 4 or 8 bits, and computes ``quantized_experts``.
+
+    The parameters are ``w13_weight``, ``w13_scales`` and ``w13_offsets``, and the same for ``w2``.
 
     Args:
         moe: the sizes of the layer.
@@ -59,12 +64,14 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.weights.create(
-            layer, (num_experts, hidden_size, intermediate_size_per_partition), params_dtype
-        )
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
+        self.weights.create(layer, sizes, params_dtype)
         if self.moe.has_bias:
-            rows = {"w13_bias": 2 * intermediate_size_per_partition, "w2_bias": hidden_size}
-            shapes = {name: (num_experts, count) for name, count in rows.items()}
+            # Biases are plain in every format.
+            shapes = {
+                "w13_bias": (num_experts, 2 * intermediate_size_per_partition),
+                "w2_bias": (num_experts, hidden_size),
+            }
             create_parameters(layer, shapes, params_dtype, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -82,7 +89,11 @@ class QuantizedFusedMoEMethod(FusedMoEMethodBase):
         *,
         functional: Any = NATIVE,
     ) -> Tensor:
-        """Compute as ``apply``; errors are those of ``opgraft.functional.quantized_experts``."""
+        """Return the result of ``apply``.
+
+        Raises:
+            ValueError: as ``opgraft.functional.quantized_experts``.
+        """
         output: Tensor = functional.quantized_experts(
             x,
             layer.w13_weight,

@@ -1,4 +1,4 @@
-"""Spec of experts with quantized weights, told number by number from what the storage is documented to hold."""
+"""Spec of quantized experts. The reference reads each code where the documentation puts it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,52 @@ from opgraft.ops.moe.quantized.methods import ExpertWeights, QuantizedFusedMoEMe
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec
 from torch import Tensor
 
-EXPERTS, INTERMEDIATE = plain.EXPERTS, 6
+EXPERTS = plain.EXPERTS
+INTERMEDIATE = 6
+
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of the codes 0 to 7 in ``e2m1``."""
 
 
 def _numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, size: int) -> Tensor:
-    """Return the weights ``[experts, rows, size]`` that codes stand for, each looked up where it is said to lie."""
-    inputs = torch.arange(size)
-    if codes.dtype == torch.uint8 and _are_powers_of_two(scales):
-        code = (codes[..., inputs // 2] >> inputs % 2 * 4) & 15
-        magnitude = torch.tensor(E2M1, dtype=torch.float64)[(code & 7).long()]
-        return torch.where(code > 7, -magnitude, magnitude) * scales.double()[..., inputs // 32]
-    if codes.dtype == torch.uint8:
-        place, within = inputs // 128 * 64, inputs % 128
-        code = (codes[..., place + within % 32 * 2 + within // 64] >> within // 32 % 2 * 4) & 15
-        numbers = code.double() - (8 if offsets is None else 0)
+    """Return the weights ``[experts, rows, size]`` of codes, in float64."""
+    is_packed = codes.dtype == torch.uint8
+    if is_packed and _are_powers_of_two(scales):
+        return _mxfp4_numbers(codes, scales, size)
+    if is_packed:
+        numbers = _unpacked_int4(codes, size).double()
+        if offsets is None:
+            numbers = numbers - 8
     else:
         numbers = codes.double()
-    groups = inputs * scales.shape[2] // size
-    return numbers * scales.double()[..., groups] + (
-        0 if offsets is None else offsets.double()[..., groups]
-    )
+    groups = torch.arange(size) * scales.shape[2] // size
+    scaled = numbers * scales.double()[..., groups]
+    return scaled if offsets is None else scaled + offsets.double()[..., groups]
+
+
+def _mxfp4_numbers(codes: Tensor, scales: Tensor, size: int) -> Tensor:
+    inputs = torch.arange(size)
+    code = (codes[..., inputs // 2] >> inputs % 2 * 4) & 15
+    magnitude = torch.tensor(E2M1, dtype=torch.float64)[(code & 7).long()]
+    numbers = torch.where(code > 7, -magnitude, magnitude)
+    return numbers * scales.double()[..., inputs // 32]
+
+
+def _unpacked_int4(codes: Tensor, size: int) -> Tensor:
+    """Return codes of 4 bits, where 64 bytes hold 128 inputs.
+
+    Of those inputs, byte ``2 · i`` holds ``i`` and ``i + 32``, and byte ``2 · i + 1`` holds
+    ``i + 64`` and ``i + 96``; the first of each pair in the lower bits.
+    """
+    inputs = torch.arange(size)
+    within = inputs % 128
+    byte = inputs // 128 * 64 + within % 32 * 2 + within // 64
+    shift = within // 32 % 2 * 4
+    return (codes[..., byte] >> shift) & 15
 
 
 def _are_powers_of_two(scales: Tensor) -> bool:
-    """Recognise the scales of MXFP4 by their values, as a reference gets all of them in float64."""
+    """Return True for scales of MXFP4. A reference gets all scales in float64, so values decide."""
     return bool((scales.frexp().mantissa == 0.5).all())
 
 
@@ -52,18 +73,22 @@ def _reference_experts(
     w2_offsets: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
+    intermediate = w13.shape[1] // 2
     gate_up = _numbers(w13, w13_scales, w13_offsets, x.shape[1])
-    return plain.fused_experts_reference(
-        x, gate_up, _numbers(w2, w2_scales, w2_offsets, w13.shape[1] // 2), **others
-    )
+    down = _numbers(w2, w2_scales, w2_offsets, intermediate)
+    return plain.fused_experts_reference(x, gate_up, down, **others)
 
 
 def _groups(size: int) -> int:
-    return next(size // group for group in (16, 3, 1) if size % group == 0)
+    """Return the number of groups: of 16 inputs, if that divides ``size``, else of 3, else of 1."""
+    for group in (16, 3):
+        if size % group == 0:
+            return size // group
+    return size
 
 
 def _scales(draw: Draw, rows: int, size: int, largest: float) -> Tensor:
-    """Draw scales that make weights about as large as layers initialise them, where codes reach that far."""
+    """Draw scales for codes up to ``largest``. The weights become about ``1 / sqrt(size)``."""
     return (draw(EXPERTS, rows, _groups(size)).abs() + 0.5) / (largest * size**0.5)
 
 
@@ -88,11 +113,11 @@ def _mxfp4(draw: Draw, rows: int, size: int) -> Tensor:
 
 
 def _mx_scales(draw: Draw, rows: int, size: int, largest: float) -> Tensor:
-    exponents = (
-        127
-        - round(math.log2(largest * size**0.5))
-        + draw.integers(-1, 2, (EXPERTS, rows, -(-size // 32)))
-    )
+    """Draw powers of two, for weights as large as with ``_scales``."""
+    shape = (EXPERTS, rows, math.ceil(size / 32))
+    # 127 is the bias of the exponent in e8m0.
+    middle = 127 - round(math.log2(largest * size**0.5))
+    exponents = middle + draw.integers(-1, 2, shape)
     return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -103,32 +128,35 @@ def _format(
     *,
     offsets: bool = False,
 ) -> Arguments:
-    """Return the arguments of a format, whose codes reach as far as ``largest``."""
-    shifts = {
-        "w13_offsets": lambda draw, lead, size: _offsets(draw, 2 * INTERMEDIATE, size),
-        "w2_offsets": lambda draw, lead, size: _offsets(draw, size, INTERMEDIATE),
-    }
-    return {
-        "w13": lambda draw, lead, size: codes(draw, 2 * INTERMEDIATE, size),
-        "w13_scales": lambda draw, lead, size: scales(draw, 2 * INTERMEDIATE, size, largest),
+    """Return the arguments of a format with codes up to ``largest``."""
+    rows = 2 * INTERMEDIATE
+    arguments: Arguments = {
+        "w13": lambda draw, lead, size: codes(draw, rows, size),
+        "w13_scales": lambda draw, lead, size: scales(draw, rows, size, largest),
         "w2": lambda draw, lead, size: codes(draw, size, INTERMEDIATE),
         "w2_scales": lambda draw, lead, size: scales(draw, size, INTERMEDIATE, largest),
-        **(shifts if offsets else {}),
     }
+    if offsets:
+        arguments |= {
+            "w13_offsets": lambda draw, lead, size: _offsets(draw, rows, size),
+            "w2_offsets": lambda draw, lead, size: _offsets(draw, size, INTERMEDIATE),
+        }
+    return arguments
 
 
 def _expert_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     tokens = math.prod(lead)
+    weights = _format(_int8, 127)
     return {
         "x": draw(tokens, size),
-        **{name: make(draw, lead, size) for name, make in _format(_int8, 127).items()},
+        **{name: make(draw, lead, size) for name, make in weights.items()},
         "topk_weights": draw(tokens, plain.TOPK),
         "topk_ids": plain.ids(draw, lead, size),
     }
 
 
-class _AsGiven(ExpertWeights):
-    """Weights that stand in the layer already."""
+class _FinishedWeights(ExpertWeights):
+    """The format of a layer with all codes in place."""
 
     def create(
         self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype
@@ -140,13 +168,18 @@ class _AsGiven(ExpertWeights):
 def _experts_op(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any
 ) -> Any:
-    experts, rows = weights["w13"].shape[:2]
-    sizes = (experts, topk_ids.shape[1], x.shape[1], rows // 2)
+    experts, rows, _ = weights["w13"].shape
     config = FusedMoEConfig(
-        *sizes, activation=activation, has_bias=weights.get("w13_bias") is not None
+        num_experts=experts,
+        experts_per_token=topk_ids.shape[1],
+        hidden_dim=x.shape[1],
+        intermediate_size_per_partition=rows // 2,
+        activation=activation,
+        has_bias=weights.get("w13_bias") is not None,
     )
     layer = plain.layer_of({"w13_offsets": None, "w2_offsets": None, **weights})
-    return QuantizedFusedMoEMethod(config, _AsGiven()), (layer, x, topk_weights, topk_ids)
+    method = QuantizedFusedMoEMethod(config, _FinishedWeights())
+    return method, (layer, x, topk_weights, topk_ids)
 
 
 def _expert_flops(x: Tensor, w13: Tensor, topk_ids: Tensor, **others: Any) -> int:

@@ -1,13 +1,14 @@
-"""The storage of quantized weights of experts, and the plain weight that one expert's codes stand for.
+"""The storage of quantized experts, and the plain weight of one expert.
 
-Of codes ``[experts, out, …]`` and scales ``[experts, out, groups]`` their dtypes tell the format:
+Codes have the shape ``[experts, out, …]``, scales ``[experts, out, groups]``. The dtypes of both
+decide the format:
 
-- ``int8`` and ``uint8`` beside floating-point scales are those of ``opgraft.ops.linear.quantized.storage``: 8 bits, or
-  4 bits packed, with a scale and perhaps an offset for each group of inputs.
+- ``int8`` or ``uint8`` with floating-point scales: the 8 bits or the packed 4 bits of
+  ``opgraft.ops.linear.quantized.storage``. Each group of inputs has a scale and perhaps an offset.
 - 8-bit floating point, ``[experts, out, in]``: a number is ``code · scale`` of its group of inputs.
-- ``uint8`` beside scales in ``float8_e8m0fnu`` is MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 inputs share a
-  power of two. A byte has two numbers in ``e2m1``, that of the lower bits first; a row has
-  ``16 · ceil(in / 32)`` bytes, the last block filled up.
+- ``uint8`` with scales in ``float8_e8m0fnu``: MXFP4 (OCP Microscaling Formats 1.0). Blocks of 32
+  inputs share a power of two. A byte holds two numbers in ``e2m1``, the first in the lower bits. A
+  row has ``16 · ceil(in / 32)`` bytes, the last block filled up.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
 def is_mxfp4(scales: Tensor) -> bool:
-    """Tell whether scales are those of MXFP4."""
+    """Return True for scales of MXFP4."""
     return scales.dtype == torch.float8_e8m0fnu
 
 
 def storage_shapes(weight: Tensor, scales: Tensor, in_features: int) -> tuple[int, int | None]:
-    """Return the expected last dimension of codes of so many inputs, and of scales; ``None`` for any divisor."""
+    """Return the expected last dimensions of codes and scales.
+
+    The second is ``None`` if any divisor of ``in_features`` fits.
+    """
     if is_mxfp4(scales):
         blocks = -(-in_features // MX_GROUP)
         return blocks * MX_GROUP // 2, blocks
-    return (packed_size(in_features) if weight.dtype == torch.uint8 else in_features), None
+    if weight.dtype == torch.uint8:
+        return packed_size(in_features), None
+    return in_features, None
 
 
 def dequantize_expert(
@@ -38,11 +44,12 @@ def dequantize_expert(
 ) -> Tensor:
     """Return the plain weight ``[out, in_features]`` of one expert, computed in ``dtype``."""
     if is_mxfp4(scales):
-        scaled = fp4_numbers(weight, dtype).reshape(*scales.shape, MX_GROUP) * scales.to(
-            dtype
-        ).unsqueeze(-1)
+        blocks = fp4_numbers(weight, dtype).reshape(*scales.shape, MX_GROUP)
+        scaled = blocks * scales.to(dtype).unsqueeze(-1)
         return scaled.flatten(1)[:, :in_features]
     if weight.dtype in FP8:
-        groups = weight.to(dtype).reshape(*scales.shape, in_features // scales.shape[1])
-        return (groups * scales.to(dtype).unsqueeze(-1)).flatten(1)
+        group = in_features // scales.shape[1]
+        groups = weight.to(dtype).reshape(*scales.shape, group)
+        scaled = groups * scales.to(dtype).unsqueeze(-1)
+        return scaled.flatten(1)
     return dequantize(weight, scales, offsets, in_features, dtype)

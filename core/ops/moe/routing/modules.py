@@ -14,27 +14,28 @@ from torch import Tensor
 
 @CustomOp.register("grouped_topk")
 class GroupedTopk(CustomOp):
-    """The experts of each token, from its best groups of experts only (arXiv:2405.04434, arXiv:2412.19437).
+    """Chooses each token's experts from the best groups (arXiv:2405.04434, arXiv:2412.19437).
 
-    Where vLLM's definition differs: scores are computed in float32, ties go to the lower id, experts of groups that are
-    left out are never taken, and zeros in ``num_expert_group`` and ``topk_group`` mean no groups.
+    Unlike vLLM's definition, scores are computed in float32, the lower id wins a tie, and experts
+    outside the best groups are never chosen. Zeros in ``num_expert_group`` and ``topk_group`` mean
+    no groups.
 
     Args:
         topk: experts per token.
         renormalize: scale the weights of a token to a sum of one.
-        num_expert_group: into how many groups of neighbours experts are divided; 0 for no groups.
-        topk_group: groups that are kept; 0 for no groups.
+        num_expert_group: the number of groups of neighbours; 0 for no groups.
+        topk_group: the number of groups to keep; 0 for no groups.
         scoring_func: ``"softmax"`` or ``"sigmoid"``.
         routed_scaling_factor: multiplies the weights.
-        num_fused_shared_experts: experts that every token visits, stored behind the routed ones: their ids, counted on
-            from the number of routed experts, are appended with weight 1.
+        num_fused_shared_experts: experts for every token, stored behind the routed experts. Their
+            ids go on from the number of routed experts, and are appended with weight 1.
 
     Shapes:
-        Weights in float32 and ids in int32, ``[tokens, topk + num_fused_shared_experts]``, the routed ones first and in
-        descending order.
+        Weights in float32 and ids in int32, ``[tokens, topk + num_fused_shared_experts]``, the
+        routed experts first and in descending order.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting is out of range.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class GroupedTopk(CustomOp):
         functional.expect_groups("grouped_topk", topk, num_expert_group, topk_group)
         if num_fused_shared_experts < 0:
             raise ValueError(
-                f"grouped_topk: num_fused_shared_experts is {num_fused_shared_experts}, expected 0 or more"
+                f"grouped_topk: num_fused_shared_experts is {num_fused_shared_experts}, expected 0 "
+                "or more"
             )
         self.topk = topk
         self.renormalize = renormalize
@@ -71,16 +73,18 @@ class GroupedTopk(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Choose weights and ids by the logits ``gating_output``, ``[tokens, experts]``; ``hidden_states`` is not read.
+        """Choose weights and ids by the logits ``gating_output``, ``[tokens, experts]``.
+
+        The values of ``hidden_states`` are not read.
 
         Raises:
-            ValueError: ``hidden_states`` has another number of tokens, or ``gating_output`` or the bias, ``[experts]``,
-                does not fit.
+            ValueError: ``hidden_states`` has another number of tokens, or ``gating_output`` or the
+                bias ``[experts]`` does not fit.
         """
         if hidden_states.shape[:1] != gating_output.shape[:1]:
             raise ValueError(
-                f"grouped_topk: hidden_states has shape {tuple(hidden_states.shape)}, expected as many tokens as "
-                f"gating_output of shape {tuple(gating_output.shape)}"
+                f"grouped_topk: hidden_states has shape {tuple(hidden_states.shape)}, expected as "
+                f"many tokens as gating_output of shape {tuple(gating_output.shape)}"
             )
         weights, ids = functional.grouped_topk(
             gating_output,
@@ -97,17 +101,20 @@ class GroupedTopk(CustomOp):
     def append_shared_experts(
         self, weights: Tensor, ids: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor]:
-        """Append the shared experts to weights and ids; for kernels too."""
+        """Return weights and ids with the shared experts appended.
+
+        Kernels of plugins call this method too.
+        """
         if not self.num_fused_shared_experts:
             return weights, ids
-        shared = torch.arange(
-            num_experts,
-            num_experts + self.num_fused_shared_experts,
-            dtype=ids.dtype,
-            device=ids.device,
-        )
+        end = num_experts + self.num_fused_shared_experts
+        shared = torch.arange(num_experts, end, dtype=ids.dtype, device=ids.device)
         shared = shared.expand(ids.shape[0], -1)
-        return torch.cat([weights, weights.new_ones(shared.shape)], 1), torch.cat([ids, shared], 1)
+        ones = weights.new_ones(shared.shape)
+        return torch.cat([weights, ones], 1), torch.cat([ids, shared], 1)
 
     def extra_repr(self) -> str:
-        return f"topk={self.topk}, num_expert_group={self.num_expert_group}, topk_group={self.topk_group}"
+        return (
+            f"topk={self.topk}, num_expert_group={self.num_expert_group}, "
+            f"topk_group={self.topk_group}"
+        )

@@ -1,4 +1,4 @@
-"""Specs of routing, told token by token."""
+"""Specs of routing. The reference chooses for one token at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,28 @@ from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 
 
-def _token(
+def _choose_for_token(
     scores: list[float], biased: list[float], topk: int, groups: int, kept: int, best_of: int
 ) -> tuple[list[float], list[int]]:
+    """Return the scores and the ids of one token's experts.
+
+    Args:
+        scores: of each expert.
+        biased: the scores plus the bias, for comparisons.
+        topk: experts to choose.
+        groups: the number of groups.
+        kept: the number of groups to keep.
+        best_of: the number of experts in the score of a group.
+    """
     size = len(scores) // groups
-    members = [range(group * size, (group + 1) * size) for group in range(groups)]
-    merit = [
-        sum(sorted((biased[expert] for expert in group), reverse=True)[:best_of])
-        for group in members
-    ]
-    chosen = sorted(range(groups), key=lambda group: -merit[group])[:kept]
-    ranked = sorted(
-        (expert for group in sorted(chosen) for expert in members[group]), key=lambda e: -biased[e]
-    )[:topk]
+    score_of_group = []
+    for group in range(groups):
+        members = biased[group * size : (group + 1) * size]
+        score_of_group.append(sum(sorted(members, reverse=True)[:best_of]))
+    chosen = sorted(range(groups), key=lambda group: -score_of_group[group])[:kept]
+    # In order of ids, as the sort below keeps that order among equal experts.
+    candidates = [expert for expert in range(len(scores)) if expert // size in chosen]
+    ranked = sorted(candidates, key=lambda expert: -biased[expert])[:topk]
     return [scores[expert] for expert in ranked], ranked
 
 
@@ -42,25 +51,35 @@ def _grouped_topk(
     scores = torch.exp(gating_output - gating_output.logsumexp(-1, keepdim=True))
     if scoring_func == "sigmoid":
         scores = 1 / (1 + torch.exp(-gating_output))
-    biased = scores if e_score_correction_bias is None else scores + e_score_correction_bias
-    groups, kept = num_expert_group or 1, topk_group or 1
-    best_of = 1 if e_score_correction_bias is None else 2
-    rows = [
-        _token(one, other, topk, groups, kept, best_of)
-        for one, other in zip(scores.tolist(), biased.tolist(), strict=True)
+    biased = scores
+    best_of = 1
+    if e_score_correction_bias is not None:
+        biased = scores + e_score_correction_bias
+        best_of = 2
+    groups = num_expert_group or 1
+    kept = topk_group or 1
+    chosen = [
+        _choose_for_token(row, biased_row, topk, groups, kept, best_of)
+        for row, biased_row in zip(scores.tolist(), biased.tolist(), strict=True)
     ]
-    shape = (len(rows), topk)
-    weights = torch.tensor([row for row, _ in rows], dtype=torch.float64).reshape(shape)
+    # Without tokens, the lists do not tell the width.
+    shape = (len(chosen), topk)
+    weights = torch.tensor([row for row, _ in chosen], dtype=torch.float64).reshape(shape)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    ids = torch.tensor([row for _, row in rows], dtype=torch.int32).reshape(shape)
+    ids = torch.tensor([row for _, row in chosen], dtype=torch.int32).reshape(shape)
     return (weights * routed_scaling_factor).float(), ids
 
 
 def _routing_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Draw eight groups of ``size`` experts; a token's logits are as many different numbers that every dtype holds."""
+    """Draw eight groups of ``size`` experts, and different logits for each token.
+
+    Every dtype holds the logits exactly, so that no rounding makes two experts equal.
+    """
     logits = draw(math.prod(lead), 8 * size)
-    logits.copy_((logits.double().argsort(-1) - 4 * size) / 2 ** math.ceil(math.log2(size + 1)))
+    ranks = logits.double().argsort(-1)
+    power_of_two = 2 ** math.ceil(math.log2(size + 1))
+    logits.copy_((ranks - 4 * size) / power_of_two)
     return {
         "gating_output": logits,
         "topk": min(4, 3 * size),
@@ -98,16 +117,12 @@ VARIANTS: dict[str, Arguments] = {
 def _deepseek_v2(gating_output: Tensor, scoring_func: str = "softmax", **settings: Any) -> Any:
     from transformers.models.deepseek_v2 import configuration_deepseek_v2, modeling_deepseek_v2
 
-    if (
-        scoring_func != "softmax"
-        or settings["renormalize"]
-        or "e_score_correction_bias" in settings
-    ):
+    has_bias = "e_score_correction_bias" in settings
+    if scoring_func != "softmax" or settings["renormalize"] or has_bias:
         return None
     config = configuration_deepseek_v2.DeepseekV2Config()
-    return _transformers(
-        modeling_deepseek_v2.DeepseekV2TopkRouter, config, gating_output, **settings
-    )
+    router = modeling_deepseek_v2.DeepseekV2TopkRouter
+    return _router_of_transformers(router, config, gating_output, **settings)
 
 
 def _deepseek_v3(
@@ -122,10 +137,12 @@ def _deepseek_v3(
         return None
     config = configuration_deepseek_v3.DeepseekV3Config()
     router = modeling_deepseek_v3.DeepseekV3TopkRouter
-    return _transformers(router, config, gating_output, e_score_correction_bias, **settings)
+    return _router_of_transformers(
+        router, config, gating_output, e_score_correction_bias, **settings
+    )
 
 
-def _transformers(
+def _router_of_transformers(
     router: Any,
     config: Any,
     gating_output: Tensor,
@@ -137,7 +154,7 @@ def _transformers(
     topk_group: int,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Run a router of transformers, whose linear layer passes the logits on; its results in descending order."""
+    """Return the weights and ids of a router of transformers, in descending order."""
     experts = gating_output.shape[1]
     config.update(
         {
@@ -154,12 +171,15 @@ def _transformers(
         }
     )
     theirs = router(config).requires_grad_(False)
+    # The router computes logits by a linear layer; the identity passes ours on.
     theirs.weight.data = torch.eye(experts)
     if bias is not None:
         theirs.e_score_correction_bias = bias
     _, weights, ids = theirs(gating_output)
-    key = theirs.weight.new_tensor(0.0) if bias is None else bias[ids]
-    score = torch.sigmoid(gating_output).gather(1, ids) + key
+    # Sigmoid and softmax order experts alike.
+    score = torch.sigmoid(gating_output).gather(1, ids)
+    if bias is not None:
+        score = score + bias[ids]
     order = score.argsort(-1, descending=True)
     return weights.gather(1, order), ids.gather(1, order).to(torch.int32)
 
