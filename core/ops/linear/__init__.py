@@ -1,4 +1,4 @@
-"""Linear layers, and the weights that they pack."""
+"""Linear layers, whole or in parts, merged or transposed."""
 
 from opgraft.ops.linear.merged import MergedColumnParallelLinear, QKVParallelLinear
 from opgraft.ops.linear.modules import Linear

@@ -26,7 +26,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""The functions that may follow the affine map, by name."""
+"""The activations of ``linear`` by name."""
 
 
 def mapped(
@@ -36,7 +36,7 @@ def mapped(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Make one contiguous tensor with a row per row of ``x``; a fake rule."""
+    """Return an empty contiguous tensor ``[..., out_features]``; the fake rule of ``linear``."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -48,23 +48,24 @@ def linear(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``activation(x · weightᵀ + bias) + residual``: ``torch.nn.functional.linear`` and what follows
-    it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
+    """Compute ``activation(x · weightᵀ + bias) + residual``.
 
-    This definition rounds after each of the three steps. A kernel may round once, at the end.
+    These are ``torch.nn.functional.linear`` and the two steps behind it in a transformer's layers
+    (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3). This definition rounds after each of
+    the three steps. A kernel may round once, at the end.
 
     Args:
         x: ``[..., in_features]`` in any floating-point dtype.
         weight: ``[out_features, in_features]``, of the same dtype.
         bias: ``[out_features]``.
         activation: one of ``ACTIVATIONS``.
-        residual: ``[..., out_features]``, what a residual stream held before.
+        residual: ``[..., out_features]``, the residual stream before this layer.
 
     Returns:
         ``[..., out_features]``.
 
     Raises:
-        ValueError: another activation, or a shape, a dtype or a device does not fit.
+        ValueError: the activation has no such name, or a shape, a dtype or a device does not fit.
     """
     expect_choice("linear", "activation", activation, tuple(ACTIVATIONS))
     expect_mappable(x, weight, bias)
@@ -74,44 +75,47 @@ def linear(
         y = activate(y)
     if residual is None:
         return y
+    # Under symbolic tracing, y is a proxy without a shape.
     if isinstance(y, Tensor):
         expect_alike("linear", "residual", residual, "the result", y)
     return y + residual
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Tell whether nothing is wrong, in a fraction of the time that it takes to say what is."""
-    dtype, device, sizes = x.dtype, x.device, weight.shape
-    if (
-        dtype is not weight.dtype
-        or dtype not in FLOATING
-        or weight.device != device
-        or x.shape[-1:] != sizes[1:]
-    ):
+    """Return True if the arguments are right.
+
+    Every call of a layer asks. The checks with messages take many times as long.
+    """
+    dtype = x.dtype
+    device = x.device
+    sizes = weight.shape
+    if dtype is not weight.dtype or dtype not in FLOATING:
         return False
-    return bias is None or (
-        bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1]
-    )
+    if weight.device != device or x.shape[-1:] != sizes[1:]:
+        return False
+    if bias is None:
+        return True
+    return bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1]
 
 
 def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ``ValueError`` unless ``linear`` takes these; what stands in for ``x`` as ``torch.fx`` traces passes."""
-    # A nested one does not tell its sizes.
+    """Raise ``ValueError`` unless ``linear`` takes the arguments. Proxies of ``torch.fx`` pass."""
+    # A nested tensor has no sizes to compare.
     if not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias):
         return
-    expect_floating("linear", "x", x)
+    op = "linear"
+    expect_floating(op, "x", x)
     if weight.dim() != 2:
         raise ValueError(
-            f"linear: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]"
+            f"{op}: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]"
         )
-    expect_last_dim("linear", "x", x, weight.shape[1])
-    expect_same_dtype("linear", "weight", weight, "x", x)
-    expect_same_device("linear", "weight", weight, "x", x)
+    expect_last_dim(op, "x", x, weight.shape[1])
+    expect_same_dtype(op, "weight", weight, "x", x)
+    expect_same_device(op, "weight", weight, "x", x)
     if bias is None:
         return
     if bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}"
-        )
-    expect_same_dtype("linear", "bias", bias, "x", x)
-    expect_same_device("linear", "bias", bias, "x", x)
+        shape = tuple(bias.shape)
+        raise ValueError(f"{op}: bias has shape {shape}, expected {tuple(weight.shape[:1])}")
+    expect_same_dtype(op, "bias", bias, "x", x)
+    expect_same_device(op, "bias", bias, "x", x)

@@ -1,4 +1,4 @@
-"""Linear layers that compute each row alike, however many there are."""
+"""Linear layers with the same bits for a row, whatever the number of rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IN_BLOCKS = {"amx_bf16": torch.bfloat16}
-"""Instruction set → dtype for which oneDNN sums in another order for other numbers of rows."""
+"""Instruction set → dtype: there, the order of oneDNN's sums depends on the number of rows."""
 
 BLOCK = 32
-"""Rows of such a block: as many as AMX computes at a time."""
+"""Rows of a block for ``IN_BLOCKS``: AMX computes as many at a time."""
 
 
 class InvariantMethod(QuantizeMethodBase):
-    """Computes over a packed weight so that a row has the same bits whatever the others are.
+    """Computes over a packed weight. A row has the same bits in every batch.
 
-    From two rows on most kernels do, so a single row is computed as two. Where that depends on their number, blocks of
-    one size are computed, of which the last is filled with zeros.
+    Most kernels compute rows alike from two rows on, so one row is computed as two. Other kernels
+    need blocks of one size, the last filled up with zeros.
 
     Args:
-        method: of the layer, whose weight is packed.
+        method: the weight method of the layer with the packed weight.
         block: rows of a block; ``None`` for any number.
     """
 
@@ -53,37 +53,40 @@ class InvariantMethod(QuantizeMethodBase):
         residual: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Map ``[..., in_features]``, with what follows the map."""
+        """Map ``[..., in_features]`` to ``[..., out_features]``, plus ``residual``."""
         rows = x.reshape(-1, x.shape[-1])
-        others = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        size = self.block or max(len(rows), 2)
-        blocks = []
-        for start in range(0, len(rows), size):
-            if others is not None:
-                options["residual"] = _filled(others[start : start + size], size)
-            blocks.append(
-                self.method.apply(layer, _filled(rows[start : start + size], size), bias, **options)
-            )
-        computed = torch.cat(blocks) if blocks else self.method.apply(layer, rows, bias, **options)
-        return computed[: len(rows)].reshape(*x.shape[:-1], computed.shape[-1])
+        count = len(rows)
+        if not count:
+            empty = self.method.apply(layer, rows, bias, **options)
+            return empty.reshape(*x.shape[:-1], empty.shape[-1])
+        added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        size = self.block or max(count, 2)
+        outputs = []
+        for start in range(0, count, size):
+            block = _filled_up(rows[start : start + size], size)
+            if added is not None:
+                options["residual"] = _filled_up(added[start : start + size], size)
+            outputs.append(self.method.apply(layer, block, bias, **options))
+        computed = torch.cat(outputs)
+        return computed[:count].reshape(*x.shape[:-1], computed.shape[-1])
 
 
-def _filled(rows: Tensor, size: int) -> Tensor:
-    """Return a block of that size that begins with these rows."""
-    return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))
+def _filled_up(rows: Tensor, size: int) -> Tensor:
+    """Return ``size`` rows: the given ones, then zeros."""
+    lacking = size - len(rows)
+    return F.pad(rows, (0, 0, 0, lacking)) if lacking else rows
 
 
 def compute_rows_alike(layer: Any) -> str | None:
-    """Have a layer with a weight method compute each row alike, or say why it cannot."""
+    """Make a layer compute rows alike, or return the reason why that is impossible."""
     method = layer.quant_method
     if not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return f"its weight method is {type(method).__name__}"
     layer.hold_packed()
     if layer._packed is None:
         return "its weight cannot be packed here"
+    dtype = layer._packed.dtype
     features = cpu_features(current_platform())
-    blocks = any(
-        layer.weight.dtype is dtype for feature, dtype in IN_BLOCKS.items() if feature in features
-    )
-    layer.quant_method = InvariantMethod(method, BLOCK if blocks else None)
+    needs_blocks = any(IN_BLOCKS.get(feature) is dtype for feature in features)
+    layer.quant_method = InvariantMethod(method, BLOCK if needs_blocks else None)
     return None

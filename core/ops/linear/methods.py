@@ -1,4 +1,7 @@
-"""Ways for a layer to hold its weight and compute with it: the seam at which quantization enters."""
+"""Weight methods: each holds the weight of a layer in one form, and computes with the weight.
+
+A quantization is another weight method.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ Kernel = Callable[..., Tensor]
 
 
 class QuantizeMethodBase(PluggableClass, ABC):
-    """A way to hold weights, of which a layer has one as ``quant_method``. It keeps its state in the layer."""
+    """The weight method of a layer, the layer's ``quant_method``. The layer holds the state."""
 
     @abstractmethod
     def create_weights(
         self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any
     ) -> None:
-        """Make the parameters of ``layer``, empty, in the form in which a checkpoint has them."""
+        """Create the parameters of ``layer``, empty, in the form of the checkpoint."""
 
     @abstractmethod
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -37,23 +40,24 @@ class QuantizeMethodBase(PluggableClass, ABC):
     def form_of(
         self, layer: Any
     ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-        """Return the form that ``apply`` calls, and what it gives between input and bias; ``None`` if it does more.
+        """Return the only form that ``apply`` calls, with the arguments between input and bias.
 
-        For those who bind a layer once to the kernel of that form. A class that overrides ``apply`` overrides this too.
+        ``None`` if ``apply`` does more. A caller may then bind the layer to the kernel of the form
+        once, and skip ``apply``. A class that overrides ``apply`` overrides this method too.
         """
         return None
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
-        """Look up rows ``[..., embedding_dim]`` for ids; a method that embeddings may have overrides this."""
+        """Return the rows ``[..., embedding_dim]`` of ids. Methods for embeddings override this."""
         raise NotImplementedError(f"{type(self).__name__} has no embedding")
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+        """Change the loaded weights to the layout of ``apply``. Called once."""
 
 
 @runtime_checkable
 class HasWeightMethod(Protocol):
-    """A layer whose weight is held and applied by a weight method."""
+    """A layer with a weight method."""
 
     quant_method: QuantizeMethodBase
 
@@ -72,17 +76,17 @@ class LinearMethodBase(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make the parameters of ``layer``, empty, in the form in which a checkpoint has them.
+        """Create the parameters of ``layer``, empty, in the form of the checkpoint.
 
         Args:
-            layer: gets the parameters. Their attributes ``output_dim`` and ``input_dim`` name the dimensions that are
-                cut, see ``opgraft.ops.linear.sharding``.
+            layer: gets the parameters. The attributes ``output_dim`` and ``input_dim`` of a
+                parameter name the dimensions to cut; see ``opgraft.ops.linear.sharding``.
             input_size_per_partition: of this rank.
-            output_partition_sizes: of this rank, one for each layer that a merged layer stands for.
+            output_partition_sizes: of this rank, one for each layer in a merged layer.
             input_size: of all ranks.
             output_size: of all ranks.
-            params_dtype: of what is not quantized.
-            **extra_weight_attrs: go on every parameter; ``weight_loader`` among them.
+            params_dtype: the dtype of plain parameters.
+            **extra_weight_attrs: attributes of every parameter, such as ``weight_loader``.
         """
 
     @abstractmethod
@@ -90,8 +94,8 @@ class LinearMethodBase(QuantizeMethodBase):
         """Map ``[..., input_size_per_partition]`` to ``[..., output_size_per_partition]``."""
 
 
-class _PlainWeight(QuantizeMethodBase):
-    """A way to hold the weight as one plain parameter."""
+class _PlainWeightMethod(QuantizeMethodBase):
+    """Holds the weight as one plain parameter, or packed."""
 
     def create_weights(
         self,
@@ -103,7 +107,8 @@ class _PlainWeight(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        rows = sum(output_partition_sizes)
+        columns = input_size_per_partition
         create_plain_weight(layer, rows, columns, params_dtype, extra_weight_attrs)
 
     def remark(self, owner: Any) -> str:
@@ -111,8 +116,11 @@ class _PlainWeight(QuantizeMethodBase):
 
 
 @PluggableClass.register("unquantized_linear_method")
-class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
-    """The weight is a parameter ``[out_features, in_features]``, or packed; of a ``Linear`` or a ``PackableLayer``."""
+class UnquantizedLinearMethod(_PlainWeightMethod, LinearMethodBase):
+    """Holds the weight of a ``Linear`` or a ``PackableLayer``.
+
+    The weight is a parameter ``[out_features, in_features]``, or packed.
+    """
 
     def apply(
         self,
@@ -124,7 +132,7 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
         residual: Tensor | None = None,
         kernel: Kernel = functional.linear,
     ) -> Tensor:
-        """Map ``x``, with what follows the map; by ``kernel``, unless the weight is packed."""
+        """Return ``linear`` of ``x`` by ``kernel``, or by oneDNN if the weight is packed."""
         packed = layer._packed
         if packed is None:
             return kernel(x, layer.weight, bias, activation, residual)
@@ -133,24 +141,24 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
     def form_of(
         self, layer: Any
     ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-        return (functional.linear, (layer.weight,)) if layer._packed is None else None
+        return _form_over_plain_weight(layer)
 
     def holds_weight(self, layer: Any) -> bool:
-        """Say whether the weight is the layer's own, and is not computed for a call."""
+        """Return True if the layer holds the weight. A parametrization computes one per call."""
         return layer._packed is not None or "weight" in layer._parameters
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Hold the weight packed only, where that pays on this platform and nobody trains it."""
-        if _gains(layer):
+        """Pack the weight if that pays on this platform and the weight is not trained."""
+        if _gains_by_packing(layer):
             layer.hold_packed()
 
 
 @PluggableClass.register("unquantized_embedding_method")
-class UnquantizedEmbeddingMethod(_PlainWeight):
-    """The weight is a parameter ``[num_embeddings, embedding_dim]``, a row for each id."""
+class UnquantizedEmbeddingMethod(_PlainWeightMethod):
+    """Holds the weight of an embedding, ``[num_embeddings, embedding_dim]``, a row for each id."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map hidden states to logits."""
+        """Return the logits of hidden states."""
         packed = layer._packed
         if packed is None:
             return functional.linear(x, layer.weight, bias)
@@ -159,53 +167,60 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
     def form_of(
         self, layer: Any
     ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-        return (functional.linear, (layer.weight,)) if layer._packed is None else None
+        return _form_over_plain_weight(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Hold the weight of an output layer packed only, where that pays here and no embedding has it too."""
-        if not layer.looks_up and not layer.tied and _gains(layer):
+        """Pack the weight of an output layer if that pays and no embedding shares the weight."""
+        if not layer.looks_up and not layer.tied and _gains_by_packing(layer):
             layer.hold_packed()
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         return F.embedding(input_, layer.weight)
 
 
-def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-    """Return what the weight method of a layer says by ``form_of``, where it is true.
+def _form_over_plain_weight(
+    layer: Any,
+) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    if layer._packed is not None:
+        return None
+    return functional.linear, (layer.weight,)
 
-    A class that overrides only ``apply`` computes something else than the form that it inherits.
+
+def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    """Return ``form_of`` of a layer's weight method, or ``None`` if that may be wrong.
+
+    A class that overrides ``apply`` alone inherits a ``form_of`` for another computation.
     """
-    method = layer.quant_method
+    method: QuantizeMethodBase = layer.quant_method
     if definer(type(method), "apply") is not definer(type(method), "form_of"):
         return None
-    called: tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None = method.form_of(layer)
-    return called
+    return method.form_of(layer)
 
 
 def forms_of(layer: Any) -> tuple[Functional[..., Tensor], ...]:
-    """Return the form that the weight method of a layer calls, for ``PluggableLayer.forms``."""
+    """Return the form of a layer's weight method, for ``PluggableLayer.forms``."""
     called = form_called(layer)
     return (called[0],) if called else ()
 
 
-def _gains(layer: Any) -> bool:
-    """Tell whether calls of a layer gain from a packed weight: where the form ``linear`` would run oneDNN, too."""
+def _gains_by_packing(layer: Any) -> bool:
+    """Return True if a packed weight pays and the kernel of ``linear`` is oneDNN."""
     weight = layer._parameters.get("weight")
     if weight is None or weight.requires_grad or not isinstance(layer, PackableLayer):
         return False
-    if (
-        obstacle(weight) is not None
-        or not packed_linear.pays_packed(weight)
-        or packed_linear.missing() is not None
-    ):
+    if obstacle(weight) is not None or not packed_linear.pays_packed(weight):
         return False
-    return binding_of(functional.linear).kernel.winner.functional("linear") is packed_linear.linear
+    if packed_linear.missing() is not None:
+        return False
+    # Packing would pass over the kernel of a plugin.
+    winner = binding_of(functional.linear).kernel.winner
+    return winner.functional("linear") is packed_linear.linear
 
 
 def create_plain_weight(
     layer: nn.Module, rows: int, columns: int, dtype: torch.dtype, attributes: dict[str, Any]
 ) -> None:
-    """Give ``layer`` an empty ``weight`` of shape ``[rows, columns]``, cut along both dimensions."""
+    """Give ``layer`` an empty ``weight``, ``[rows, columns]``, cut along both dimensions."""
     weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
     set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **attributes})
     layer.register_parameter("weight", weight)

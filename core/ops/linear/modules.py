@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 @CustomOp.register("linear")
 class Linear(CustomOp, nn.Linear):
-    """``activation(x · weightᵀ + bias) + residual``, a drop-in for ``torch.nn.Linear``, of which it is a subclass.
+    """``activation(x · weightᵀ + bias) + residual``, a subclass of ``torch.nn.Linear``.
 
     Shapes:
-        ``[..., in_features]`` to ``[..., out_features]``; the weight is ``[out_features, in_features]``.
+        ``[..., in_features]`` to ``[..., out_features]``; the weight is
+        ``[out_features, in_features]``.
 
     Args:
-        activation: what follows the affine map: ``none``, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
+        activation: ``none``, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
 
     Raises:
-        ValueError: another activation.
+        ValueError: the activation has another name.
     """
 
-    # Chosen here, not by plugins.
+    # Past __new__, as no replacement of a plugin may serve this class.
     quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)
     _packed: PackedWeight | None = None
     functional_cpu: ClassVar = FunctionalKernels(
@@ -55,17 +56,21 @@ class Linear(CustomOp, nn.Linear):
     def forward_native(
         self, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor:
-        """Map ``input``; raise ``ValueError`` if something does not fit."""
+        """Return the form ``linear`` of ``input`` and ``residual``.
+
+        Raises:
+            ValueError: an argument does not fit.
+        """
         mapped: Tensor = functional.linear(input, self.weight, self.bias, self.activation, residual)
         return mapped
 
     @needs(packed_linear.missing)
     @falls_back(
-        "under torch.export and torch.jit.trace torch's own linear runs; a packed weight is refused by an export, and "
-        "rebuilt by each call of a trace"
+        "under torch.export and torch.jit.trace torch's own linear runs; a packed weight is "
+        "refused by an export, and rebuilt by each call of a trace"
     )
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Compute the same by oneDNN, where that is faster and no gradient is required."""
+        """Return the same by oneDNN, if oneDNN is faster and no gradient is required."""
         return self.quant_method.apply(
             self,
             input,
@@ -76,10 +81,10 @@ class Linear(CustomOp, nn.Linear):
         )
 
     def process_weights_after_loading(self) -> None:
-        """Leave the weight as it is: only ``freeze`` lets kernels pack a weight."""
+        """Leave the weight alone: only ``freeze`` lets kernels pack the weight."""
 
     def release_weights(self) -> None:
-        """Make the weight an ordinary parameter again, whatever the layer has made of it."""
+        """Make the weight an ordinary parameter again."""
 
     def extra_repr(self) -> str:
         activation = "" if self.activation == "none" else f", activation={self.activation!r}"

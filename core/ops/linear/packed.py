@@ -87,8 +87,8 @@ DIRECT: Table = {"avx512_fp16": {}, "avx512_bf16": {torch.float32: _SLOW_PLAIN}}
 """Likewise, the ranges in which oneDNN over a plain weight pays.
 
 Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024
-rows: torch's linear takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes 0.5
-to 1.05 of the time of the direct one, the least at 4 to 64 rows. In bfloat16 torch's linear is
+rows: torch's linear takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes
+0.5 to 1.05 of the time of the direct one, the least at 4 to 64 rows. In bfloat16 torch's linear is
 oneDNN's. Other CPUs were not measured.
 """
 
@@ -133,15 +133,15 @@ def linear(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form ``linear`` by oneDNN in the ranges of ``DIRECT``, and of ``PACKED`` if the
-    weight is frozen by ``opgraft.freeze``.
+    """Compute the form ``linear`` by oneDNN if that pays.
 
-    oneDNN rounds the result once, at the end; with both an activation and a residual, after each of
-    the two.
+    The ranges are ``DIRECT``, and ``PACKED`` for a weight frozen by ``opgraft.freeze``. oneDNN
+    rounds the result once, at the end; with both an activation and a residual, after each of the
+    two.
 
     oneDNN takes contiguous weights in float32 or bfloat16. If a gradient is required, and under
-    autocast, ``torch.func``, a tracer or a dispatch mode, torch's own linear runs. Compilers see one
-    opaque operator, and that operator decides when it runs.
+    autocast, ``torch.func``, a tracer or a dispatch mode, torch's own linear runs. Compilers see
+    one opaque operator, and the operator decides at each run.
     """
     if is_dynamo_compiling():
         return _compiled(x, weight, bias, activation, residual)
@@ -230,15 +230,18 @@ def _operand(
         return None
     if not weight.is_contiguous() or weight.dim() != 2:
         return None
-    ranges, elements = ranges_for(weight.dtype, weight.shape), x.numel()
-    packed = ranges.packed.has(elements, fused) and declaration(weight) > 0
-    direct = ranges.direct.has(elements, fused)
-    if not (packed or direct) or not fits(x, weight, bias, residual):
+    ranges = ranges_for(weight.dtype, weight.shape)
+    elements = x.numel()
+    packed_pays = ranges.packed.has(elements, fused) and declaration(weight) > 0
+    direct_pays = ranges.direct.has(elements, fused)
+    if not (packed_pays or direct_pays) or not fits(x, weight, bias, residual):
         return None
     if requires_gradient(x, weight, bias, residual) or onednn.watched():
         return None
-    copied = _COPIES.copy_of(weight, onednn.pack) if packed else None
-    return weight if copied is None and direct else copied
+    copied = _COPIES.copy_of(weight, onednn.pack) if packed_pays else None
+    if copied is not None:
+        return copied
+    return weight if direct_pays else None
 
 
 @functools.lru_cache(maxsize=4096)  # every eager call of a linear layer asks
@@ -296,14 +299,14 @@ torch.library.register_fake("opgraft::packed_linear", mapped)
 
 
 class PackedWeight:
-    """A weight ``[out_features, in_features]`` that exists in packed form only.
+    """A weight ``[out_features, in_features]`` in packed form only.
 
-    A call that needs the plain weight rebuilds the plain weight for that call.
+    If a call needs the plain weight, the plain weight is rebuilt for this call.
 
     Attributes:
-        packed: an opaque tensor of that shape and dtype, which compilers cannot take.
-        handle: a tensor with the weight's number, by which compiled code finds the weight. A number
-            in a tensor lets one graph serve all layers of a shape. Numbers are never used again.
+        packed: an opaque tensor of the weight's shape and dtype. Compilers cannot take the tensor.
+        handle: a tensor with the weight's number, for compiled code to find the weight. A number in
+            a tensor lets one graph serve all layers of a shape. Numbers are never used again.
         dtype: of the weight.
         nbytes: bytes of the plain weight.
         rows: of the weight.
@@ -462,7 +465,7 @@ class _ParameterState:
 class PackableLayer(nn.Module):
     """A layer that may hold ``weight`` packed only, and then not as a parameter.
 
-    Reading ``weight`` of a packed layer rebuilds the plain weight each time; a write to the rebuilt
+    Each read of ``weight`` of a packed layer rebuilds the plain weight; a write to the rebuilt
     weight is lost. A ``state_dict``, copies and files have the plain weight. ``.to()`` and
     ``load_state_dict`` unpack the weight and pack the weight again.
     """
@@ -520,10 +523,11 @@ class PackableLayer(nn.Module):
             raise
 
     def _put(self, weight: Tensor) -> None:
-        """Make a weight the first parameter, in the same dictionary, as a grafted module shares it."""
+        """Make a weight the first parameter."""
         parameter = nn.Parameter(weight, self._parameter_state.requires_grad)
         vars(parameter).update(self._parameter_state.attributes)
         others = {name: value for name, value in self._parameters.items() if name != "weight"}
+        # The same dictionary stays, as a grafted module shares it.
         self._parameters.clear()
         self._parameters.update(weight=parameter, **others)
 
@@ -590,8 +594,8 @@ class PackableLayer(nn.Module):
 
 def _refuse_loading(*_: object, **__: object) -> None:
     raise WeightError(
-        "a packed weight was to be loaded through a copy that the layer does not compute with: call "
-        "opgraft.thaw(model) before loading weights again, or use load_state_dict"
+        "a packed weight was to be loaded through a copy that the layer does not compute with: "
+        "call opgraft.thaw(model) before loading weights again, or use load_state_dict"
     )
 
 

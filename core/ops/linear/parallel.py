@@ -1,4 +1,4 @@
-"""Linear layers of which each tensor-parallel rank holds a part (Shoeybi et al., arXiv:1909.08053, section 3)."""
+"""Linear layers for tensor-parallel ranks (Shoeybi et al., arXiv:1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 
 Output = Tensor | tuple[Tensor, nn.Parameter | None]
-"""The result, and the bias where it was not added; without ``return_bias`` the result only."""
+"""The result and a bias that was not added; without ``return_bias`` the result only."""
 
 
 class LinearBase(PackableLayer, PluggableLayer):
-    """Common ground of the parallel linear layers: sizes, and the weight method that holds and applies the weight.
+    """The base of the parallel linear layers: sizes, and the weight method.
 
     Attributes:
-        input_size: of all ranks, as ``output_size``.
+        input_size: of all ranks.
+        output_size: of all ranks.
         quant_method: holds the weight.
         tp_rank: position of this process among the ranks that share the layer.
         tp_size: number of those ranks.
         prefix: the layer's name in the checkpoint.
-        weight_loader: method of each layer; loads this rank's part of ``loaded_weight`` into ``param``.
+        weight_loader: method of each layer; loads this rank's part of ``loaded_weight`` into
+            ``param``.
     """
 
     bias: nn.Parameter | None
@@ -87,7 +89,7 @@ class LinearBase(PackableLayer, PluggableLayer):
         return forms_of(self) if reaches(self, "quant_method") else ()
 
     def process_weights_after_loading(self) -> None:
-        """Have the weight method bring the weights into the layout that it prefers."""
+        """Let the weight method change the weights to the layout of its kernel."""
         self.quant_method.process_weights_after_loading(self)
 
     def _create_weights(self, inputs: int, outputs: Sequence[int]) -> None:
@@ -106,9 +108,9 @@ class LinearBase(PackableLayer, PluggableLayer):
             self.register_parameter("bias", None)
             return
         bias = nn.Parameter(torch.zeros(size, dtype=self.params_dtype), requires_grad=False)
-        set_weight_attrs(
-            bias, {"weight_loader": self.weight_loader, **({"output_dim": 0} if cut else {})}
-        )
+        set_weight_attrs(bias, {"weight_loader": self.weight_loader})
+        if cut:
+            set_weight_attrs(bias, {"output_dim": 0})
         self.bias = bias
 
     def _apply_method(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
@@ -121,7 +123,9 @@ class LinearBase(PackableLayer, PluggableLayer):
 
     def extra_repr(self) -> str:
         method = type(self.quant_method).__name__
-        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={self.tp_size}, {method}"
+        has_bias = self.bias is not None
+        sizes = f"{self.input_size}, {self.output_size}"
+        return f"{sizes}, bias={has_bias}, tp={self.tp_size}, {method}"
 
 
 @CustomOp.register("replicated_linear")
@@ -134,9 +138,9 @@ class ReplicatedLinear(LinearBase):
     Args:
         input_size: elements of the last dimension of the input.
         output_size: elements of the last dimension of the result.
-        bias: whether there is one.
-        skip_bias_add: return the bias in place of adding it, for a kernel that does both later.
-        params_dtype: of what is not quantized; torch's default dtype if not given.
+        bias: add a bias.
+        skip_bias_add: return the bias instead of adding the bias, for a later kernel.
+        params_dtype: the dtype of plain parameters; torch's default dtype if not given.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
         return_bias: return ``(result, bias or None)``; else the result only.
@@ -176,43 +180,45 @@ class ReplicatedLinear(LinearBase):
         """Load a whole weight.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: ``loaded_weight`` has another shape.
         """
         expect_rows(param, loaded_weight, self.output_size, self.name)
         shard = OutputShard(0, 0, 0, self.output_size, self.output_size)
         load_rows(param, loaded_weight, shard, self.name)
 
     def forward(self, x: Tensor) -> Output:
-        return self._returned(self._apply_method(x, None if self.skip_bias_add else self.bias))
+        bias = None if self.skip_bias_add else self.bias
+        return self._returned(self._apply_method(x, bias))
 
 
 @CustomOp.register("column_parallel_linear")
 class ColumnParallelLinear(LinearBase):
-    """``x · weightᵀ + bias``, of which a rank has a part of the outputs.
+    """``x · weightᵀ + bias``. A rank computes a part of the outputs.
 
     Shapes:
-        ``[..., input_size]`` to ``[..., output_size_per_partition]``, or ``[..., output_size]`` if gathered.
+        ``[..., input_size]`` to ``[..., output_size_per_partition]``, or ``[..., output_size]`` if
+        gathered.
 
     Args:
         input_size: elements of the last dimension of the input.
         output_size: of all ranks.
-        bias: whether there is one; it is cut like the output.
-        gather_output: put the parts of all ranks together.
-        skip_bias_add: return the bias in place of adding it.
-        params_dtype: of what is not quantized; torch's default dtype if not given.
+        bias: add a bias, cut like the output.
+        gather_output: gather the parts of all ranks.
+        skip_bias_add: return the bias instead of adding the bias.
+        params_dtype: the dtype of plain parameters; torch's default dtype if not given.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
         return_bias: return ``(result, bias or None)``; else the result only.
         disable_tp: keep the layer whole on every rank.
-        tp_rank: which part to hold, if not that of this rank.
-        tp_size: of how many parts.
+        tp_rank: the part to hold; the rank of this process if not given.
+        tp_size: the number of parts; the number of ranks if not given.
 
     Raises:
         LayerError: the ranks do not divide the output.
     """
 
     output_sizes: Sequence[int] | None = None
-    """Of all ranks, one for each layer that a merged layer stands for."""
+    """The output sizes of all ranks, one for each layer in a merged layer."""
 
     def __init__(
         self,
@@ -243,22 +249,22 @@ class ColumnParallelLinear(LinearBase):
         self.tp_rank = self.tp_rank if tp_rank is None else tp_rank
         self.tp_size = self.tp_size if tp_size is None else tp_size
         self.gather_output = gather_output
+        what = f"{self.name}: the output size"
         sizes = self.output_sizes or [output_size]
         self.input_size_per_partition = input_size
-        self.output_partition_sizes = [
-            divide(size, self.tp_size, f"{self.name}: the output size") for size in sizes
-        ]
+        self.output_partition_sizes = [divide(size, self.tp_size, what) for size in sizes]
         self.output_size_per_partition = sum(self.output_partition_sizes)
         self._create_weights(input_size, self.output_partition_sizes)
         self._create_bias(bias, self.output_size_per_partition, cut=True)
 
     def output_shards(self) -> list[OutputShard]:
-        """List the rows that this rank has, one entry for each layer that this one stands for."""
-        shards, offset = [], 0
+        """Return this rank's rows, one entry for each layer in a merged layer."""
+        shards = []
+        offset = 0
         for index, size in enumerate(self.output_partition_sizes):
-            shards.append(
-                OutputShard(index, offset, self.tp_rank * size, size, size * self.tp_size)
-            )
+            start = self.tp_rank * size
+            total = self.tp_size * size
+            shards.append(OutputShard(index, offset, start, size, total))
             offset += size
         return shards
 
@@ -266,23 +272,25 @@ class ColumnParallelLinear(LinearBase):
         """Load this rank's rows of a weight.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: ``loaded_weight`` has another shape.
         """
         self._load(param, loaded_weight, self.output_shards())
 
     def _load(self, param: Any, loaded: LoadedTensor, shards: Sequence[OutputShard]) -> None:
-        """Load the rows of consecutive layers, which lie one after another in the weight."""
-        expect_rows(param, loaded, sum(shard.total for shard in shards), self.name)
+        """Load rows of several layers. ``loaded`` has the layers one after another."""
+        total = sum(shard.total for shard in shards)
+        expect_rows(param, loaded, total, self.name)
         on_disk = 0
         for shard in shards:
             load_rows(param, loaded, shard, self.name, on_disk)
             on_disk += shard.total
 
     def forward(self, input_: Tensor) -> Output:
-        output = self._apply_method(input_, None if self.skip_bias_add else self.bias)
-        return self._returned(
-            self._gathered(output) if self.gather_output and self.tp_size > 1 else output
-        )
+        bias = None if self.skip_bias_add else self.bias
+        output = self._apply_method(input_, bias)
+        if self.gather_output and self.tp_size > 1:
+            output = self._gathered(output)
+        return self._returned(output)
 
     def _gathered(self, output: Tensor) -> Tensor:
         return tensor_model_parallel_all_gather(output)
@@ -290,28 +298,29 @@ class ColumnParallelLinear(LinearBase):
 
 @CustomOp.register("row_parallel_linear")
 class RowParallelLinear(LinearBase):
-    """``x · weightᵀ + bias``, of which a rank has a part of the inputs; the ranks add what they have.
+    """``x · weightᵀ + bias``. A rank reads a part of the inputs, and the ranks sum their results.
 
     Shapes:
-        ``[..., input_size_per_partition]``, or ``[..., input_size]`` without ``input_is_parallel``, to
-        ``[..., output_size]``.
+        ``[..., input_size_per_partition]``, or ``[..., input_size]`` without
+        ``input_is_parallel``, to ``[..., output_size]``.
 
     Args:
         input_size: of all ranks.
         output_size: elements of the last dimension of the result.
-        bias: whether there is one; the first rank adds it.
+        bias: add a bias, on the first rank.
         input_is_parallel: the input is cut already.
-        skip_bias_add: return the bias in place of adding it.
-        params_dtype: of what is not quantized; torch's default dtype if not given.
-        reduce_results: add what the ranks have.
+        skip_bias_add: return the bias instead of adding the bias.
+        params_dtype: the dtype of plain parameters; torch's default dtype if not given.
+        reduce_results: sum the results of the ranks.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
         return_bias: return ``(result, bias or None)``; else the result only.
         disable_tp: keep the layer whole on every rank.
-        shard: the inputs of this rank, where ranks have different numbers of them.
+        shard: the inputs of this rank; an equal part if not given.
 
     Raises:
-        LayerError: the ranks do not divide the input, or a bias would be added to what is not reduced.
+        LayerError: the ranks do not divide the input, or a bias would be added without a sum over
+            the ranks.
     """
 
     def __init__(
@@ -342,8 +351,9 @@ class RowParallelLinear(LinearBase):
         )
         if not reduce_results and bias and not skip_bias_add:
             raise LayerError(
-                f"{self.name}: reduce_results=False with a bias that is added: whoever adds up the results of the "
-                "ranks would count it wrongly. Pass bias=False or skip_bias_add=True"
+                f"{self.name}: reduce_results=False with a bias that is added: whoever adds up the "
+                "results of the ranks would count it wrongly. Pass bias=False or "
+                "skip_bias_add=True"
             )
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
@@ -362,13 +372,14 @@ class RowParallelLinear(LinearBase):
         """Load this rank's columns of a weight.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: ``loaded_weight`` has another shape.
         """
         load_columns(param, loaded_weight, self.shard, self.name)
 
     def forward(self, input_: Tensor) -> Output:
         if self.tp_size > 1 and not self.input_is_parallel:
             input_ = input_.narrow(-1, self.shard.start, self.shard.size).contiguous()
+        # The sum over the ranks must count the bias once.
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
         output = self._apply_method(input_, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:

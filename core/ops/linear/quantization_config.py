@@ -1,4 +1,4 @@
-"""``QuantizationConfig``, which chooses the weight method of each layer."""
+"""``QuantizationConfig`` chooses the weight method of each layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 
 class QuantizationConfig(PluggableClass, ABC):
-    """A quantization of a model, which layers are constructed with.
+    """The quantization of a model, an argument of each layer.
 
     Attributes:
-        packed_modules_mapping: name of a merged layer → names of the layers that it stands for, as the model says.
-        embeddings: names of embeddings and heads that are to be quantized, too; the others may stay plain.
+        packed_modules_mapping: name of a merged layer → names of the merged layers, from the model.
+        embeddings: names of the embeddings and heads to quantize. Other ones may stay plain.
     """
 
     def __init__(self) -> None:
@@ -30,38 +30,38 @@ class QuantizationConfig(PluggableClass, ABC):
 
     @abstractmethod
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes that a model may compute in."""
+        """Return the possible dtypes of activations."""
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return the names of files beside a checkpoint's weights that may hold this config."""
+        """Return the possible names of a file with this config, beside a checkpoint's weights."""
         return []
 
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of the settings that a checkpoint has."""
+        """Return the config for the settings of a checkpoint."""
 
     @abstractmethod
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return the weight method of a layer that is being constructed, ``None`` for a plain weight.
+        """Return the weight method of a layer under construction; ``None`` for a plain weight.
 
-        It is a ``QuantizeMethodBase``, for a layer of experts a ``FusedMoEMethodBase``.
+        The method is a ``QuantizeMethodBase``, for a layer of experts a ``FusedMoEMethodBase``.
 
         Args:
-            layer: its class tells what it needs; it has no weights yet.
-            prefix: its name in the checkpoint.
+            layer: has a class, and no weights yet.
+            prefix: the layer's name in the checkpoint.
         """
 
 
 def chosen_method(layer: nn.Module, quant_config: QuantizationConfig | None, prefix: str) -> Any:
-    """Return the weight method that a config chooses for a layer, ``None`` for a plain weight.
+    """Return the weight method of a layer by a config; ``None`` for a plain weight.
 
     A config of another package needs no base class: the method ``get_quant_method`` is enough.
 
     Args:
-        layer: a layer that is being constructed.
-        quant_config: the argument of that name, as the layer was given it.
+        layer: a layer under construction.
+        quant_config: the layer's argument of that name.
         prefix: the layer's name in the checkpoint.
 
     Raises:
@@ -69,9 +69,10 @@ def chosen_method(layer: nn.Module, quant_config: QuantizationConfig | None, pre
     """
     if quant_config is None:
         return None
+    # A class has the method, too, but no settings.
     if isinstance(quant_config, type) or not hasattr(quant_config, "get_quant_method"):
         raise QuantizationError(
-            f"{type(layer).__name__}(quant_config={quant_config!r}): a layer takes an instance of a "
-            "QuantizationConfig, such as opgraft.quantization.quantization_named('int8')()"
+            f"{type(layer).__name__}(quant_config={quant_config!r}): a layer takes an instance of "
+            "a QuantizationConfig, such as opgraft.quantization.quantization_named('int8')()"
         )
     return quant_config.get_quant_method(layer, prefix)

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _linear_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Draw weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
+    """Draw weights as small as initial ones, so that a sum is about as large as one number."""
     return {
         "x": draw(*lead, size),
         "weight": draw(OUT_FEATURES, size) / size**0.5,
@@ -44,8 +44,11 @@ def _reference_linear(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
+    """Return ``activation(x · weightᵀ + bias) + residual`` in float64."""
     y = torch.einsum("...i,oi->...o", x, weight)
-    y = ACTIVATIONS[activation](y if bias is None else y + bias)
+    if bias is not None:
+        y = y + bias
+    y = ACTIVATIONS[activation](y)
     return y if residual is None else y + residual
 
 
@@ -57,20 +60,21 @@ def _linear_op(
     residual: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     op = ops.Linear(x.shape[-1], OUT_FEATURES, bias is not None, activation=activation)
-    return with_parameters(op, weight=weight, bias=bias), (x,) if residual is None else (
-        x,
-        residual,
-    )
+    arguments = (x,) if residual is None else (x, residual)
+    return with_parameters(op, weight=weight, bias=bias), arguments
 
 
-def _torch(
+def _linear_of_torch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor | None:
-    return None if activation != "none" or residual is not None else F.linear(x, weight, bias)
+    # torch has neither an activation nor a residual.
+    if activation != "none" or residual is not None:
+        return None
+    return F.linear(x, weight, bias)
 
 
 def _linear_flops(x: Tensor, weight: Tensor, **others: Any) -> int:
@@ -92,6 +96,6 @@ SPECS = (
             "gelu and residual": {"activation": "gelu", "residual": _residual},
         },
         tolerances=HALF_NORM,
-        outside=(Outside("torch.nn.functional.linear", _torch),),
+        outside=(Outside("torch.nn.functional.linear", _linear_of_torch),),
     ),
 )

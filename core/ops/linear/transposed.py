@@ -1,4 +1,4 @@
-"""The linear layer of GPT-2, whose weight lies the other way round."""
+"""The linear layer of GPT-2, with a transposed weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class TransposedLinear(PluggableLayer):
     """``x · weight + bias``, by the functional form ``linear`` over a view of the weight.
 
-    Kernels that keep a packed copy of a parameter do not pack such a view.
+    Kernels pack copies of parameters only, so they do not pack this view.
 
     Args:
         in_features: elements of the last dimension of the input.
@@ -20,7 +20,8 @@ class TransposedLinear(PluggableLayer):
         bias: whether there is a bias ``[out_features]``.
 
     Shapes:
-        ``[..., in_features]`` to ``[..., out_features]``; the weight is ``[in_features, out_features]``.
+        ``[..., in_features]`` to ``[..., out_features]``; the weight is
+        ``[in_features, out_features]``.
     """
 
     bias: nn.Parameter | None
@@ -30,11 +31,14 @@ class TransposedLinear(PluggableLayer):
         self.in_features = in_features
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features)) if bias else None)
+        zeros = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.register_parameter("bias", zeros)
+        # As transformers initialises GPT-2.
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight.t(), self.bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"

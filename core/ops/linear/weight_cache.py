@@ -1,8 +1,8 @@
-"""Copies that kernels keep of frozen weights, in layouts of the kernels' own.
+"""Copies of frozen weights in the layouts of kernels.
 
-Fused optimizers, collectives, other processes, numpy, DLPack and ``.data`` write to a tensor without
-a trace. So kernels read a weight at each call, unless somebody declared that nobody writes to the
-weight: see ``opgraft.freeze``.
+Fused optimizers, collectives, other processes, numpy, DLPack and ``.data`` write to a tensor
+without a trace. So kernels read a weight at each call, unless somebody declared the weight frozen:
+see ``opgraft.freeze``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CacheEntry:
     Attributes:
         storage: of the weight. A reference to the weight would make ``torch.utils.swap_tensors``
             refuse to swap the weight.
-        state: the copy is right as long as this state of the weight is the same.
+        state: the copy is right until this state of the weight changes.
         copy: in the layout of the kernel; ``None`` until made.
-        calls: number of former calls that asked for the copy.
+        calls: the number of former requests for the copy.
     """
 
     storage: Storage
@@ -47,16 +47,16 @@ Place: TypeAlias = tuple[int, int, torch.Size]
 
 
 class WeightCache(dict[Place, CacheEntry]):
-    """The copies that one kernel keeps: one for each place in memory, freed with that memory.
+    """The copies of one kernel: one for each place in memory, freed with that memory.
 
     Copies do not belong to parameters, because ``torch.utils.swap_tensors`` refuses to swap tensors
-    with weak references. Without such a reference nobody can tell when a parameter is gone whose
-    memory another parameter has now.
+    with weak references. Without such a reference, a new parameter over the memory of a former one
+    would look the same.
 
     Args:
-        after: calls of a weight before the copy is made; the kernel reads the weight in these calls.
-            Choose the number of calls after which the copy has saved the time to make it, so that a
-            first result does not wait for copies.
+        after: calls of a weight before the copy is made. The kernel reads the weight in these
+            calls, so a first result does not wait for copies. Choose the number of calls that a
+            copy must serve to save the time of making the copy.
     """
 
     def __init__(self, after: int = 0) -> None:
@@ -75,8 +75,8 @@ class WeightCache(dict[Place, CacheEntry]):
             variant: a copy serves calls with an equal variant only.
 
         Returns:
-            The copy. ``None`` for the first calls and for tensors that are no frozen parameter: the
-            kernel reads the weight.
+            The copy. ``None`` for the first calls and for other tensors than frozen parameters:
+            the kernel reads the weight.
         """
         number = declaration(weight)
         if not number or type(weight) is not nn.Parameter:
@@ -98,7 +98,7 @@ class WeightCache(dict[Place, CacheEntry]):
         return entry.copy
 
     def discard(self, changed: Sequence[range]) -> None:
-        """Forget the copies of all memory that overlaps with these addresses."""
+        """Forget the copies of memory at these addresses."""
         for place, entry in list(self.items()):  # a list: collecting a weight removes its entry
             storage = entry.storage()
             if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
@@ -122,7 +122,7 @@ _NUMBERS = itertools.count(1)
 
 
 def declare_frozen(weights: Iterable[Tensor]) -> list[range]:
-    """Declare that nobody writes to these weights, and return their addresses."""
+    """Declare these weights frozen, and return their addresses."""
     blocks = []
     for weight in weights:
         weight.requires_grad_(False)
@@ -144,14 +144,14 @@ def withdraw(weights: Iterable[Tensor]) -> None:
 
 
 def forget_copies(weights: Iterable[Tensor]) -> None:
-    """Forget the copies of all memory that overlaps with the memory of these weights."""
+    """Forget the copies of all memory of these weights."""
     changed = [_addresses(each.untyped_storage()) for each in weights if _is_plain(each)]
     for cache in list(_CACHES.values()):
         cache.discard(changed)
 
 
 def declaration(weight: Tensor) -> int:
-    """Return the number of the ``freeze`` that holds for a weight; 0 if none holds.
+    """Return the number of the ``freeze`` of a weight; 0 for a weight that is not frozen.
 
     Each ``freeze`` has a new number.
     """
@@ -181,8 +181,10 @@ def _forget_memory(key: int, gone: Storage) -> None:
 
 
 def _withdraw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Take back the declaration for weights that a step of any optimizer has changed."""
-    for group in optimizer.param_groups if _FROZEN else ():
+    """Take back the declaration of all weights with a gradient, after a step of any optimizer."""
+    if not _FROZEN:
+        return
+    for group in optimizer.param_groups:
         withdraw(weight for weight in group["params"] if weight.grad is not None)
 
 
@@ -190,9 +192,10 @@ register_optimizer_step_post_hook(_withdraw_trained)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Return True for ordinary CPU memory that counts torch's writes."""
-    kind = type(weight) is nn.Parameter or type(weight) is Tensor
-    return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
+    """Return True for ordinary CPU memory with a count of torch's writes."""
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        return False
+    return weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
