@@ -1,8 +1,8 @@
 """Linear layers with quantized weights.
 
-``quantized_linear`` stores weights in few bits and multiplies in the dtype of ``x``; ``int8_dynamic_linear`` and
-``fp8_linear`` quantize ``x`` too, and have no gradients. ``opgraft.ops.linear.quantized.storage`` says how codes lie in
-memory.
+``quantized_linear`` stores weights in few bits and multiplies in the dtype of ``x``.
+``int8_dynamic_linear`` and ``fp8_linear`` quantize ``x`` too, and have no gradients.
+``opgraft.ops.linear.quantized.storage`` describes the layout of codes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.nn import functional as F
 __all__ = ["quantized_linear", "int8_dynamic_linear", "fp8_linear"]
 
 INT8_MAX = 127
-"""The largest magnitude that int8 quantizes to; -128 is not used, so that quantization is symmetric."""
+"""The largest magnitude of an int8 code. Without -128, quantization is symmetric."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""The lower bound of computed int8 scales, which keeps rows of zeros from a division by zero."""
+"""The lower bound of computed int8 scales, against a division by zero in a row of zeros."""
 
 FP8_WEIGHTS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
@@ -47,7 +47,8 @@ def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> T
 def _mapped_by_codes(
     x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
+    rows_of_entry = TILE if weight.dim() == 3 else 1
+    return x.new_empty((*x.shape[:-1], weight.shape[0] * rows_of_entry))
 
 
 @register_functional("quantized_linear", _mapped_by_codes)
@@ -58,21 +59,22 @@ def quantized_linear(
     offsets: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``x · Wᵀ + bias`` with ``W = code · scale + offset`` per group of inputs of an output row, as in GPTQ
-    (Frantar et al., arXiv:2210.17323) and AWQ (Lin et al., arXiv:2306.00978).
+    """Compute ``x · Wᵀ + bias`` with ``W = code · scale + offset`` per group of inputs of a row.
 
-    The dtype of the weight tells its bits, the shape of the scales its groups. This definition computes ``W`` in
-    float32 (float64 for float64 input) and rounds it to the dtype of ``x``; a kernel need not round it. Gradients reach
-    everything but the codes.
+    Checkpoints of GPTQ (Frantar et al., arXiv:2210.17323) and AWQ (Lin et al., arXiv:2306.00978)
+    hold such weights. The dtype of the weight decides the number of bits, the shape of the scales
+    the groups. This definition computes ``W`` in float32 (float64 for float64 input), then rounds
+    to the dtype of ``x``; a kernel need not round. Gradients reach all arguments but the codes.
 
     Args:
         x: ``[..., in_features]`` in any floating-point dtype.
-        weight: 8 bits as ``int8``, ``[out_features, in_features]``; 4 bits as ``uint8``,
-            ``[out_features, 64 · ceil(in_features / 128)]``, as ``pack_int4`` packs them. Either may lie in tiles of
-            32 outputs, ``[out_features / 32, ceil(in_features / 32), 1024 or 512]``, as ``in_tiles`` lays them.
-        scales: ``[out_features, groups]`` in any floating-point dtype; ``groups`` divides ``in_features``. Beside
-            tiles ``[out_features / 32, groups, 32]``.
-        offsets: as the scales. Without them, 4-bit codes stand for ``(code - 8) · scale``.
+        weight: 8 bits in ``int8``, ``[out_features, in_features]``; or 4 bits in ``uint8``,
+            ``[out_features, 64 · ceil(in_features / 128)]``, from ``pack_int4``. Either may lie in
+            tiles of 32 outputs, ``[out_features / 32, ceil(in_features / 32), 1024 or 512]``, from
+            ``in_tiles``.
+        scales: ``[out_features, groups]`` in any floating-point dtype; ``groups`` divides
+            ``in_features``. With tiles ``[out_features / 32, groups, 32]``.
+        offsets: like the scales. Without offsets, 4-bit codes mean ``(code - 8) · scale``.
         bias: ``[out_features]`` in the dtype of ``x``.
 
     Returns:
@@ -81,12 +83,15 @@ def quantized_linear(
     Raises:
         ValueError: a shape, a dtype or a device does not fit.
     """
+    op = "quantized_linear"
+    # A number without dimensions is refused below.
     if weight.dim() == 3 and x.dim():
-        expect_tiles("quantized_linear", weight, scales, offsets, x.shape[-1])
+        expect_tiles(op, weight, scales, offsets, x.shape[-1])
         weight, scales, offsets = out_of_tiles(weight, scales, offsets, x.shape[-1])
-    _expect_input("quantized_linear", x, weight, bias)
-    expect_storage("quantized_linear", weight, scales, offsets, x.shape[-1], x.device)
-    plain = dequantize(weight, scales, offsets, x.shape[-1], compute_dtype(x.dtype))
+    _expect_input(op, x, weight, bias)
+    in_features = x.shape[-1]
+    expect_storage(op, weight, scales, offsets, in_features, x.device)
+    plain = dequantize(weight, scales, offsets, in_features, compute_dtype(x.dtype))
     return F.linear(x, plain.to(x.dtype), bias)
 
 
@@ -94,13 +99,15 @@ def quantized_linear(
 def int8_dynamic_linear(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute ``x · Wᵀ + bias`` on 8-bit integers, with ``x`` quantized row by row (Dettmers et al., arXiv:2208.07339,
-    section 2.1, without its outliers).
+    """Compute ``x · Wᵀ + bias`` on 8-bit integers, with ``x`` quantized row by row.
 
-    A row's scale is ``max(|x|) / 127``, its codes are ``round(x / scale)``, ties to even; the sum of products of codes
-    is scaled by row and output channel in float32 (float64 for float64 input) and rounded once, after adding the bias.
-    This definition sums in that precision: in float32 exactly as integers do while sums stay below 2^24. A row with an
-    infinity or a NaN becomes NaN. No gradients.
+    The method is from Dettmers et al. (arXiv:2208.07339, section 2.1), without outliers. The scale
+    of a row of ``x`` is ``max(|x|) / 127``, the codes are ``round(x / scale)``, ties to even. The
+    sum of products of codes is scaled by row and output channel, and the bias is added, in float32
+    (float64 for float64 input). The result is rounded once.
+
+    This definition sums in the same precision: float32 is as exact as integers for sums below 2^24.
+    A row with an infinity or a NaN becomes NaN. There are no gradients.
 
     Args:
         x: ``[..., in_features]`` in any floating-point dtype.
@@ -114,23 +121,28 @@ def int8_dynamic_linear(
     Raises:
         ValueError: a shape, a dtype or a device does not fit.
     """
-    _expect_input("int8_dynamic_linear", x, weight, bias)
+    op = "int8_dynamic_linear"
+    _expect_input(op, x, weight, bias)
     if weight.dtype != torch.int8:
-        raise ValueError(f"int8_dynamic_linear: weight is {weight.dtype}, expected torch.int8")
-    columns = scales.reshape(-1, 1) if scales.dim() == 1 else scales
-    expect_storage("int8_dynamic_linear", weight, columns, None, x.shape[-1], x.device)
-    if columns.shape[1] != 1:
+        raise ValueError(f"{op}: weight is {weight.dtype}, expected torch.int8")
+    in_features = x.shape[-1]
+    by_channel = scales.reshape(-1, 1) if scales.dim() == 1 else scales
+    expect_storage(op, weight, by_channel, None, in_features, x.device)
+    if by_channel.shape[1] != 1:
         raise ValueError(
-            f"int8_dynamic_linear: scales have shape {tuple(scales.shape)}, expected one for each channel"
+            f"{op}: scales have shape {tuple(scales.shape)}, expected one for each channel"
         )
     rows = x.detach().to(compute_dtype(x.dtype))
-    largest = (
-        rows.abs().amax(-1, keepdim=True) if x.shape[-1] else rows.new_zeros((*x.shape[:-1], 1))
-    )
-    scale = (largest / INT8_MAX).clamp(min=SMALLEST_SCALE)
-    codes = (rows / scale).round()
+    # amax refuses rows without elements.
+    empty = (*x.shape[:-1], 1)
+    largest = rows.abs().amax(-1, keepdim=True) if in_features else rows.new_zeros(empty)
+    row_scales = (largest / INT8_MAX).clamp(min=SMALLEST_SCALE)
+    codes = (rows / row_scales).round()
     sums = F.linear(codes, weight.to(rows.dtype))
-    return _scaled(sums, scale * columns[:, 0].detach().to(rows.dtype), bias, x)
+    y = sums * (row_scales * by_channel[:, 0].detach().to(rows.dtype))
+    if bias is not None:
+        y = y + bias.detach().to(y.dtype)
+    return y.to(x.dtype)
 
 
 @register_functional("fp8_linear", _mapped, differentiable=False)
@@ -142,18 +154,20 @@ def fp8_linear(
     bias: Tensor | None = None,
     block_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute ``x · Wᵀ + bias`` with weights in 8-bit floating point, and ``x`` quantized to the same (Micikevicius et
-    al., arXiv:2209.05433; blocks as in DeepSeek-V3, arXiv:2412.19437).
+    """Compute ``x · Wᵀ + bias`` with ``W`` in 8-bit floating point, and ``x`` quantized likewise.
 
-    This definition multiplies both by their scales, rounds the products to the dtype of ``x`` and has torch multiply
-    the matrices in that dtype; a kernel may multiply the 8-bit numbers themselves. No gradients.
+    The method is from Micikevicius et al. (arXiv:2209.05433), blocks are from DeepSeek-V3
+    (arXiv:2412.19437). This definition multiplies codes by scales, rounds both factors to the dtype
+    of ``x``, and multiplies the matrices in this dtype. A kernel may multiply the 8-bit numbers.
+    There are no gradients.
 
     Args:
         x: ``[..., in_features]`` in any floating-point dtype.
         weight: ``[out_features, in_features]`` in an 8-bit floating-point dtype.
-        weight_scale: one number; ``[out_features]`` or ``[out_features, 1]``; or a number for each block.
-        input_scale: one number that ``x`` is divided by. Without it each row is quantized by its largest magnitude,
-            with ``block_shape`` each block of a row.
+        weight_scale: one number; ``[out_features]`` or ``[out_features, 1]``; or a number for each
+            block.
+        input_scale: one divisor of ``x``. Without ``input_scale``, each row is quantized by the
+            largest magnitude; with ``block_shape``, each block of a row.
         bias: ``[out_features]`` in the dtype of ``x``.
         block_shape: rows and columns of the blocks of the weight.
 
@@ -163,25 +177,28 @@ def fp8_linear(
     Raises:
         ValueError: a shape, a dtype or a device does not fit, or ``input_scale`` is given with ``block_shape``.
     """
-    _expect_input("fp8_linear", x, weight, bias)
+    op = "fp8_linear"
+    _expect_input(op, x, weight, bias)
     if weight.dtype not in FP8_WEIGHTS:
-        raise ValueError(f"fp8_linear: weight is {weight.dtype}, expected one of {FP8_WEIGHTS}")
-    expect_last_dim("fp8_linear", "x", x, weight.shape[1])
-    expect_same_device("fp8_linear", "weight_scale", weight_scale, "x", x)
+        raise ValueError(f"{op}: weight is {weight.dtype}, expected one of {FP8_WEIGHTS}")
+    expect_last_dim(op, "x", x, weight.shape[1])
+    expect_same_device(op, "weight_scale", weight_scale, "x", x)
     rounded = _rounded_to_fp8(x, input_scale, block_shape, weight.dtype)
-    scales = expand_weight_scale("fp8_linear", weight_scale, weight, block_shape)
+    scales = expand_weight_scale(op, weight_scale, weight, block_shape)
     dtype = compute_dtype(x.dtype)
     plain = weight.detach().to(dtype) * scales.detach().to(dtype)
-    return F.linear(rounded.to(x.dtype), plain.to(x.dtype), None if bias is None else bias.detach())
+    if bias is not None:
+        bias = bias.detach()
+    return F.linear(rounded.to(x.dtype), plain.to(x.dtype), bias)
 
 
 def expand_weight_scale(
     op: str, scale: Tensor, weight: Tensor, block_shape: Sequence[int] | None
 ) -> Tensor:
-    """Return the scale of an fp8 weight in a shape that broadcasts over it.
+    """Return the scale of an fp8 weight in a shape for broadcasting over the weight.
 
     Raises:
-        ValueError: there are more or fewer scales than the weight has blocks, channels or tensors.
+        ValueError: the number of scales does not fit the blocks or channels of the weight.
     """
     rows, columns = weight.shape
     if block_shape is None:
@@ -200,38 +217,34 @@ def expand_weight_scale(
     expected = (-(-rows // height), -(-columns // width))
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each block"
+            f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each "
+            "block"
         )
-    return scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    by_row = scale.repeat_interleave(height, 0)[:rows]
+    return by_row.repeat_interleave(width, 1)[:, :columns]
 
 
 def _rounded_to_fp8(
     x: Tensor, input_scale: Tensor | None, block_shape: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``x`` as fp8 represents it, in the precision to compute in."""
+    """Return ``x`` rounded to fp8 numbers times scales, in float32 (float64 for float64 input)."""
+    computed = compute_dtype(x.dtype)
     if input_scale is not None:
         if block_shape is not None:
             raise ValueError(
                 "fp8_linear: input_scale is given with block_shape, expected one of them at most"
             )
         codes = quant_fp8_static.native(x, input_scale.reshape(-1), (-1, -1), dtype)
-        return codes.to(compute_dtype(x.dtype)) * input_scale.detach().reshape(1).to(
-            compute_dtype(x.dtype)
-        )
+        return codes.to(computed) * input_scale.detach().reshape(1).to(computed)
     width = -1 if block_shape is None else block_shape[1]
     codes, scales = quant_fp8_dynamic.native(x, (1, width), dtype=dtype)
     if width != -1:
         scales = scales.repeat_interleave(width, -1)[..., : x.shape[-1]]
-    return codes.to(compute_dtype(x.dtype)) * scales.to(compute_dtype(x.dtype))
-
-
-def _scaled(sums: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    y = sums * scale
-    return (y if bias is None else y + bias.detach().to(y.dtype)).to(x.dtype)
+    return codes.to(computed) * scales.to(computed)
 
 
 def _expect_input(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ``ValueError`` unless ``x`` has rows, the weight is a matrix beside it, and the bias fits both."""
+    """Raise ``ValueError`` unless ``x`` has rows, and weight and bias fit ``x`` and each other."""
     expect_floating(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected [..., in_features]")

@@ -1,4 +1,4 @@
-"""Specs of linear layers with quantized weights, told number by number from what the storage is documented to hold."""
+"""Specs of quantized linear layers. References read each code where the documentation puts it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ BLOCK_SHAPE = (2, 16)
 
 
 def group_size_of(size: int) -> int:
-    """Return a size of groups that a row of so many inputs can be cut into."""
+    """Return a group size for a row of ``size`` inputs."""
     return next(group for group in (32, 16, 3, 1) if size % group == 0)
 
 
 def scale_of(x: Tensor, largest: Tensor, limit: float) -> Tensor:
-    """Divide as the definition does: rounded to float32 unless ``x`` has more digits than float32."""
-    return (
-        largest / limit
-        if not torch.equal(x.float().double(), x)
-        else (largest.float() / limit).double()
-    )
+    """Return ``largest / limit`` in the precision of the definition: float64 for float64 input."""
+    if _is_float32(x):
+        return (largest.float() / limit).double()
+    return largest / limit
 
 
 def quotients(x: Tensor, scale: Tensor) -> Tensor:
-    """Divide as the definition does: to which of two codes a number is rounded depends on the last bit."""
-    return (
-        x / scale
-        if not torch.equal(x.float().double(), x)
-        else (x.float() / scale.float()).double()
-    )
+    """Return ``x / scale`` in the precision of the definition.
+
+    The last bit of a quotient may decide between two codes.
+    """
+    if _is_float32(x):
+        return (x.float() / scale.float()).double()
+    return x / scale
+
+
+def _is_float32(x: Tensor) -> bool:
+    """Return True if the values, in float64 for the reference, are values of float32."""
+    return torch.equal(x.float().double(), x)
 
 
 def _weight8(draw: Draw, size: int) -> Tensor:
@@ -46,7 +50,7 @@ def _weight8(draw: Draw, size: int) -> Tensor:
 
 
 def _scales(draw: Draw, groups: int, size: int, bits: int) -> Tensor:
-    """Draw scales that make weights at most as large as layers initialise them."""
+    """Draw scales for weights up to about ``1 / sqrt(size)``."""
     return (draw(OUT_FEATURES, groups).abs() + 0.5) / (2**bits * size**0.5)
 
 
@@ -72,11 +76,14 @@ def _grouped(bits: int, *, offsets: bool) -> Arguments:
             return _weight8(draw, size)
         return draw.integers(0, 256, (OUT_FEATURES, 64 * math.ceil(size / 128))).to(torch.uint8)
 
-    return {"weight": weight, "scales": scales, **({"offsets": shifts} if offsets else {})}
+    arguments: Arguments = {"weight": weight, "scales": scales}
+    if offsets:
+        arguments["offsets"] = shifts
+    return arguments
 
 
 def _tiled(bits: int) -> Arguments:
-    """Draw a tile of outputs, with offsets where codes have four bits."""
+    """Return draws of one tile of outputs, for four bits with offsets."""
 
     def scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
         return (draw(1, size // group_size_of(size), TILE).abs() + 0.5) / (2**bits * size**0.5)
@@ -85,7 +92,7 @@ def _tiled(bits: int) -> Arguments:
         return draw(1, size // group_size_of(size), TILE) / (4 * size**0.5)
 
     def weight(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        shape = 1, math.ceil(size / TILE), TILE * TILE * bits // 8
+        shape = (1, math.ceil(size / TILE), TILE * TILE * bits // 8)
         if bits == 8:
             return draw.integers(-127, 128, shape).to(torch.int8)
         return draw.integers(0, 256, shape).to(torch.uint8)
@@ -93,34 +100,38 @@ def _tiled(bits: int) -> Arguments:
     def bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
         return draw(TILE)
 
-    return {
-        "weight": weight,
-        "scales": scales,
-        "bias": bias,
-        **({"offsets": offsets} if bits == 4 else {}),
-    }
+    arguments: Arguments = {"weight": weight, "scales": scales, "bias": bias}
+    if bits == 4:
+        arguments["offsets"] = offsets
+    return arguments
 
 
 def _codes_of_tiles(weight: Tensor, size: int) -> Tensor:
-    """Read the codes of the outputs of one tile, from where the documentation says that each lies."""
-    inputs, outputs = torch.arange(size), torch.arange(TILE)
-    block, within = inputs // TILE, inputs % TILE
+    """Return the codes ``[TILE, size]`` of one tile of outputs, read one by one."""
+    inputs = torch.arange(size)
+    outputs = torch.arange(TILE)[:, None]
+    block = inputs // TILE
+    within = inputs % TILE
     if weight.dtype == torch.int8:
-        return weight[0, block, within // 4 * 128 + outputs[:, None] * 4 + within % 4]
-    bytes_of_codes = weight[0, block, within // 8 * 128 + outputs[:, None] * 4 + within % 4]
-    return (bytes_of_codes >> (within % 8 // 4 * 4)) & 15
+        return weight[0, block, within // 4 * 128 + outputs * 4 + within % 4]
+    bytes_of_codes = weight[0, block, within // 8 * 128 + outputs * 4 + within % 4]
+    shift = within % 8 // 4 * 4
+    return (bytes_of_codes >> shift) & 15
 
 
 def _codes_of_weight(weight: Tensor, size: int) -> Tensor:
-    """Read four-bit codes one by one, from where the documentation says that each lies."""
+    """Return the four-bit codes ``[rows, size]``, read one by one."""
     inputs = torch.arange(size)
-    block, within = inputs // 128, inputs % 128
-    word, nibble = within % 32, within // 32
+    block = inputs // 128
+    within = inputs % 128
+    word = within % 32
+    nibble = within // 32
     bytes_of_codes = weight[:, block * 64 + word * 2 + nibble // 2]
-    return (bytes_of_codes >> (nibble % 2 * 4)) & 15
+    shift = nibble % 2 * 4
+    return (bytes_of_codes >> shift) & 15
 
 
-def _quantized(
+def _reference_quantized(
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
@@ -129,22 +140,31 @@ def _quantized(
 ) -> Tensor:
     size = x.shape[-1]
     if weight.dim() == 3:
-        codes = _codes_of_tiles(weight, size).double()
-        scales, offsets = scales[0].T, None if offsets is None else offsets[0].T
+        codes = _codes_of_tiles(weight, size)
+        scales = scales[0].T
+        offsets = None if offsets is None else offsets[0].T
+    elif weight.dtype == torch.int8:
+        codes = weight
     else:
-        codes = (weight if weight.dtype == torch.int8 else _codes_of_weight(weight, size)).double()
+        codes = _codes_of_weight(weight, size)
+    plain = codes.double()
     if offsets is None and weight.dtype == torch.uint8:
-        codes = codes - 8
+        plain = plain - 8
     groups = torch.arange(size) // (size // scales.shape[1])
-    plain = codes * scales[:, groups] + (0 if offsets is None else offsets[:, groups])
+    plain = plain * scales[:, groups]
+    if offsets is not None:
+        plain = plain + offsets[:, groups]
     y = torch.einsum("...i,oi->...o", x, plain)
     return y if bias is None else y + bias
 
 
-def _int8_dynamic(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def _reference_int8_dynamic(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
     scale = scale_of(x, x.abs().amax(-1, keepdim=True), 127.0)
     codes = torch.round(quotients(x, scale))
-    y = torch.einsum("...i,oi->...o", codes, weight.double()) * scale * scales.reshape(-1)
+    sums = torch.einsum("...i,oi->...o", codes, weight.double())
+    y = sums * scale * scales.reshape(-1)
     return y if bias is None else y + bias
 
 
@@ -160,11 +180,12 @@ def _fp8_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _block_scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-    blocks = (math.ceil(OUT_FEATURES / BLOCK_SHAPE[0]), math.ceil(size / BLOCK_SHAPE[1]))
+    height, width = BLOCK_SHAPE
+    blocks = (math.ceil(OUT_FEATURES / height), math.ceil(size / width))
     return (draw(*blocks).float().abs() + 0.5) / (200 * size**0.5)
 
 
-def _fp8(
+def _reference_fp8(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
@@ -173,20 +194,26 @@ def _fp8(
     block_shape: Sequence[int] | None = None,
 ) -> Tensor:
     size = x.shape[-1]
-    height, width = block_shape or (1 if weight_scale.numel() > 1 else OUT_FEATURES, size)
+    # The block of one scale: given, one row, or the whole weight.
+    one_row = (1, size)
+    whole = (OUT_FEATURES, size)
+    height, width = block_shape or (one_row if weight_scale.numel() > 1 else whole)
     scales = weight_scale.reshape(math.ceil(OUT_FEATURES / height), math.ceil(size / width))
-    plain = (
-        weight.double()
-        * scales[torch.arange(OUT_FEATURES) // height][:, torch.arange(size) // width]
-    )
+    row_blocks = torch.arange(OUT_FEATURES) // height
+    column_blocks = torch.arange(size) // width
+    plain = weight.double() * scales[row_blocks][:, column_blocks]
+
     parts = []
     for part in torch.split(x, width, -1):
-        largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
-        scale = (largest / 448).float().double() if input_scale is None else input_scale.reshape(1)
+        if input_scale is None:
+            largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
+            scale = (largest / 448).float().double()
+        else:
+            scale = input_scale.reshape(1)
         # Torch rounds float64 to float32 on the way to 8 bits.
-        parts.append(
-            nearest(quotients(part, scale).float().double(), torch.float8_e4m3fn).double() * scale
-        )
+        divided = quotients(part, scale).float().double()
+        codes = nearest(divided, torch.float8_e4m3fn)
+        parts.append(codes.double() * scale)
     y = torch.einsum("...i,oi->...o", torch.cat(parts, -1), plain)
     return y if bias is None else y + bias
 
@@ -198,12 +225,15 @@ def _quantized_op(
     offsets: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    bits = 8 if weight.dtype == torch.int8 else 4
-    settings: dict[str, Any] = {
-        "group_size": x.shape[-1] // scales.shape[1],
-        "offsets": offsets is not None,
-    }
-    op = QuantizedLinear(x.shape[-1], OUT_FEATURES, bias is not None, bits=bits, **settings)
+    in_features = x.shape[-1]
+    op = QuantizedLinear(
+        in_features,
+        OUT_FEATURES,
+        bias is not None,
+        bits=8 if weight.dtype == torch.int8 else 4,
+        group_size=in_features // scales.shape[1],
+        offsets=offsets is not None,
+    )
     return with_parameters(op, weight=weight, scales=scales, offsets=offsets, bias=bias), (x,)
 
 
@@ -222,8 +252,13 @@ def _fp8_op(
     bias: Tensor | None = None,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    settings: dict[str, Any] = {"static": input_scale is not None, "block_shape": block_shape}
-    op = FP8Linear(x.shape[-1], OUT_FEATURES, bias is not None, **settings)
+    op = FP8Linear(
+        x.shape[-1],
+        OUT_FEATURES,
+        bias is not None,
+        static=input_scale is not None,
+        block_shape=block_shape,
+    )
     tensors = {
         "weight": weight,
         "weight_scale": weight_scale,
@@ -234,18 +269,19 @@ def _fp8_op(
 
 
 def _linear_flops(x: Tensor, weight: Tensor, **others: Any) -> int:
-    return 2 * x.numel() * weight.shape[0] * (TILE if weight.dim() == 3 else 1)
+    outputs = weight.shape[0] * TILE if weight.dim() == 3 else weight.shape[0]
+    return 2 * x.numel() * outputs
 
 
 COMMON: dict[str, Any] = {"flops": _linear_flops, "sizes": (1, 48, 769), "tolerances": HALF_NORM}
 ROUNDED_TWICE = {torch.float16: (2e-2, 1e-2), torch.bfloat16: (2e-2, 1.6e-2)}
-"""Tolerances in half types where both factors are rounded to them before they are multiplied."""
+"""Tolerances in half types if both factors are rounded before the product."""
 
 SPECS = (
     OpSpec(
         functional.quantized_linear,
         _int8,
-        _quantized,
+        _reference_quantized,
         module=_quantized_op,
         variants={
             "8 bits": {},
@@ -262,7 +298,7 @@ SPECS = (
     OpSpec(
         functional.int8_dynamic_linear,
         _int8,
-        _int8_dynamic,
+        _reference_int8_dynamic,
         module=_int8_dynamic_op,
         variants={"": {}, "no bias": {"bias": None}},
         differentiable=False,
@@ -271,7 +307,7 @@ SPECS = (
     OpSpec(
         functional.fp8_linear,
         _fp8_inputs,
-        _fp8,
+        _reference_fp8,
         module=_fp8_op,
         variants={
             "channels": {},
