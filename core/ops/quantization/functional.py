@@ -1,12 +1,14 @@
 """Quantisation to 8-bit floating point (Micikevicius et al., arXiv:2209.05433).
 
-``x`` is read as a matrix, ``[tokens, hidden]`` with all leading dimensions as tokens, and cut into groups of
-``group_shape``, rows by columns, of which -1 is the whole extent; the last group of a row or column may be smaller.
-Each group has a scale: ``q = round(clip(x / scale, ±FP8_MAX))``, so that ``q · scale`` is about ``x``. Quotients are
-computed in float32 (float64 for float64 input) and rounded to the nearest, ties to even.
+``x`` is read as a matrix ``[tokens, hidden]``, with all leading dimensions as tokens, and cut into
+groups. ``group_shape`` gives rows and columns of a group, -1 for the whole extent. The last group
+of a row or column may be smaller. Each group has a scale:
+``q = round(clip(x / scale, ±FP8_MAX))``, so ``q · scale`` is about ``x``. Quotients are computed in
+float32 (float64 for float64 input) and rounded to the nearest, ties to even.
 
-A NaN becomes NaN, and does not count where a scale is computed. An infinity saturates where the scale is given or
-bounded; else it makes the scale of its group infinite, itself NaN and the rest of the group zeros. No gradients.
+A NaN becomes NaN, and does not count for a computed scale. An infinity saturates with a given or
+bounded scale. Otherwise an infinity makes the scale of its group infinite, becomes NaN itself, and
+the rest of the group becomes zeros. There are no gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ FP8_MAX = {
     torch.float8_e5m2: 57344.0,
     torch.float8_e5m2fnuz: 57344.0,
 }
-"""The largest magnitude that is quantised to, by dtype; e4m3fnuz reaches 240, of which checkpoints use half of 448."""
+"""The largest quantised magnitude by dtype.
+
+e4m3fnuz reaches 240, but checkpoints use 224, half of 448.
+"""
 
 
 class _RowsAndColumns(NamedTuple):
@@ -39,7 +44,7 @@ class _RowsAndColumns(NamedTuple):
 
 
 class GroupShape(_RowsAndColumns):
-    """The extent of a group that shares a scale: ``row`` tokens by ``col`` elements, -1 for the whole extent."""
+    """The extent of the group of a scale: ``row`` tokens by ``col`` elements, -1 for all."""
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -55,7 +60,7 @@ class GroupShape(_RowsAndColumns):
         return self == (-1, 1)
 
     def is_per_group(self) -> bool:
-        """Tell whether groups are parts of one row."""
+        """Return True if groups are parts of one row."""
         return self.row == 1 and self.col >= 1
 
 
@@ -65,7 +70,7 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Return the lower bound of computed scales, which keeps groups of zeros from a division by zero."""
+    """Return the lower bound of computed scales, against a division by zero in a group of zeros."""
     return 1.0 / (FP8_MAX[dtype] * 512.0)
 
 
@@ -73,22 +78,24 @@ def expect_group_shape(op: str, group_shape: Sequence[int]) -> None:
     """Raise ``ValueError`` unless the group shape is two numbers, each positive or -1."""
     if len(group_shape) != 2 or any(extent != -1 and extent < 1 for extent in group_shape):
         raise ValueError(
-            f"{op}: group_shape is {tuple(group_shape)}, expected (rows, columns), each positive or -1"
+            f"{op}: group_shape is {tuple(group_shape)}, expected (rows, columns), each positive "
+            "or -1"
         )
 
 
 def expect_dynamic_group_shape(op: str, group_shape: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless scales can be computed for groups of that shape."""
+    """Raise ``ValueError`` unless scales can be computed for groups of this shape."""
     expect_group_shape(op, group_shape)
-    if tuple(group_shape) not in ((-1, -1), (-1, 1)) and group_shape[0] != 1:
+    given = tuple(group_shape)
+    if given not in ((-1, -1), (-1, 1)) and given[0] != 1:
         raise ValueError(
-            f"{op}: group_shape is {tuple(group_shape)}, expected (-1, -1), (1, -1), (-1, 1) or (1, columns) where "
-            "scales are computed"
+            f"{op}: group_shape is {given}, expected (-1, -1), (1, -1), (-1, 1) or (1, columns) "
+            "where scales are computed"
         )
 
 
 def expect_scale_ub(op: str, scale_ub: Tensor | None, group_shape: Sequence[int]) -> None:
-    """Raise ``ValueError`` unless the bound is one number for scales per token, or not given."""
+    """Raise ``ValueError`` for a bound of other scales than per token, or of several numbers."""
     if scale_ub is None:
         return
     if tuple(group_shape) != (1, -1):
@@ -100,15 +107,17 @@ def expect_scale_ub(op: str, scale_ub: Tensor | None, group_shape: Sequence[int]
 
 
 def scale_shape(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a tensor of that shape.
+    """Return the shape of the scales for a tensor ``[..., hidden]``.
 
-    ``[1]`` per tensor, ``[..., 1]`` per token and ``[..., groups]`` for parts of rows with the leading dimensions of
-    ``x``, ``[1, hidden]`` per channel, ``[row groups, column groups]`` else.
+    ``[1]`` per tensor, ``[..., 1]`` per token, ``[..., groups]`` for parts of rows, ``[1, hidden]``
+    per channel, otherwise ``[row groups, column groups]``.
     """
+    if tuple(group_shape) == (-1, -1):
+        return (1,)
     (down, _), (across, _) = _cut(shape, group_shape)
     if group_shape[0] == 1:
         return (*shape[:-1], across)
-    return (1,) if tuple(group_shape) == (-1, -1) else (down, across)
+    return (down, across)
 
 
 def _fake_static(
@@ -132,13 +141,14 @@ def _fake_dynamic(
 def quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Tensor:
-    """Quantise ``x`` to fp8 with scales that are given (arXiv:2209.05433).
+    """Quantise ``x`` to fp8 with given scales (arXiv:2209.05433).
 
     Args:
         x: ``[..., hidden]`` in float32, bfloat16, float16 or float64.
-        scale: one positive number per group: ``[1]`` or ``[]`` for the tensor, ``[..., 1]`` per token, ``[1, hidden]``
-            per channel, ``[..., groups]`` for parts of rows, ``[row groups, column groups]`` for blocks. Leading
-            dimensions may be flattened, and dimensions of one left out.
+        scale: one positive number per group: ``[1]`` or ``[]`` for the tensor, ``[..., 1]`` per
+            token, ``[1, hidden]`` per channel, ``[..., groups]`` for parts of rows,
+            ``[row groups, column groups]`` for blocks. Leading dimensions may be flattened, and
+            dimensions of one left out.
         group_shape: rows and columns of a group, -1 for the whole extent.
         dtype: an fp8 dtype.
 
@@ -146,7 +156,7 @@ def quant_fp8_static(
         ``[..., hidden]`` in ``dtype``.
 
     Raises:
-        ValueError: a dtype that is not supported, or scales whose number, shape or device does not fit.
+        ValueError: a dtype is not supported, or the shape or device of the scales does not fit.
     """
     _expect_input("quant_fp8_static", x, dtype)
     expect_group_shape("quant_fp8_static", group_shape)
@@ -154,11 +164,13 @@ def quant_fp8_static(
     (down, height), (across, width) = _cut(x.shape, group_shape)
     _expect_scale(scale, scale_shape(x.shape, group_shape), (down, across))
     matrix = _matrix(x)
+    tokens, hidden = matrix.shape
     scales = scale.detach().reshape(down, across).to(matrix.dtype)
+    # A single scale broadcasts over its extent.
     if down > 1 and height > 1:
-        scales = scales.repeat_interleave(height, 0)[: matrix.shape[0]]
+        scales = scales.repeat_interleave(height, 0)[:tokens]
     if across > 1 and width > 1:
-        scales = scales.repeat_interleave(width, 1)[:, : matrix.shape[1]]
+        scales = scales.repeat_interleave(width, 1)[:, :hidden]
     return _rounded(matrix / scales, x, dtype)
 
 
@@ -170,37 +182,44 @@ def quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``x`` to fp8, each group by its largest magnitude: ``scale = max(amax / FP8_MAX, 1 / (512 · FP8_MAX))``
-    (arXiv:2209.05433).
+    """Quantise ``x`` to fp8, each group by its largest magnitude (arXiv:2209.05433).
+
+    The scale of a group is ``max(amax / FP8_MAX, 1 / (512 · FP8_MAX))``.
 
     Args:
         x: ``[..., hidden]`` in float32, bfloat16, float16 or float64.
-        group_shape: ``(-1, -1)`` for one scale, ``(1, -1)`` per token, ``(-1, 1)`` per channel, ``(1, G)`` per ``G``
-            elements of a token.
-        scale_ub: one number on the device of ``x`` that ``amax`` is at most, for scales per token.
-        use_ue8m0: round scales up to powers of two (Rouhani et al., arXiv:2310.10537), after applying the lower bound.
+        group_shape: ``(-1, -1)`` for one scale, ``(1, -1)`` per token, ``(-1, 1)`` per channel,
+            ``(1, G)`` per ``G`` elements of a token.
+        scale_ub: an upper bound of ``amax``, one number on the device of ``x``, for scales per
+            token.
+        use_ue8m0: round scales up to powers of two (Rouhani et al., arXiv:2310.10537), after
+            applying the lower bound.
         dtype: an fp8 dtype.
 
     Returns:
-        ``[..., hidden]`` in ``dtype``, and the scales in float32: ``[1]``, ``[..., 1]``, ``[1, hidden]`` or
-        ``[..., ceil(hidden / G)]``.
+        ``[..., hidden]`` in ``dtype``, and the scales in float32: ``[1]``, ``[..., 1]``,
+        ``[1, hidden]`` or ``[..., ceil(hidden / G)]``.
 
     Raises:
-        ValueError: a dtype or group shape that is not supported, or ``scale_ub`` for other scales than per token.
+        ValueError: a dtype or group shape is not supported, or ``scale_ub`` is given for other
+            scales than per token.
     """
-    _expect_input("quant_fp8_dynamic", x, dtype)
-    expect_dynamic_group_shape("quant_fp8_dynamic", group_shape)
-    expect_scale_ub("quant_fp8_dynamic", scale_ub, group_shape)
+    op = "quant_fp8_dynamic"
+    _expect_input(op, x, dtype)
+    expect_dynamic_group_shape(op, group_shape)
+    expect_scale_ub(op, scale_ub, group_shape)
     blocks = _blocks(x, group_shape)
     largest = blocks.abs().nan_to_num(0.0, posinf=math.inf).amax((1, 3))
     if scale_ub is not None:
-        expect_same_device("quant_fp8_dynamic", "scale_ub", scale_ub, "x", x)
-        largest = torch.minimum(largest, scale_ub.detach().reshape(1, 1).to(largest.dtype))
+        expect_same_device(op, "scale_ub", scale_ub, "x", x)
+        bound = scale_ub.detach().reshape(1, 1).to(largest.dtype)
+        largest = torch.minimum(largest, bound)
     scale = (largest / FP8_MAX[dtype]).to(torch.float32).clamp(min=smallest_scale(dtype))
     if use_ue8m0:
         scale = _power_of_two_above(scale)
-    quotients = (blocks / scale[:, None, :, None].to(blocks.dtype)).flatten(2).flatten(0, 1)
-    quotients = quotients[: math.prod(x.shape[:-1]), : x.shape[-1]]
+    divisors = scale[:, None, :, None].to(blocks.dtype)
+    filled_up = (blocks / divisors).flatten(2).flatten(0, 1)
+    quotients = filled_up[: math.prod(x.shape[:-1]), : x.shape[-1]]
     return _rounded(quotients, x, dtype), scale.reshape(scale_shape(x.shape, group_shape))
 
 
@@ -211,36 +230,46 @@ def _expect_input(op: str, x: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: x has shape (), expected [..., hidden]")
 
 
-def _expect_scale(scale: Tensor, kept: tuple[int, ...], flat: tuple[int, int]) -> None:
+def _expect_scale(scale: Tensor, full: tuple[int, ...], flat: tuple[int, int]) -> None:
+    """Raise ``ValueError`` unless a scale has one of two shapes, or ``flat`` without ones."""
     given = tuple(scale.shape)
     without_ones = tuple(extent for extent in flat if extent != 1)
-    if given != kept and given != flat and given != without_ones:
-        expected = " or ".join(dict.fromkeys((str(kept), str(flat))))
+    if given not in (full, flat, without_ones):
+        # A dictionary names equal shapes once.
+        expected = " or ".join(dict.fromkeys((str(full), str(flat))))
         raise ValueError(f"quant_fp8_static: scale has shape {given}, expected {expected}")
 
 
 def _cut(
     shape: Sequence[int], group_shape: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return number and extent of the groups down and across the matrix."""
-    return _groups(math.prod(shape[:-1]), group_shape[0]), _groups(shape[-1], group_shape[1])
+    """Return the number and extent of the groups down the matrix, and across."""
+    down = _groups(math.prod(shape[:-1]), group_shape[0])
+    across = _groups(shape[-1], group_shape[1])
+    return down, across
 
 
 def _groups(extent: int, size: int) -> tuple[int, int]:
-    return (1, max(extent, 1)) if size == -1 else (-(-extent // size), size)
+    if size == -1:
+        return 1, max(extent, 1)
+    return -(-extent // size), size
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Return ``x`` as ``[tokens, hidden]``, in the precision to compute in."""
-    return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(compute_dtype(x.dtype))
+    """Return ``x`` as ``[tokens, hidden]``, in float32 (float64 for float64 input)."""
+    tokens = math.prod(x.shape[:-1])
+    return x.detach().reshape(tokens, x.shape[-1]).to(compute_dtype(x.dtype))
 
 
 def _blocks(x: Tensor, group_shape: Sequence[int]) -> Tensor:
     """Return ``x`` as ``[row groups, rows, column groups, columns]``, filled up with zeros."""
     matrix = _matrix(x)
+    tokens, hidden = matrix.shape
     (down, height), (across, width) = _cut(x.shape, group_shape)
-    missing = (0, across * width - matrix.shape[1], 0, down * height - matrix.shape[0])
-    return (F.pad(matrix, missing) if any(missing) else matrix).reshape(down, height, across, width)
+    missing = (0, across * width - hidden, 0, down * height - tokens)
+    if any(missing):
+        matrix = F.pad(matrix, missing)
+    return matrix.reshape(down, height, across, width)
 
 
 def _rounded(quotients: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -249,6 +278,6 @@ def _rounded(quotients: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _power_of_two_above(scale: Tensor) -> Tensor:
-    # On the bits of the number: a logarithm that is off by one unit would halve or double the scale.
+    # By the bits, as a logarithm with an error of one unit would halve or double the scale.
     bits = (scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000
     return bits.view(torch.float32)

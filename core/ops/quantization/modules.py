@@ -22,40 +22,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TMA_BYTES = 16
-"""The divisor of the stride of a column of scales, for units that copy blocks of memory by descriptor."""
+"""The divisor of a column's stride in bytes, for units for copies by descriptor (TMA)."""
 
 TRITON = on_triton("opgraft.ops.quantization.triton")
 
 
 @CustomOp.register("quant_fp8")
 class QuantFP8(CustomOp):
-    """Quantises to 8-bit floating point, with scales that are given or computed (arXiv:2209.05433).
+    """Quantises to 8-bit floating point with given or computed scales (arXiv:2209.05433).
 
-    Computed scales are ``max(amax / FP8_MAX, 1 / (512 · FP8_MAX))`` per group, the quotient ``x / scale`` is clipped to
-    ``±FP8_MAX`` and rounded to the nearest, ties to even. ``FP8_MAX`` is 448, and 224 for e4m3fnuz.
+    A computed scale is ``max(amax / FP8_MAX, 1 / (512 · FP8_MAX))`` of the group. The quotient
+    ``x / scale`` is clipped to ``±FP8_MAX`` and rounded to the nearest, ties to even. ``FP8_MAX``
+    is 448, for e4m3fnuz 224.
 
-    Where vLLM's definition differs: ``use_ue8m0`` holds for all computed scales and gives powers of two always, the
-    lower bound being applied first; scales are computed per channel too; quotients are divided, never multiplied by a
+    Unlike vLLM's definition, ``use_ue8m0`` rounds all computed scales to powers of two, after the
+    lower bound. Scales are computed per channel, too. Quotients are divided, never multiplied by a
     reciprocal.
 
     Args:
-        static: whether calls give the scale.
-        group_shape: rows and columns that share a scale. Computed: ``GroupShape.PER_TENSOR``, ``PER_TOKEN``,
-            ``PER_CHANNEL`` or ``GroupShape(1, G)``; given: these and blocks.
-        num_token_padding: append rows of zeros to the quantised ``[tokens, hidden]`` up to that many.
-        column_major_scales: lay the scales of ``GroupShape(1, G)`` out so that those of neighbouring tokens adjoin.
-        tma_aligned_scales: with ``column_major_scales``, let each column of scales start at a multiple of 16 bytes.
+        static: calls give the scale.
+        group_shape: rows and columns of a scale. Computed: ``GroupShape.PER_TENSOR``,
+            ``PER_TOKEN``, ``PER_CHANNEL`` or ``GroupShape(1, G)``. Given: these and blocks.
+        num_token_padding: append rows of zeros to the quantised ``[tokens, hidden]`` up to this
+            number.
+        column_major_scales: store the scales of ``GroupShape(1, G)`` by column, so that scales of
+            neighbouring tokens are adjacent.
+        tma_aligned_scales: with ``column_major_scales``, start each column of scales at a multiple
+            of 16 bytes.
         use_ue8m0: round computed scales up to powers of two; ``None`` means no.
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
-        dtype: an fp8 dtype; that of the platform if not given, and e4m3fn where it has none.
+        compile_native: ignored, for callers of vLLM's class. The native definition compiles with
+            the caller.
+        dtype: an fp8 dtype; the platform's if not given, or e4m3fn if the platform has none.
 
     Shapes:
-        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64, the first result likewise in fp8. Scales
-        are float32: ``[1]`` per tensor, ``[..., 1]`` per token, ``[1, hidden]`` per channel and
-        ``[..., ceil(hidden / G)]`` per group; given ones come back as they are.
+        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64, the first result
+        likewise in fp8. Scales are float32: ``[1]`` per tensor, ``[..., 1]`` per token,
+        ``[1, hidden]`` per channel and ``[..., ceil(hidden / G)]`` per group. Given scales are
+        returned unchanged.
 
     Raises:
-        ValueError: a group shape, padding or dtype that is not supported (vLLM asserts it).
+        ValueError: a group shape, padding or dtype is not supported (vLLM has assertions).
     """
 
     def __init__(
@@ -100,17 +106,18 @@ class QuantFP8(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Quantise ``x``; return it and its scale.
+        """Return the quantised ``x`` and the scale.
 
         Args:
             x: ``[..., hidden]``.
-            scale: what an op with ``static=True`` quantises by.
-            scale_ub: one number that the largest magnitude of a token is at most, for computed scales per token.
-            use_triton: for kernels that come in several languages; not read here.
+            scale: the scale for ``static=True``.
+            scale_ub: an upper bound of the largest magnitude, one number, for computed scales per
+                token.
+            use_triton: for kernels in several languages; not read here.
 
         Raises:
-            ValueError: a scale is missing, not asked for or does not fit; ``scale_ub`` where it has no meaning; padding
-                for ``x`` of other than two dimensions.
+            ValueError: a scale is missing, not wanted or does not fit, ``scale_ub`` is given for
+                other scales, or ``x`` has not two dimensions for padding.
         """
         if (scale is not None) != self.static:
             got = "is given, expected none" if scale is not None else "is None, expected a tensor"
@@ -119,34 +126,46 @@ class QuantFP8(CustomOp):
             expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
             quantised = functional.quant_fp8_static(x, scale, self.group_shape, self.dtype)
             return self.pad_tokens(quantised), scale
-        settings = (self.group_shape, scale_ub, self.use_ue8m0, self.dtype)
-        quantised, computed = functional.quant_fp8_dynamic(x, *settings)
+        quantised, computed = functional.quant_fp8_dynamic(
+            x, self.group_shape, scale_ub, self.use_ue8m0, self.dtype
+        )
         return self.pad_tokens(quantised), self.lay_out_scales(computed)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Each table of functions makes the method forward_cuda or forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
-        """Pad ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
+        """Return ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``.
+
+        Kernels of plugins call this method too.
 
         Raises:
-            ValueError: other than two dimensions where there is padding.
+            ValueError: there is padding, and ``quantised`` has not two dimensions.
         """
         if self.num_token_padding is None:
             return quantised
         if quantised.dim() != 2:
             raise ValueError(
-                f"quant_fp8: x has shape {tuple(quantised.shape)}, expected [tokens, hidden] with num_token_padding"
+                f"quant_fp8: x has shape {tuple(quantised.shape)}, expected [tokens, hidden] with "
+                "num_token_padding"
             )
-        missing = max(self.num_token_padding - quantised.shape[0], 0)
-        return torch.cat([quantised, quantised.new_zeros(missing, quantised.shape[1])])
+        tokens, hidden = quantised.shape
+        missing = max(self.num_token_padding - tokens, 0)
+        return torch.cat([quantised, quantised.new_zeros(missing, hidden)])
 
     def lay_out_scales(self, scale: Tensor) -> Tensor:
-        """Put scales of groups in the memory layout that the constructor was asked for; for kernels too."""
+        """Return scales of groups in the memory layout of ``column_major_scales``, if set.
+
+        Kernels of plugins call this method too.
+        """
         if not (self.column_major_scales and self.is_group_quant and scale.dim() > 1):
             return scale
-        columns, tokens = scale.mT, scale.shape[-2]
+        columns = scale.mT
+        tokens = scale.shape[-2]
         if self.tma_aligned_scales:
-            columns = F.pad(columns, (0, -tokens % (TMA_BYTES // scale.element_size())))
+            scales_per_unit = TMA_BYTES // scale.element_size()
+            columns = F.pad(columns, (0, -tokens % scales_per_unit))
+        # The view leaves out the padding; the strides keep it.
         return columns.contiguous().mT[..., :tokens, :]
 
     def extra_repr(self) -> str:
@@ -155,34 +174,35 @@ class QuantFP8(CustomOp):
 
 @CustomOp.register("quant_fp4")
 class QuantFP4(CustomOp):
-    """Quantises to 4-bit floating point: NVFP4 (arXiv:2509.25149) by a scale of the whole tensor, MXFP4
-    (arXiv:2310.10537) without one.
+    """Quantises to 4-bit floating point: NVFP4 with a scale of the whole tensor, else MXFP4.
 
-    ``x / (group scale · scale)`` is rounded to the nearest of ±0, ½, 1, 1½, 2, 3, 4 and 6, ties to the even code. The
-    scale of 16 elements in NVFP4 is ``amax / (6 · scale)`` in e4m3, that of 32 in MXFP4
+    NVFP4 is from arXiv:2509.25149, MXFP4 from arXiv:2310.10537. ``x / (group scale · scale)`` is
+    rounded to the nearest of ±0, ½, 1, 1½, 2, 3, 4 and 6, ties to the even code. In NVFP4 the scale
+    of 16 elements is ``amax / (6 · scale)`` in e4m3. In MXFP4 the scale of 32 elements is
     ``2 ** (floor(log2(amax)) - 2)``.
 
-    Where vLLM's NVFP4 differs: ``scale`` is what numbers are multiplied with, not its reciprocal, quotients are
-    divided, and scales of groups lie in rows, not in the tiles that tensor cores read.
+    Unlike vLLM's NVFP4, ``scale`` is the factor of numbers, not the reciprocal. Quotients are
+    divided. Scales of groups lie in rows, not in the tiles of tensor cores.
 
     Shapes:
-        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64. Returned are ``[..., hidden / 2]`` in
-        ``uint8``, two numbers to a byte, the first in the lower bits; and the scales of groups, ``[..., hidden / 16]``
-        in ``float8_e4m3fn`` or ``[..., hidden / 32]`` in ``float8_e8m0fnu``.
+        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64. The results are
+        ``[..., hidden / 2]`` in ``uint8``, two numbers to a byte, the first in the lower bits; and
+        the scales of groups, ``[..., hidden / 16]`` in ``float8_e4m3fn`` or ``[..., hidden / 32]``
+        in ``float8_e8m0fnu``.
     """
 
     @calls_functional
     def forward_native(
         self, x: Tensor, scale: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor]:
-        """Quantise ``x``; return packed numbers and the scales of groups.
+        """Return the packed numbers of ``x``, and the scales of groups.
 
         Args:
             x: ``[..., hidden]``.
             scale: one positive number for NVFP4, as ``amax(x) / 2688``; ``None`` for MXFP4.
 
         Raises:
-            ValueError: groups do not divide ``hidden``, or the scale is not one number.
+            ValueError: groups do not divide ``hidden``, or the scale is several numbers.
         """
         quantised: tuple[Tensor, Tensor] = functional.quant_fp4(x, scale)
         return quantised

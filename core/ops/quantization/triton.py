@@ -1,7 +1,8 @@
-"""Triton kernels for quantization to 8-bit floats. Maths and arguments are in ``opgraft.ops.quantization.functional``.
+"""Triton kernels for quantization to 8-bit floats. Maths and arguments are in ``functional``.
 
-A scale per token or group is found and used by one program. A scale per tensor takes two launches: the first leaves the
-largest magnitude of each of its programs, which every program of the second reduces further.
+One program computes and uses the scale of a token or group. A scale per tensor takes two launches:
+each program of the first stores its largest magnitude, and every program of the second reduces all
+of these.
 """
 
 # The types of jitted functions are those of Triton's language, which annotations do not tell.
@@ -33,43 +34,54 @@ NAMES = {
     torch.float8_e5m2: "fp8e5",
     torch.float8_e5m2fnuz: "fp8e5b16",
 }
-"""The names that Triton has for the dtypes."""
+"""Triton's names of the dtypes."""
 
 PARTIALS = 1024
-"""Programs among which the largest magnitude of a tensor is sought: enough for every processor several times."""
+"""The most programs of ``largest_kernel``: several for every processor."""
 
 
 @triton.jit
 def _magnitude(t):
     t = t.to(tl.float32)
-    return tl.where(t == t, tl.abs(t), 0.0)  # NaN has no part in a scale
+    # NaN does not count for a scale.
+    return tl.where(t == t, tl.abs(t), 0.0)
 
 
 @triton.jit
 def _scale_of(
     largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr
 ):
-    """Return the scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
+    """Return the scale from the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
-        # A bound that is NaN makes the scale NaN.
+        # A bound of NaN makes the scale NaN.
         largest = tl.where(largest <= most, largest, most)
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
         # Up to the next power of two: any bit of the mantissa carries into the exponent.
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(
-            tl.float32, bitcast=True
-        )
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
 def _store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
-    # Not min and max, which drop NaN.
-    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))
+    # Not min and max, as both drop NaN.
+    t = tl.where(t < -highest, -highest, t)
+    t = tl.where(t > highest, highest, t)
     tl.store(q, t.to(q.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rows_of_group(groups, tile_rows: tl.constexpr):
+    """Return the rows and the group of this program. A program has one group of some rows."""
+    # In int64, as the place of an element may exceed 2^31.
+    first = (tl.program_id(0) // groups).to(tl.int64) * tile_rows
+    row = first + tl.arange(0, tile_rows)[:, None]
+    group = tl.program_id(0) % groups
+    return row, group
 
 
 @triton.jit
@@ -90,11 +102,15 @@ def group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Quantise groups of ``width`` elements of a row by a scale each, the last perhaps of fewer; a tile has several."""
-    row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
-    group = tl.program_id(0) % groups
-    column = group * width + tl.arange(0, tile_columns)[None, :]
-    inside = (row < rows) & (column < columns) & (column < (group + 1) * width)
+    """Quantise one group of ``width`` elements in each of several rows, by a scale each.
+
+    The last group of a row may have fewer elements.
+    """
+    row, group = _rows_of_group(groups, tile_rows)
+    first = group * width
+    end = tl.minimum(columns, first + width)
+    column = first + tl.arange(0, tile_columns)[None, :]
+    inside = (row < rows) & (column < end)
     t = tl.load(x + row * stride + column, inside, 0.0)
     largest = tl.max(_magnitude(t), 1, keep_dims=True)
     scale = _scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
@@ -120,24 +136,29 @@ def wide_group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute as ``group_quant_kernel``, going over its groups in steps, twice."""
-    row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
-    group = tl.program_id(0) % groups
-    first, end = group * width, tl.minimum(columns, (group + 1) * width)
-    largest = tl.zeros((tile_rows, tile_columns), tl.float32)
+    """Compute as ``group_quant_kernel``, in two passes of several steps over the group."""
+    row, group = _rows_of_group(groups, tile_rows)
+    is_row = row < rows
+    first = group * width
+    end = tl.minimum(columns, first + width)
+    x += row * stride
+    q += row * columns
+    step = tl.arange(0, tile_columns)[None, :]
+
+    magnitudes = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(first, end, tile_columns):
-        column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < end)
-        largest = tl.maximum(largest, _magnitude(tl.load(x + row * stride + column, inside, 0.0)))
-    scale = _scale_of(
-        tl.max(largest, 1, keep_dims=True), bound, highest, smallest, bounded, powers_of_two
-    )
-    tl.store(scales + row * groups + group, scale, row < rows)
+        column = start + step
+        t = tl.load(x + column, is_row & (column < end), 0.0)
+        magnitudes = tl.maximum(magnitudes, _magnitude(t))
+    largest = tl.max(magnitudes, 1, keep_dims=True)
+    scale = _scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
+    tl.store(scales + row * groups + group, scale, is_row)
+
     for start in range(first, end, tile_columns):
-        column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < end)
-        t = tl.load(x + row * stride + column, inside, 0.0)
-        _store_quantized(q + row * columns + column, t, scale, highest, inside)
+        column = start + step
+        inside = is_row & (column < end)
+        t = tl.load(x + column, inside, 0.0)
+        _store_quantized(q + column, t, scale, highest, inside)
 
 
 @triton.jit
@@ -152,12 +173,14 @@ def largest_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Write the largest magnitude among every ``programs``-th tile to the partial of this program."""
-    largest = tl.zeros((tile_rows, tile_columns), tl.float32)
-    for tile in range(tl.program_id(0), tiles, programs):
+    """Store the largest magnitude in every ``programs``-th tile."""
+    program = tl.program_id(0)
+    magnitudes = tl.zeros((tile_rows, tile_columns), tl.float32)
+    for tile in range(program, tiles, programs):
         row, column, inside = tile_at(tile, rows, width, tile_rows, tile_columns)
-        largest = tl.maximum(largest, _magnitude(tl.load(x + row * stride + column, inside, 0.0)))
-    tl.store(partials + tl.program_id(0), tl.max(largest))
+        t = tl.load(x + row * stride + column, inside, 0.0)
+        magnitudes = tl.maximum(magnitudes, _magnitude(t))
+    tl.store(partials + program, tl.max(magnitudes))
 
 
 @triton.jit
@@ -177,12 +200,15 @@ def tensor_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
+    """Quantise a tile by the scale of the whole tensor."""
+    program = tl.program_id(0)
     part = tl.arange(0, most)
     largest = tl.max(tl.load(partials + part, part < count, 0.0))
     value = _scale_of(largest, partials, highest, smallest, False, powers_of_two)
-    if tl.program_id(0) == 0:
+    # Every program computes the same scale.
+    if program == 0:
         tl.store(scale, value)
-    row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+    row, column, inside = tile_at(program, rows, width, tile_rows, tile_columns)
     t = tl.load(x + row * stride + column, inside, 0.0)
     _store_quantized(q + row * width + column, t, value, highest, inside)
 
@@ -205,53 +231,48 @@ def given_scale_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
+    """Quantise a tile by given scales."""
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     if by_row:
         # No scale lies behind the last row.
         scales += tl.where(inside, row, 0) // group_rows * scale_stride
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
+    scale = tl.load(scales).to(tl.float32)
     t = tl.load(x + row * stride + column, inside, 0.0)
-    _store_quantized(q + row * width + column, t, tl.load(scales).to(tl.float32), highest, inside)
+    _store_quantized(q + row * width + column, t, scale, highest, inside)
 
 
 @functools.cache
 def _supported() -> tuple[str, ...]:
-    """Return the 8-bit floats, by Triton's names, that kernels can write on the current device."""
+    """Return Triton's names of the 8-bit floats for stores on the current device."""
     if INTERPRETED:
         return ("fp8e4nv", "fp8e5")
-    return tuple(
-        make_backend(driver.active.get_current_target()).parse_options({}).supported_fp8_dtypes
-    )
+    backend = make_backend(driver.active.get_current_target())
+    return tuple(backend.parse_options({}).supported_fp8_dtypes)
 
 
 @constant_while_tracing
 def supports(dtype: torch.dtype) -> bool:
-    """Tell whether kernels can convert to an 8-bit float on the current device."""
+    """Return True if kernels can convert to an 8-bit float on the current device."""
     return NAMES[dtype] in _supported()
 
 
 def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
-    return (
-        x.is_floating_point()
-        and x.dim() > 0
-        and x.numel() > 0
-        and dtype in NAMES
-        and supports(dtype)
-    )
+    """Return True if the kernels take ``x``. The native definition takes, or refuses, the rest."""
+    if not x.is_floating_point() or x.dim() == 0 or x.numel() == 0:
+        return False
+    return dtype in NAMES and supports(dtype)
 
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
-    """Return ``x`` as rows, the tile to go over it by, and how many of them there are."""
+    """Return ``x`` as rows, a tile, and the number of tiles."""
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
     rows = as_rows(x, width)
     tile = Tile(1, 2048, 4) if rows.shape[0] == 1 else tile_of(width, 2048, 2048)
-    return (
-        rows,
-        tile,
-        triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(rows.shape[1], tile.columns),
-    )
+    down = triton.cdiv(rows.shape[0], tile.rows)
+    across = triton.cdiv(rows.shape[1], tile.columns)
+    return rows, tile, down * across
 
 
 @replaces(definitions.quant_fp8_dynamic)
@@ -287,7 +308,6 @@ def _per_tensor(
     partials = x.new_empty(count, dtype=torch.float32)
     sizes = (*rows.shape, rows.stride(0))
     launch(largest_kernel, count, tile, rows, partials, *sizes, tiles, count)
-    constants = {"powers_of_two": powers_of_two, "most": PARTIALS}
     launch(
         tensor_quant_kernel,
         tiles,
@@ -299,7 +319,8 @@ def _per_tensor(
         *sizes,
         *limits,
         count,
-        **constants,
+        powers_of_two=powers_of_two,
+        most=PARTIALS,
     )
 
 
@@ -314,20 +335,27 @@ def _per_group(
 ) -> None:
     columns = x.shape[-1]
     width = columns if width == -1 else min(width, columns)
+    # Each group becomes a row, so that a tile may hold several groups.
     if x.is_contiguous() and columns % width == 0:
-        columns = width  # each group is a row
-    rows, groups = as_rows(x, columns), triton.cdiv(columns, width)
-    whole = width <= WIDEST
-    tile = tile_of(width, 2048, WIDEST if whole else 4096)
+        columns = width
+    rows = as_rows(x, columns)
+    groups = triton.cdiv(columns, width)
+    fits_tile = width <= WIDEST
+    tile = tile_of(width, 2048, WIDEST if fits_tile else 4096)
     launch(
-        group_quant_kernel if whole else wide_group_quant_kernel,
+        group_quant_kernel if fits_tile else wide_group_quant_kernel,
         triton.cdiv(rows.shape[0], tile.rows) * groups,
         tile,
         rows,
         q,
         scale,
-        rows if scale_ub is None else scale_ub,  # some tensor, which is not read
-        *(rows.shape[0], columns, width, groups, rows.stride(0)),
+        # A kernel needs a pointer, and without a bound reads nothing there.
+        rows if scale_ub is None else scale_ub,
+        rows.shape[0],
+        columns,
+        width,
+        groups,
+        rows.stride(0),
         *limits,
         bounded=scale_ub is not None,
         powers_of_two=powers_of_two,
@@ -342,23 +370,19 @@ def quant_fp8_static(
     expect_same_device("quant_fp8_static", "scale", scale, "x", x)
     if not _quantizable(x, dtype):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    height, width = (
-        extent if size == -1 else size
-        for extent, size in zip((rows, columns), group_shape, strict=True)
-    )
-    down, across = triton.cdiv(rows, height), triton.cdiv(columns, width)
-    flat = tuple(extent for extent in (down, across) if extent != 1)
-    if tuple(scale.shape) not in (
-        definitions.scale_shape(x.shape, group_shape),
-        (down, across),
-        flat,
-    ):
-        # Which says what is wrong.
+    tokens = math.prod(x.shape[:-1])
+    height = tokens if group_shape[0] == -1 else group_shape[0]
+    width = x.shape[-1] if group_shape[1] == -1 else group_shape[1]
+    down = triton.cdiv(tokens, height)
+    across = triton.cdiv(x.shape[-1], width)
+    full = definitions.scale_shape(x.shape, group_shape)
+    without_ones = tuple(extent for extent in (down, across) if extent != 1)
+    # The definition refuses other shapes, with a message.
+    if tuple(scale.shape) not in (full, (down, across), without_ones):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
-    q, scales = x.new_empty(x.shape, dtype=dtype), scale.reshape(down, across)
+    q = x.new_empty(x.shape, dtype=dtype)
+    scales = scale.reshape(down, across)
     matrix, tile, tiles = _tiles(x, as_one_row=down == across == 1)
-    groups = (*scales.stride(), height, width)
     launch(
         given_scale_kernel,
         tiles,
@@ -366,7 +390,11 @@ def quant_fp8_static(
         matrix,
         q,
         scales,
-        *(*matrix.shape, matrix.stride(0), *groups),
+        *matrix.shape,
+        matrix.stride(0),
+        *scales.stride(),
+        height,
+        width,
         definitions.FP8_MAX[dtype],
         by_row=down > 1,
         by_column=across > 1,

@@ -175,7 +175,8 @@ def fp8_linear(
         ``[..., out_features]``.
 
     Raises:
-        ValueError: a shape, a dtype or a device does not fit, or ``input_scale`` is given with ``block_shape``.
+        ValueError: a shape, a dtype or a device does not fit, or both ``input_scale`` and
+            ``block_shape`` are given.
     """
     op = "fp8_linear"
     _expect_input(op, x, weight, bias)

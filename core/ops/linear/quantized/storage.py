@@ -54,7 +54,7 @@ def pack_int4(codes: Tensor) -> Tensor:
         codes: ``[..., in_features]``, whole numbers from 0 to 15 in any integer dtype.
 
     Returns:
-        ``[..., 64 · ceil(in_features / 128)]`` in ``uint8``; the last block is filled up with zeros.
+        ``[..., 64 · ceil(in_features / 128)]`` in ``uint8``; zeros fill up the last block.
     """
     filled = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % BLOCK))
     blocks = filled.shape[-1] // BLOCK
