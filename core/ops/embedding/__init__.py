@@ -1,4 +1,4 @@
-"""Layers at the ends of a language model: from ids to vectors, and from vectors to logits."""
+"""Layers at the ends of a language model: ids to vectors, and hidden states to logits."""
 
 from opgraft.ops.embedding.logits import LogitsProcessor
 from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding

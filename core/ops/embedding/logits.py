@@ -14,20 +14,21 @@ from torch import Tensor
 
 @CustomOp.register("logits_processor")
 class LogitsProcessor(PluggableLayer):
-    """``scale · soft_cap · tanh(hidden · weightᵀ / soft_cap)``, of all ranks; then further functions.
+    """``scale · soft_cap · tanh(hidden · weightᵀ / soft_cap)`` of all ranks, then more functions.
 
     Shapes:
         ``[..., embedding_dim]`` to ``[..., org_vocab_size]``.
 
     Args:
         vocab_size: number of ids, with added ones.
-        org_vocab_size: number of ids that logits are wanted for; all of them if not given.
-        scale: of the logits.
-        logits_as_input: the layer is given logits in place of hidden states.
-        soft_cap: bound of the logits before they are scaled (Gemma Team, arXiv:2408.00118); none if not given.
+        org_vocab_size: number of ids to return logits for; all ids if not given.
+        scale: multiplies the logits.
+        logits_as_input: the caller gives logits instead of hidden states.
+        soft_cap: bound of the logits before ``scale`` (Gemma Team, arXiv:2408.00118); none if not
+            given.
 
     Attributes:
-        logits_processors: what is applied at the end, one after another.
+        logits_processors: functions of logits, applied at the end, one after another.
     """
 
     def __init__(
@@ -55,21 +56,20 @@ class LogitsProcessor(PluggableLayer):
         """Compute logits.
 
         Args:
-            lm_head: has the weight; the model's embedding, where that is the output layer too.
+            lm_head: has the weight. May be the model's embedding.
             hidden_states: ``[..., embedding_dim]``, or logits.
             embedding_bias: this rank's part; the bias of ``lm_head`` if not given.
 
         Returns:
-            The logits; ``None`` on ranks other than the first, where the communicator does not gather on all of them.
+            The logits. ``None`` on other ranks than the first, if the communicator gathers on one
+            rank only.
 
         Raises:
-            LayerError: logits of more ids are wanted than ``lm_head`` has.
+            LayerError: ``lm_head`` has fewer ids than ``org_vocab_size``.
         """
-        logits = (
-            hidden_states
-            if self.logits_as_input
-            else self._get_logits(hidden_states, lm_head, embedding_bias)
-        )
+        logits: Tensor | None = hidden_states
+        if not self.logits_as_input:
+            logits = self._get_logits(hidden_states, lm_head, embedding_bias)
         if logits is None:
             return None
         if self.soft_cap is not None:
@@ -85,8 +85,8 @@ class LogitsProcessor(PluggableLayer):
     ) -> Tensor | None:
         if self.org_vocab_size > lm_head.num_embeddings:
             raise LayerError(
-                f"LogitsProcessor: logits of {self.org_vocab_size} ids are wanted, and {lm_head.name} has "
-                f"{lm_head.num_embeddings}: construct both with one vocab_size"
+                f"LogitsProcessor: logits of {self.org_vocab_size} ids are wanted, and "
+                f"{lm_head.name} has {lm_head.num_embeddings}: construct both with one vocab_size"
             )
         bias = lm_head.bias if embedding_bias is None else embedding_bias
         product: Tensor = lm_head.quant_method.apply(lm_head, hidden_states, bias)
@@ -95,21 +95,22 @@ class LogitsProcessor(PluggableLayer):
         logits = self._gather_logits(product) if gathers else product
         if logits is None:
             return None
-        # rows of added ids stand between those of the model's own: behind those of each rank
-        scattered = lm_head.tp_size > 1 or self.org_vocab_size > lm_head.org_vocab_size
-        if lm_head.num_added_embeddings and scattered:
+        # The columns of added ids stand behind the model's own of each rank, so between ranks.
+        is_scattered = lm_head.tp_size > 1 or self.org_vocab_size > lm_head.org_vocab_size
+        if lm_head.num_added_embeddings and is_scattered:
             columns = lm_head.vocabulary.full_mapping()[: self.org_vocab_size]
             return logits[..., torch.tensor(columns, device=logits.device)]
         return logits[..., : self.org_vocab_size]
 
     def _gather_logits(self, logits: Tensor) -> Tensor | None:
-        """Put the logits of all ranks together; called for a single rank too, as vLLM does."""
+        """Return the logits of all ranks. As in vLLM, one rank calls this method too."""
         group = get_tp_group()
         if group.communicator is None:
             return logits
-        return (
-            group.all_gather(logits) if group.communicator.use_all_gather else group.gather(logits)
-        )
+        if group.communicator.use_all_gather:
+            return group.all_gather(logits)
+        return group.gather(logits)
 
     def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.org_vocab_size}, scale={self.scale}, soft_cap={self.soft_cap}"
+        sizes = f"{self.vocab_size}, {self.org_vocab_size}"
+        return f"{sizes}, scale={self.scale}, soft_cap={self.soft_cap}"

@@ -1,4 +1,4 @@
-"""Cutting a vocabulary for ranks: the model's own ids and added ones, each padded and cut by itself."""
+"""Cut a vocabulary for ranks: own ids of the model and added ids are padded and cut separately."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ DEFAULT_VOCAB_PADDING_SIZE = 64
 
 
 def pad_vocab_size(vocab_size: int, pad_to: int = DEFAULT_VOCAB_PADDING_SIZE) -> int:
-    """Round a size up to a multiple."""
+    """Round a size up to a multiple of ``pad_to``."""
     return -(-vocab_size // pad_to) * pad_to
 
 
 @dataclass(frozen=True)
 class VocabParallelEmbeddingShardIndices:
-    """The ids that a rank has rows for: its part of the model's own, and its part of added ones.
+    """The ids of one rank: a part of the model's own ids, and a part of the added ids.
 
-    The rows lie in this order: own ids, padding of those, added ids, padding of those. The ranges with ``padded`` in
-    their name count padding as if it were ids.
+    The order of rows is: own ids, padding, added ids, padding. The ranges named ``padded`` count
+    rows of padding, too.
     """
 
     padded_org_vocab_start_index: int
@@ -56,12 +56,12 @@ class VocabParallelEmbeddingShardIndices:
 
     @property
     def num_org_vocab_padding(self) -> int:
-        """The number of rows between own and added ids that are for none."""
+        """The number of rows of padding behind own ids."""
         return self.num_org_elements_padded - self.num_org_elements
 
     @property
     def num_added_vocab_padding(self) -> int:
-        """The number of rows after the added ids that are for none."""
+        """The number of rows of padding behind added ids."""
         return self.num_added_elements_padded - self.num_added_elements
 
     @property
@@ -72,16 +72,17 @@ class VocabParallelEmbeddingShardIndices:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary that ranks share.
+    """The vocabulary of all ranks.
 
     Attributes:
         size: number of ids, with added ones.
         org_size: number of the model's own ids.
-        padding: multiple to which each of the two parts is padded.
-        ranks: that share it.
+        padding: own and added ids are each padded to a multiple of this number.
+        ranks: the number of ranks.
+        prefix: the embedding's name in the checkpoint, for messages.
 
     Raises:
-        LayerError: there are more ranks than ids of the model, or they do not divide the padded parts.
+        LayerError: there are more ranks than own ids, or the ranks do not divide a padded part.
     """
 
     size: int
@@ -94,20 +95,17 @@ class Vocabulary:
         what = f"embedding {self.prefix!r}"
         if self.org_size < self.ranks:
             raise LayerError(
-                f"{what}: a vocabulary of {self.org_size} cannot be shared by {self.ranks} tensor-parallel ranks, of "
-                "which each must have an id: choose fewer ranks"
+                f"{what}: a vocabulary of {self.org_size} cannot be shared by {self.ranks} "
+                "tensor-parallel ranks, of which each must have an id: choose fewer ranks"
             )
         if self.size < self.org_size:
             raise LayerError(
-                f"{what}: num_embeddings is {self.size}, fewer than the {self.org_size} of org_num_embeddings, which "
-                "it includes"
+                f"{what}: num_embeddings is {self.size}, fewer than the {self.org_size} of "
+                "org_num_embeddings, which it includes"
             )
-        for padded in (self.org_padded, self.padded - self.org_padded):
-            divide(
-                padded,
-                self.ranks,
-                f"{what}: its size padded to multiples of padding_size={self.padding}",
-            )
+        padded_size = f"{what}: its size padded to multiples of padding_size={self.padding}"
+        divide(self.org_padded, self.ranks, padded_size)
+        divide(self.padded - self.org_padded, self.ranks, padded_size)
 
     @property
     def org_padded(self) -> int:
@@ -121,37 +119,41 @@ class Vocabulary:
 
     def shard(self, rank: int) -> VocabParallelEmbeddingShardIndices:
         """Return the ids of a rank."""
-        org, added = self.org_padded // self.ranks, (self.padded - self.org_padded) // self.ranks
-        starts = (rank * org, self.org_size + rank * added)
-        ends = (starts[0] + org, starts[1] + added)
+        org_rows = self.org_padded // self.ranks
+        added_rows = (self.padded - self.org_padded) // self.ranks
+        org_start = rank * org_rows
+        org_end = org_start + org_rows
+        added_start = self.org_size + rank * added_rows
+        added_end = added_start + added_rows
         return VocabParallelEmbeddingShardIndices(
-            starts[0],
-            ends[0],
-            starts[1],
-            ends[1],
-            min(starts[0], self.org_size),
-            min(ends[0], self.org_size),
-            min(starts[1], self.size),
-            min(ends[1], self.size),
+            padded_org_vocab_start_index=org_start,
+            padded_org_vocab_end_index=org_end,
+            padded_added_vocab_start_index=added_start,
+            padded_added_vocab_end_index=added_end,
+            org_vocab_start_index=min(org_start, self.org_size),
+            org_vocab_end_index=min(org_end, self.org_size),
+            added_vocab_start_index=min(added_start, self.size),
+            added_vocab_end_index=min(added_end, self.size),
         )
 
     def full_mapping(self) -> list[int]:
-        """List, for each id and then for padding, its column among the logits of all ranks."""
+        """Return the columns in the logits of all ranks: of each id, then of padding."""
         own: list[int] = []
         added: list[int] = []
         padding: list[int] = []
-        start = 0
+        column = 0
         for rank in range(self.ranks):
             shard = self.shard(rank)
-            rows = iter(range(start, start + shard.num_elements_padded))
-            for count, kind in (
-                (shard.num_org_elements, own),
-                (shard.num_org_vocab_padding, padding),
-                (shard.num_added_elements, added),
-                (shard.num_added_vocab_padding, padding),
-            ):
-                kind += [next(rows) for _ in range(count)]
-            start += shard.num_elements_padded
+            # The order of rows of a rank.
+            parts = (
+                (own, shard.num_org_elements),
+                (padding, shard.num_org_vocab_padding),
+                (added, shard.num_added_elements),
+                (padding, shard.num_added_vocab_padding),
+            )
+            for columns, count in parts:
+                columns.extend(range(column, column + count))
+                column += count
         return own + added + padding
 
 
@@ -163,18 +165,14 @@ def get_masked_input_and_mask(
     added_vocab_start_index: int,
     added_vocab_end_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Turn ids into rows of a rank's weight.
+    """Return the rows of ids in a rank's weight, and a mask of the ids without a row.
 
-    Returns:
-        The rows, 0 for ids that the rank has no row for, and where that is so.
+    The row of such an id is 0.
     """
-    org = (input_ >= org_vocab_start_index) & (input_ < org_vocab_end_index)
-    added = (input_ >= added_vocab_start_index) & (input_ < added_vocab_end_index)
-    shift = (
-        org_vocab_end_index
-        - org_vocab_start_index
-        + num_org_vocab_padding
-        - added_vocab_start_index
-    )
-    rows = torch.where(org, input_ - org_vocab_start_index, torch.where(added, input_ + shift, 0))
-    return rows, ~(org | added)
+    is_org = (input_ >= org_vocab_start_index) & (input_ < org_vocab_end_index)
+    is_added = (input_ >= added_vocab_start_index) & (input_ < added_vocab_end_index)
+    org_rows = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
+    added_row = input_ + (org_rows - added_vocab_start_index)
+    org_row = input_ - org_vocab_start_index
+    rows = torch.where(is_org, org_row, torch.where(is_added, added_row, 0))
+    return rows, ~(is_org | is_added)

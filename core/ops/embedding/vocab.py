@@ -1,4 +1,4 @@
-"""The embedding of which each tensor-parallel rank holds a part, and the output layer that is its like."""
+"""The embedding and the output layer, with a part of the vocabulary on each rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from torch import Tensor, nn
 
 @CustomOp.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(PluggableLayer):
-    """Vectors for ids; a rank has the rows of a part of the vocabulary (Shoeybi et al., arXiv:1909.08053, section 3).
+    """Vectors for ids. A rank holds the rows of a part of the vocabulary.
 
-    The model's own ids are padded and cut; so are added ids, such as those of adapters, whose rows lie at the end of
-    each rank's part. With 1,010 ids, 16 added ones, a padding to 64 and two ranks there are 1,088 rows, 544 on each
-    rank: 512 for own ids, then 32 for added ones. An id that no rank has a row for gives zeros: ids are not checked,
-    as that would wait for the device. One rank without added ids looks up what it is given, as ``torch.nn.Embedding``.
+    The method is from Shoeybi et al. (arXiv:1909.08053, section 3). The model's own ids are padded
+    and cut. Added ids, such as the ids of adapters, are padded and cut separately, and lie at the
+    end of each rank's part. With 1,010 ids, 16 of them added, a padding to 64 and two ranks there
+    are 1,088 rows. Each rank has 544: 512 for own ids, then 32 for added ids.
+
+    An id without a row gives zeros: a check of ids would wait for the device. One rank without
+    added ids looks up all ids as ``torch.nn.Embedding``.
 
     Shapes:
         ids ``[...]`` to ``[..., embedding_dim]``.
@@ -42,8 +45,8 @@ class VocabParallelEmbedding(PluggableLayer):
         num_embeddings: number of ids, with added ones.
         embedding_dim: elements of a vector.
         params_dtype: torch's default dtype if not given.
-        org_num_embeddings: number of the model's own ids; all of them if not given.
-        padding_size: multiple to which own and added ids are padded.
+        org_num_embeddings: number of the model's own ids; all ids if not given.
+        padding_size: own and added ids are each padded to a multiple of this number.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
         disable_tp: keep the layer whole on every rank.
@@ -54,7 +57,7 @@ class VocabParallelEmbedding(PluggableLayer):
     """
 
     looks_up: ClassVar[bool] = True
-    """The layer is called with ids, for which its weight method needs ``embedding``."""
+    """The layer is called with ids, so the weight method needs ``embedding``."""
     _packed: PackedWeight | None = None
     bias: nn.Parameter | None
     quant_method: QuantizeMethodBase
@@ -74,21 +77,27 @@ class VocabParallelEmbedding(PluggableLayer):
         super().__init__()
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
         self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
-        self.padding_size, self.prefix = padding_size, prefix
+        self.padding_size = padding_size
+        self.prefix = prefix
         claim_prefix(prefix, self)
         self.params_dtype = params_dtype or torch.get_default_dtype()
-        self.vocabulary = Vocabulary(
+
+        vocabulary = Vocabulary(
             num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix
         )
+        shard = vocabulary.shard(self.tp_rank)
+        self.vocabulary = vocabulary
+        self.shard_indices = shard
         self.num_added_embeddings = num_embeddings - self.org_vocab_size
-        self.org_vocab_size_padded = self.vocabulary.org_padded
-        self.num_embeddings_padded = self.vocabulary.padded
-        self.shard_indices = self.vocabulary.shard(self.tp_rank)
-        self.num_embeddings_per_partition = self.shard_indices.num_elements_padded
-        self.num_org_embeddings_per_partition = self.shard_indices.num_org_elements
-        self.num_added_embeddings_per_partition = self.shard_indices.num_added_elements
+        self.org_vocab_size_padded = vocabulary.org_padded
+        self.num_embeddings_padded = vocabulary.padded
+        self.num_embeddings_per_partition = shard.num_elements_padded
+        self.num_org_embeddings_per_partition = shard.num_org_elements
+        self.num_added_embeddings_per_partition = shard.num_added_elements
+
         chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
         self._expect_embedding()
@@ -110,17 +119,17 @@ class VocabParallelEmbedding(PluggableLayer):
 
     @property
     def is_unpadded(self) -> bool:
-        """Every row of this rank is that of one of the model's own ids."""
+        """True if every row of this rank is for one of the model's own ids."""
         return self.num_embeddings_per_partition == self.num_org_embeddings_per_partition
 
     @property
     def input_size(self) -> int:
-        """Elements of a hidden state, as a linear layer names them for weight methods."""
+        """Elements of a hidden state, by the name in linear layers, for weight methods."""
         return self.embedding_dim
 
     @property
     def input_size_per_partition(self) -> int:
-        """Elements of a hidden state on this rank: all of them."""
+        """Elements of a hidden state on this rank: all elements."""
         return self.embedding_dim
 
     @property
@@ -130,48 +139,59 @@ class VocabParallelEmbedding(PluggableLayer):
 
     @property
     def output_partition_sizes(self) -> list[int]:
-        """Rows of this rank, with padding, as of a linear layer that stands for one."""
+        """Rows of this rank, with padding, as for a merged layer of one."""
         return [self.num_embeddings_per_partition]
 
     def _expect_embedding(self) -> None:
         method = type(self.quant_method)
         if self.looks_up and method.embedding is QuantizeMethodBase.embedding:
             raise QuantizationError(
-                f"{self.name}: the weight method {method.__qualname__} has no embedding(layer, input_), by which rows "
-                "are looked up: let get_quant_method return None for embeddings, or define it"
+                f"{self.name}: the weight method {method.__qualname__} has no embedding(layer, "
+                "input_), by which rows are looked up: let get_quant_method return None for "
+                "embeddings, or define it"
             )
 
     def get_sharded_to_full_mapping(self) -> list[int] | None:
-        """List, for each id and then for padding, its column among the gathered logits; ``None`` on a single rank."""
+        """Return the columns in the gathered logits: of each id, then of padding.
+
+        ``None`` on a single rank.
+        """
         return self.vocabulary.full_mapping() if self.tp_size > 1 else None
 
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
-        """Load the rows of this rank's own ids; rows of other ids are zero.
+        """Load the rows of this rank's own ids. Rows of other ids become zeros.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: ``loaded_weight`` has another shape, or a block of ids crosses the border
+                of the rank's ids.
         """
         dim: int | None = getattr(param, "output_dim", None)
         if dim is None:
-            one = getattr(param, "needs_scalar_to_array", False) and not len(loaded_weight.shape)
-            copy_weight(param.data[0] if one else param.data, loaded_weight, self.name)
+            self._load_uncut(param, loaded_weight)
             return
-        packed = getattr(param, "packed_dim", None) == dim
-        unit = int(param.packed_factor if packed else getattr(param, "output_unit", 1))
+        unit = _ids_of_element(param, dim)
         rows = -(-self.org_vocab_size // unit)
         if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] != rows:
             expected = f"{rows} in dimension {dim} of {param.dim()}"
             raise WeightError.of_shape(self.name, loaded_weight.shape, expected)
-        shard = self.shard_indices
-        if shard.org_vocab_start_index % unit:
+        start = self.shard_indices.org_vocab_start_index
+        if start % unit:
             raise WeightError(
-                f"{self.name} begins on this rank at id {shard.org_vocab_start_index}, within a "
+                f"{self.name} begins on this rank at id {start}, within a "
                 f"block of {unit} ids that share a scale: take fewer ranks"
             )
-        size = -(-shard.num_org_elements // unit)
-        part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)
-        copy_weight(param.data.narrow(dim, 0, size), part, self.name)
-        param.data.narrow(dim, size, param.shape[dim] - size).zero_()
+        size = -(-self.shard_indices.num_org_elements // unit)
+        own = loaded_weight.narrow(dim, start // unit, size)
+        copy_weight(param.data.narrow(dim, 0, size), own, self.name)
+        padding = param.data.narrow(dim, size, param.shape[dim] - size)
+        padding.zero_()
+
+    def _load_uncut(self, param: Any, loaded_weight: LoadedTensor) -> None:
+        is_number = not len(loaded_weight.shape)
+        target = param.data
+        if is_number and getattr(param, "needs_scalar_to_array", False):
+            target = target[0]
+        copy_weight(target, loaded_weight, self.name)
 
     def forward(self, input_: Tensor) -> Tensor:
         if self.tp_size == 1 and not self.num_added_embeddings:
@@ -185,11 +205,13 @@ class VocabParallelEmbedding(PluggableLayer):
             shard.added_vocab_start_index,
             shard.added_vocab_end_index,
         )
-        found = self.quant_method.embedding(self, rows).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return tensor_model_parallel_all_reduce(found) if self.tp_size > 1 else found
+        vectors = self.quant_method.embedding(self, rows)
+        # Zeros, so that the sum over the ranks has the vector of the one rank with the id.
+        own = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return tensor_model_parallel_all_reduce(own) if self.tp_size > 1 else own
 
     def process_weights_after_loading(self) -> None:
-        """Have the weight method bring the weights into the layout that it prefers."""
+        """Let the weight method change the weights to the layout of its kernel."""
         self.quant_method.process_weights_after_loading(self)
 
     def extra_repr(self) -> str:
@@ -197,23 +219,37 @@ class VocabParallelEmbedding(PluggableLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}, {method}"
 
 
+def _ids_of_element(param: Any, dim: int) -> int:
+    """Return the number of ids for one element of a parameter along ``dim``."""
+    if getattr(param, "packed_dim", None) == dim:
+        return int(param.packed_factor)
+    return int(getattr(param, "output_unit", 1))
+
+
 def _sizes(layer: VocabParallelEmbedding) -> tuple[int, ...]:
-    """Return what two layers with one weight have in common."""
-    ids = layer.num_embeddings, layer.org_vocab_size, layer.num_embeddings_padded
-    return *ids, layer.embedding_dim, layer.tp_size
+    """Return the sizes for a comparison: layers with equal sizes can share a weight."""
+    return (
+        layer.num_embeddings,
+        layer.org_vocab_size,
+        layer.num_embeddings_padded,
+        layer.embedding_dim,
+        layer.tp_size,
+    )
 
 
 @CustomOp.register("parallel_lm_head")
 class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
-    """The output layer, a weight of which each rank has a part of the vocabulary, for ``LogitsProcessor``.
+    """The weight of the output layer, for ``LogitsProcessor``.
+
+    Each rank holds a part of the vocabulary.
 
     Args:
         num_embeddings: number of ids, with added ones.
         embedding_dim: elements of a hidden state.
-        bias: whether there is one.
+        bias: add a bias.
         params_dtype: torch's default dtype if not given.
-        org_num_embeddings: number of the model's own ids; all of them if not given.
-        padding_size: multiple to which own and added ids are padded.
+        org_num_embeddings: number of the model's own ids; all ids if not given.
+        padding_size: own and added ids are each padded to a multiple of this number.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
         disable_tp: keep the layer whole on every rank.
@@ -222,7 +258,7 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
     looks_up: ClassVar[bool] = False
     called: ClassVar[bool] = False
     tied = False
-    """An embedding has the weight, too."""
+    """An embedding shares the weight."""
 
     def __init__(
         self,
@@ -248,30 +284,31 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
             disable_tp=disable_tp,
         )
         if bias:
-            self.bias = nn.Parameter(
-                torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype),
-                requires_grad=False,
-            )
+            zeros = torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype)
+            self.bias = nn.Parameter(zeros, requires_grad=False)
             set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": self.weight_loader})
 
     def tie_weights(
         self, embed_tokens: VocabParallelEmbedding
     ) -> ParallelLMHead | VocabParallelEmbedding:
-        """Share the weight of the embedding; return the layer that has it, to be used in place of this one.
+        """Share the weight of the embedding, and return the layer to use instead of this one.
 
         Raises:
-            LayerError: it has other ids or vectors of another size.
+            LayerError: the embedding has other sizes, or only this layer is quantized.
         """
         if _sizes(embed_tokens) != _sizes(self):
             raise LayerError(
-                f"{self.name} cannot share the weight of {embed_tokens.name}: one has {self.extra_repr()}, the other "
-                f"{embed_tokens.extra_repr()}. Construct both with the same sizes, or leave them untied"
+                f"{self.name} cannot share the weight of {embed_tokens.name}: one has "
+                f"{self.extra_repr()}, the other {embed_tokens.extra_repr()}. Construct both with "
+                "the same sizes, or leave them untied"
             )
+        # A quantized weight is no single parameter to share, so the embedding computes logits.
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
         if not isinstance(self.quant_method, UnquantizedEmbeddingMethod):
             raise LayerError(
-                f"{self.name} is to be quantized, and shares the plain weight of {embed_tokens.name}: name that one"
+                f"{self.name} is to be quantized, and shares the plain weight of "
+                f"{embed_tokens.name}: name that one"
             )
         self.release_weights()
         self.register_parameter("weight", embed_tokens.get_parameter("weight"))
@@ -283,5 +320,6 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         raise LayerError(
-            f"{self.name} is not called itself: LogitsProcessor computes logits from its weight and hidden states"
+            f"{self.name} is not called itself: LogitsProcessor computes logits from its weight "
+            "and hidden states"
         )
