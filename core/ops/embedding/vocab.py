@@ -98,6 +98,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.num_org_embeddings_per_partition = shard.num_org_elements
         self.num_added_embeddings_per_partition = shard.num_added_elements
 
+        # Weight methods read the sizes above.
         chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
         self._expect_embedding()

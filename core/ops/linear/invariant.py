@@ -60,6 +60,7 @@ class InvariantMethod(QuantizeMethodBase):
             empty = self.method.apply(layer, rows, bias, **options)
             return empty.reshape(*x.shape[:-1], empty.shape[-1])
         added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        # A single row runs another kernel than several rows.
         size = self.block or max(count, 2)
         outputs = []
         for start in range(0, count, size):

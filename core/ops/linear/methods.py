@@ -181,6 +181,7 @@ class UnquantizedEmbeddingMethod(_PlainWeightMethod):
 def _form_over_plain_weight(
     layer: Any,
 ) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    # A packed weight is no argument of the form.
     if layer._packed is not None:
         return None
     return functional.linear, (layer.weight,)

@@ -219,7 +219,8 @@ def quant_fp8_dynamic(
         scale = _power_of_two_above(scale)
     divisors = scale[:, None, :, None].to(blocks.dtype)
     filled_up = (blocks / divisors).flatten(2).flatten(0, 1)
-    quotients = filled_up[: math.prod(x.shape[:-1]), : x.shape[-1]]
+    tokens = math.prod(x.shape[:-1])
+    quotients = filled_up[:tokens, : x.shape[-1]]
     return _rounded(quotients, x, dtype), scale.reshape(scale_shape(x.shape, group_shape))
 
 

@@ -221,6 +221,7 @@ def expand_weight_scale(
             f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each "
             "block"
         )
+    # The last block down or across may be smaller.
     by_row = scale.repeat_interleave(height, 0)[:rows]
     return by_row.repeat_interleave(width, 1)[:, :columns]
 

@@ -103,7 +103,8 @@ def quantize_fp8(
     if width == -1:
         width = columns
     # Zeros fill up the last groups, and do not change a largest magnitude.
-    magnitudes = F.pad(weight.detach().abs().float(), (0, -columns % width, 0, -rows % height))
+    missing = (0, -columns % width, 0, -rows % height)
+    magnitudes = F.pad(weight.detach().abs().float(), missing)
     down = -(-rows // height)
     across = -(-columns // width)
     largest = magnitudes.reshape(down, height, across, width).amax((1, 3))

@@ -45,36 +45,47 @@ def _is_float32(x: Tensor) -> bool:
     return torch.equal(x.float().double(), x)
 
 
-def _weight8(draw: Draw, size: int) -> Tensor:
-    return draw.integers(-127, 128, (OUT_FEATURES, size)).to(torch.int8)
+def _codes(draw: Draw, bits: int, *shape: int) -> Tensor:
+    """Draw bytes of codes: one code of 8 bits, or two of 4."""
+    if bits == 8:
+        return draw.integers(-127, 128, shape).to(torch.int8)
+    return draw.integers(0, 256, shape).to(torch.uint8)
 
 
-def _scales(draw: Draw, groups: int, size: int, bits: int) -> Tensor:
+def _scales(draw: Draw, bits: int, size: int, *shape: int) -> Tensor:
     """Draw scales for weights up to about ``1 / sqrt(size)``."""
-    return (draw(OUT_FEATURES, groups).abs() + 0.5) / (2**bits * size**0.5)
+    return (draw(*shape).abs() + 0.5) / (2**bits * size**0.5)
+
+
+def _offsets(draw: Draw, size: int, *shape: int) -> Tensor:
+    """Draw offsets, a quarter of the weights."""
+    return draw(*shape) / (4 * size**0.5)
 
 
 def _int8(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    scales = _scales(draw, 1, size, 8)
+    scales = _scales(draw, 8, size, OUT_FEATURES, 1)
     return {
         "x": draw(*lead, size),
-        "weight": _weight8(draw, size),
+        "weight": _codes(draw, 8, OUT_FEATURES, size),
         "scales": scales,
         "bias": draw(OUT_FEATURES),
     }
 
 
 def _grouped(bits: int, *, offsets: bool) -> Arguments:
+    """Return draws of codes in rows, with a scale for each group."""
+
     def scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        return _scales(draw, size // group_size_of(size), size, bits)
+        groups = size // group_size_of(size)
+        return _scales(draw, bits, size, OUT_FEATURES, groups)
 
     def shifts(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        return draw(OUT_FEATURES, size // group_size_of(size)) / (4 * size**0.5)
+        groups = size // group_size_of(size)
+        return _offsets(draw, size, OUT_FEATURES, groups)
 
     def weight(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        if bits == 8:
-            return _weight8(draw, size)
-        return draw.integers(0, 256, (OUT_FEATURES, 64 * math.ceil(size / 128))).to(torch.uint8)
+        width = size if bits == 8 else 64 * math.ceil(size / 128)
+        return _codes(draw, bits, OUT_FEATURES, width)
 
     arguments: Arguments = {"weight": weight, "scales": scales}
     if offsets:
@@ -86,16 +97,16 @@ def _tiled(bits: int) -> Arguments:
     """Return draws of one tile of outputs, for four bits with offsets."""
 
     def scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        return (draw(1, size // group_size_of(size), TILE).abs() + 0.5) / (2**bits * size**0.5)
+        groups = size // group_size_of(size)
+        return _scales(draw, bits, size, 1, groups, TILE)
 
     def offsets(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        return draw(1, size // group_size_of(size), TILE) / (4 * size**0.5)
+        groups = size // group_size_of(size)
+        return _offsets(draw, size, 1, groups, TILE)
 
     def weight(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
-        shape = (1, math.ceil(size / TILE), TILE * TILE * bits // 8)
-        if bits == 8:
-            return draw.integers(-127, 128, shape).to(torch.int8)
-        return draw.integers(0, 256, shape).to(torch.uint8)
+        across = math.ceil(size / TILE)
+        return _codes(draw, bits, 1, across, TILE * TILE * bits // 8)
 
     def bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
         return draw(TILE)
@@ -169,11 +180,11 @@ def _reference_int8_dynamic(
 
 
 def _fp8_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    weight = (draw(OUT_FEATURES, size) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
-    scale = (draw(OUT_FEATURES, 1).float().abs() + 0.5) / (200 * size**0.5)
+    codes = (draw(OUT_FEATURES, size) * 100).clamp(-448, 448)
+    scale = _fp8_scales(draw, size, OUT_FEATURES, 1)
     return {
         "x": draw(*lead, size),
-        "weight": weight,
+        "weight": codes.to(torch.float8_e4m3fn),
         "weight_scale": scale,
         "bias": draw(OUT_FEATURES),
     }
@@ -181,8 +192,14 @@ def _fp8_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 def _block_scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     height, width = BLOCK_SHAPE
-    blocks = (math.ceil(OUT_FEATURES / height), math.ceil(size / width))
-    return (draw(*blocks).float().abs() + 0.5) / (200 * size**0.5)
+    down = math.ceil(OUT_FEATURES / height)
+    across = math.ceil(size / width)
+    return _fp8_scales(draw, size, down, across)
+
+
+def _fp8_scales(draw: Draw, size: int, *shape: int) -> Tensor:
+    """Draw scales for codes of about 100. The weights become about ``1 / sqrt(size)``."""
+    return (draw(*shape).float().abs() + 0.5) / (200 * size**0.5)
 
 
 def _reference_fp8(
@@ -198,7 +215,9 @@ def _reference_fp8(
     one_row = (1, size)
     whole = (OUT_FEATURES, size)
     height, width = block_shape or (one_row if weight_scale.numel() > 1 else whole)
-    scales = weight_scale.reshape(math.ceil(OUT_FEATURES / height), math.ceil(size / width))
+    down = math.ceil(OUT_FEATURES / height)
+    across = math.ceil(size / width)
+    scales = weight_scale.reshape(down, across)
     row_blocks = torch.arange(OUT_FEATURES) // height
     column_blocks = torch.arange(size) // width
     plain = weight.double() * scales[row_blocks][:, column_blocks]
@@ -269,8 +288,9 @@ def _fp8_op(
 
 
 def _linear_flops(x: Tensor, weight: Tensor, **others: Any) -> int:
-    outputs = weight.shape[0] * TILE if weight.dim() == 3 else weight.shape[0]
-    return 2 * x.numel() * outputs
+    # A tile has several rows.
+    rows_of_entry = TILE if weight.dim() == 3 else 1
+    return 2 * x.numel() * weight.shape[0] * rows_of_entry
 
 
 COMMON: dict[str, Any] = {"flops": _linear_flops, "sizes": (1, 48, 769), "tolerances": HALF_NORM}

@@ -150,6 +150,7 @@ def dequantize(
     rows, count = scales.shape
     codes = weight if weight.dtype == torch.int8 else unpack_int4(weight, in_features)
     groups = codes.reshape(rows, count, in_features // count).to(dtype)
+    # Without offsets, zero is in the middle of the four-bit codes.
     if offsets is None and weight.dtype == torch.uint8:
         groups = groups - MIDDLE
     scaled = groups * scales[..., None].to(dtype)

@@ -57,7 +57,8 @@ def heaviest_rank(loads: Sequence[float], experts: Sequence[int], ranks: int) ->
     replicas = Counter(experts)
     per_rank = len(experts) // ranks
     shares = [loads[expert] / replicas[expert] for expert in experts]
-    return max(sum(shares[first : first + per_rank]) for first in range(0, len(experts), per_rank))
+    firsts = range(0, len(experts), per_rank)
+    return max(sum(shares[first : first + per_rank]) for first in firsts)
 
 
 def nearest(current: Sequence[int], placed: Sequence[Sequence[int]]) -> list[int]:

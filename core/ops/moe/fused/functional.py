@@ -74,6 +74,7 @@ def fused_experts(
             expert.
     """
     expect_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    # Without values, the host does not know where the rows of an expert end.
     if not values_are_known(topk_ids) or not values_are_known(x):
         return _by_all_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     rows, order, bounds = sorted_by_expert(x, topk_ids, w13.shape[0])
@@ -230,6 +231,7 @@ def _expect_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def expect_ids(op: str, ids: Tensor, experts: int) -> None:
     """Raise ``ValueError`` for an id that names no expert and is not -1, if values are checked."""
+    # aminmax refuses an empty tensor.
     if not ids.numel() or not values_are_checked(ids):
         return
     lowest, highest = (int(bound) for bound in ids.aminmax())

@@ -186,6 +186,7 @@ class FusedMoE(PluggableLayer):
             intermediate_size=part,
             rank=self.tp_rank,
             ranks=self.tp_size,
+            # gpt-oss, with this activation, stores rows of gate and up in turn.
             interleaved=activation == "swigluoai",
             transposed=transposed_checkpoint,
             what=self.name,
@@ -350,6 +351,7 @@ class FusedMoE(PluggableLayer):
         Raises:
             WeightError: the shape of ``loaded_weight`` does not fit.
         """
+        # Callers pass the parameter alone, as to every weight_loader.
         name = next(name for name, own in self._parameters.items() if own is param)
         self.loader.load(name, param, loaded_weight, part)
 
@@ -367,6 +369,7 @@ class FusedMoE(PluggableLayer):
         expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
         if self.router_logits_dtype is not None:
             router_logits = router_logits.to(self.router_logits_dtype)
+        # A look at values waits for the device, so the setting is off by default.
         if values_are_known(router_logits) and host_state().checks_values():
             self._expect_numbers(router_logits)
         if self.custom_routing_function is not None:
@@ -415,6 +418,7 @@ class FusedMoE(PluggableLayer):
         else:
             routed = self._by_placed_experts(self.placement, routed_input, weights, ids)
             output = with_shared_experts(routed, x, self.shared_experts, None)
+        # A tensor rank has the sum over its parts of experts, or over its own experts.
         if self.reduce_results and max(self.tp_size, self.ep_size) > 1:
             output = tensor_model_parallel_all_reduce(output)
         return output.reshape(hidden_states.shape)

@@ -22,7 +22,11 @@ TOPK = 2
 
 def _swigluoai(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.reshape(-1, 2).unbind(-1)
-    return (up.clamp(-7.0, 7.0) + 1) * silu(1.702 * gate.clamp(max=7.0)) / 1.702
+    gate = gate.clamp(max=7.0)
+    up = up.clamp(-7.0, 7.0)
+    # gate · sigmoid(1.702 · gate)
+    activated = silu(1.702 * gate) / 1.702
+    return (up + 1) * activated
 
 
 def _gated_activation(activation: str, gate_up: Tensor) -> Tensor:

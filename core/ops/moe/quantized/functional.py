@@ -81,6 +81,7 @@ def quantized_experts(
     intermediate = _expect_inputs(x, gate_up, down, topk_weights, topk_ids, activation)
     _expect_bias("w13_bias", w13_bias, w13, x)
     _expect_bias("w2_bias", w2_bias, w2, x)
+    # Without values, the host does not know where the rows of an expert end.
     if not values_are_known(topk_ids) or not values_are_known(x):
         plain_w13 = _plain_weights(gate_up, x.shape[1], x.dtype)
         plain_w2 = _plain_weights(down, intermediate, x.dtype)
@@ -107,6 +108,7 @@ def _grouped_experts(
     w2_bias: Tensor | None,
 ) -> Tensor:
     """Return the outputs as ``grouped_experts``, with plain weights of one expert at a time."""
+    # All plain weights together may exceed the memory.
     activate = plain.ACTIVATIONS[activation]
     outputs = [rows.new_zeros(bounds[0], rows.shape[1])]
     for expert, (begin, end) in enumerate(pairwise(bounds)):

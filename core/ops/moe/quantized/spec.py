@@ -101,15 +101,21 @@ def _int8(draw: Draw, rows: int, size: int) -> Tensor:
 
 
 def _int4(draw: Draw, rows: int, size: int) -> Tensor:
-    return draw.integers(0, 256, (EXPERTS, rows, 64 * math.ceil(size / 128))).to(torch.uint8)
+    return _pairs(draw, rows, 64 * math.ceil(size / 128))
 
 
 def _fp8(draw: Draw, rows: int, size: int) -> Tensor:
-    return (draw(EXPERTS, rows, size) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    numbers = (draw(EXPERTS, rows, size) * 100).clamp(-448, 448)
+    return numbers.to(torch.float8_e4m3fn)
 
 
 def _mxfp4(draw: Draw, rows: int, size: int) -> Tensor:
-    return draw.integers(0, 256, (EXPERTS, rows, 16 * math.ceil(size / 32))).to(torch.uint8)
+    return _pairs(draw, rows, 16 * math.ceil(size / 32))
+
+
+def _pairs(draw: Draw, rows: int, width: int) -> Tensor:
+    """Draw bytes of two codes each."""
+    return draw.integers(0, 256, (EXPERTS, rows, width)).to(torch.uint8)
 
 
 def _mx_scales(draw: Draw, rows: int, size: int, largest: float) -> Tensor:
