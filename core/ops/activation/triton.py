@@ -44,6 +44,12 @@ _HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)
 
 
 @triton.jit
+def load_float32(pointer, exists):
+    """Load a tile as float32, with zeros outside of the mask ``exists``."""
+    return tl.load(pointer, exists, 0.0).to(tl.float32)
+
+
+@triton.jit
 def activated(t, function: tl.constexpr, threshold):
     """Compute one of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
     if function == "silu":

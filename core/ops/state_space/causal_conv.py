@@ -1,4 +1,7 @@
-"""Causal depthwise convolutions over tokens, which remember the last inputs of a sequence (arXiv:2312.00752)."""
+"""Causal depthwise convolutions over tokens, with the last inputs of a sequence as the state.
+
+The source of the maths is arXiv:2312.00752.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _convolved(
     *others: object,
     **settings: object,
 ) -> tuple[Tensor, Tensor]:
-    """Make two contiguous tensors, like ``x`` and like ``initial_states``; a fake rule."""
+    """Make two contiguous tensors, like ``x`` and like ``initial_states``, as a fake rule."""
     return x.new_empty(x.shape), initial_states.new_empty(initial_states.shape)
 
 
@@ -37,17 +40,20 @@ def causal_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve each channel over the tokens of sequences so far: prompts, or parts of them (arXiv:2312.00752).
+    """Convolve each channel over the tokens of sequences (arXiv:2312.00752).
 
-    ``y[t] = act(bias + Σ over k of weight[:, k] · x[t - (width - 1) + k])``, where inputs before the first token of a
-    sequence are its initial state. Parts of a prompt, each from the state that the former ended in, give what the whole
-    gives. It is computed in float32 (float64 for float64 input).
+    The output is ``y[t] = act(bias + Σ over k of weight[:, k] · x[t - (width - 1) + k])``. Inputs
+    before the first token of a sequence come from the initial state. A call may have whole prompts
+    or parts of prompts. A part that starts from the final state of the part before gives the same
+    results as the whole prompt. The computation is in float32, or float64 for float64 input.
 
     Args:
         x: ``[tokens, channels]``, the tokens of all sequences one after another.
         weight: ``[channels, width]``.
-        query_start_loc: where sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to ``tokens``.
-        initial_states: the last inputs before, oldest first: ``[sequences, channels, width - 1]``.
+        query_start_loc: the bounds of sequences: integers ``[sequences + 1]``, ascending from 0 to
+            ``tokens``.
+        initial_states: the inputs before each sequence, oldest first: ``[sequences, channels,
+            width - 1]``.
         bias: ``[channels]``.
         activation: ``"silu"``, also called ``"swish"``, or none.
 
@@ -55,27 +61,29 @@ def causal_conv1d(
         ``y``, like ``x``, and the final states, like ``initial_states``.
 
     Raises:
-        ValueError: a shape, a dtype, a device or the activation does not fit, or ``query_start_loc`` does not ascend
-            from 0 to the number of tokens.
+        ValueError: a shape, a dtype, a device or the activation does not fit, or
+            ``query_start_loc`` does not ascend from 0 to the number of tokens.
     """
     expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
     channels, width = weight.shape
-    before, dtype = width - 1, compute_dtype(x.dtype)
+    before = width - 1
+    dtype = compute_dtype(x.dtype)
     sequence, position, lengths = places(x.shape[0], query_start_loc)
-    # Each sequence behind its state, all of them in one row: what is read across their borders is left out again.
-    starts = query_start_loc[:-1].long() + torch.arange(len(lengths), device=x.device) * before
-    rows = starts[sequence] + before + position
+    # One row has all sequences, each behind its initial state, so no tap needs a bound of a
+    # sequence.
+    numbers = torch.arange(len(lengths), device=x.device)
+    starts = query_start_loc[:-1].long() + numbers * before
     ahead = torch.arange(before, device=x.device)
+    states = initial_states.mT.reshape(-1, channels).to(dtype)
+    rows = starts[sequence] + before + position
     line = x.new_zeros(x.shape[0] + len(lengths) * before, channels, dtype=dtype)
-    line = line.index_copy(
-        0, (starts[:, None] + ahead).flatten(), initial_states.mT.reshape(-1, channels).to(dtype)
-    )
+    line = line.index_copy(0, (starts[:, None] + ahead).flatten(), states)
     line = line.index_copy(0, rows, x.to(dtype))
-    y = _weighted([line[rows - before + k] for k in range(width)], weight, bias, activation)
-    final = line[(starts + lengths)[:, None] + ahead].mT
-    return y.to(x.dtype), final.to(initial_states.dtype).clone(
-        memory_format=torch.contiguous_format
-    )
+    inputs = [line[rows - before + tap] for tap in range(width)]
+    y = _weighted_sum(inputs, weight, bias, activation)
+    final = line[(starts + lengths)[:, None] + ahead].mT.to(initial_states.dtype)
+    # The clone has the layout that the fake rule promises.
+    return y.to(x.dtype), final.clone(memory_format=torch.contiguous_format)
 
 
 @register_functional("causal_conv1d_update", nothing, mutates=("conv_state", "out"))
@@ -88,38 +96,47 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """Convolve one more token of each of some sequences, and shift it into their states (arXiv:2312.00752).
+    """Convolve one more token of each sequence, and shift it into the state (arXiv:2312.00752).
 
     Args:
         x: the tokens, ``[sequences, channels]``.
-        conv_state: the last inputs by slot, oldest first: ``[slots, channels, width - 1]``; written to.
+        conv_state: the last inputs by slot, oldest first: ``[slots, channels, width - 1]``; written
+            to.
         weight: ``[channels, width]``.
-        slots: of each sequence, integers ``[sequences]``, no two the same.
-        out: where the result of ``causal_conv1d`` goes, like ``x``.
+        slots: the slot of each sequence, integers ``[sequences]``, all different.
+        out: the output, like ``x``; written to.
         bias: ``[channels]``.
         activation: ``"silu"``, also called ``"swish"``, or none.
 
     Raises:
-        ValueError: a shape, a dtype, a device or the activation does not fit, or a slot is none.
+        ValueError: a shape, a dtype, a device or the activation does not fit, or a slot does not
+            exist.
     """
     expect_step(x, conv_state, weight, slots, out, bias, activation)
     dtype = compute_dtype(x.dtype)
     window = torch.cat([conv_state[slots].to(dtype), x[..., None].to(dtype)], -1)
-    out.copy_(_weighted(list(window.unbind(-1)), weight, bias, activation))
+    inputs = list(window.unbind(-1))
+    out.copy_(_weighted_sum(inputs, weight, bias, activation))
     conv_state[slots] = window[..., 1:].to(conv_state.dtype)
 
 
-def _weighted(
+def _weighted_sum(
     inputs: list[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Add up inputs ``[tokens, channels]``, the oldest first, by the columns of ``weight``."""
+    """Return the activated sum of inputs ``[tokens, channels]`` times the columns of ``weight``.
+
+    The oldest inputs come first.
+    """
+    # Prompts and steps add up in this one order.
     weight = weight.to(inputs[0].dtype)
     total = inputs[0] * weight[:, 0]
     for x, column in zip(inputs[1:], weight.unbind(1)[1:], strict=True):
         total = torch.addcmul(total, x, column)
     if bias is not None:
         total = total + bias.to(total.dtype)
-    return total if activation is None else F.silu(total)
+    if activation is None:
+        return total
+    return F.silu(total)
 
 
 def expect_convolution(
@@ -135,9 +152,8 @@ def expect_convolution(
     expect_sequences(op, x, query_start_loc, initial_states)
     _expect_channels(op, x, weight, bias, activation)
     channels, width = weight.shape
-    expect_shape(
-        op, "initial_states", initial_states, (initial_states.shape[0], channels, width - 1), x
-    )
+    shape = (initial_states.shape[0], channels, width - 1)
+    expect_shape(op, "initial_states", initial_states, shape, x)
 
 
 def expect_step(
@@ -153,9 +169,9 @@ def expect_step(
     op = "causal_conv1d_update"
     _expect_channels(op, x, weight, bias, activation)
     expect_slots(op, x, conv_state, slots)
-    expect_shape(
-        op, "conv_state", conv_state, (conv_state.shape[0], weight.shape[0], weight.shape[1] - 1), x
-    )
+    channels, width = weight.shape
+    shape = (conv_state.shape[0], channels, width - 1)
+    expect_shape(op, "conv_state", conv_state, shape, x)
     expect_shape(op, "out", out, tuple(x.shape), x)
 
 
@@ -178,6 +194,8 @@ def _expect_channels(
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected [channels, width]"
         )
-    expect_shape(op, "x", x, (x.shape[0] if x.dim() else 0, weight.shape[0]), x)
+    channels = weight.shape[0]
+    tokens = x.shape[0] if x.dim() else 0
+    expect_shape(op, "x", x, (tokens, channels), x)
     expect_shape(op, "weight", weight, tuple(weight.shape), x)
-    expect_shape(op, "bias", bias, (weight.shape[0],), x)
+    expect_shape(op, "bias", bias, (channels,), x)

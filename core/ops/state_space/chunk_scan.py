@@ -1,4 +1,7 @@
-"""The scan of Mamba-2, state space duality (Dao and Gu, arXiv:2405.21060): products of matrices, a chunk at a time."""
+"""The scan of Mamba-2 by products of matrices, a chunk of tokens at a time.
+
+The source of the maths is state space duality (Dao and Gu, arXiv:2405.21060).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _scanned(
     *others: object,
     **settings: object,
 ) -> tuple[Tensor, Tensor]:
-    """Make two contiguous tensors, like ``x`` and like ``initial_states``; a fake rule."""
+    """Make two contiguous tensors, like ``x`` and like ``initial_states``, as a fake rule."""
     return x.new_empty(x.shape), initial_states.new_empty(initial_states.shape)
 
 
@@ -43,12 +46,14 @@ def mamba_chunk_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens of sequences by Mamba-2's state space: prompts, or parts of them (arXiv:2405.21060).
+    """Scan the tokens of sequences by Mamba-2's state space (arXiv:2405.21060).
 
-    By head, ``h[t] = exp(dt[t] · A) · h[t - 1] + dt[t] · x[t] ⊗ B[t]`` and ``y[t] = (h[t] · C[t] + D · x[t]) ·
-    silu(z[t])``, from the initial state of each sequence. Parts of a prompt, each from the state that the former ended
-    in, give what the whole gives. It is computed in float32 (float64 for float64 input), within a chunk as attention is
-    and from chunk to chunk by their states.
+    Per head, from the initial state of each sequence, the states and outputs are ``h[t] = exp(dt[t]
+    · A) · h[t - 1] + dt[t] · x[t] ⊗ B[t]`` and ``y[t] = (h[t] · C[t] + D · x[t]) · silu(z[t])``. A
+    call may have whole prompts or parts of prompts. A part that starts from the final state of the
+    part before gives the same results as the whole prompt. The computation is in float32, or
+    float64 for float64 input. Tokens of one chunk are computed as in attention, and states connect
+    the chunks.
 
     Args:
         x: ``[tokens, heads, head_size]``, the tokens of all sequences one after another.
@@ -56,9 +61,10 @@ def mamba_chunk_scan(
         A: ``[heads]``, not positive.
         B: ``[tokens, groups, state]``; each group serves ``heads / groups`` heads.
         C: as ``B``.
-        query_start_loc: where sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to ``tokens``.
+        query_start_loc: the bounds of sequences: integers ``[sequences + 1]``, ascending from 0 to
+            ``tokens``.
         initial_states: ``[sequences, heads, head_size, state]``.
-        chunk_size: tokens of a chunk; the result is the same for any.
+        chunk_size: tokens of a chunk; the result does not depend on the size.
         D: weight of the input itself, ``[heads]``.
         z: gate, like ``x``.
         dt_bias: added to ``dt``, ``[heads]``.
@@ -68,42 +74,43 @@ def mamba_chunk_scan(
         ``y``, like ``x``, and the final states, like ``initial_states``.
 
     Raises:
-        ValueError: a shape, a dtype, a device or the size of chunks does not fit, or ``query_start_loc`` does not
-            ascend from 0 to the number of tokens.
+        ValueError: a shape, a dtype, a device or the size of chunks does not fit, or
+            ``query_start_loc`` does not ascend from 0 to the number of tokens.
     """
     expect_heads(x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
-    dtype, per_group = compute_dtype(x.dtype), x.shape[1] // B.shape[1]
-    step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
+    dtype = compute_dtype(x.dtype)
+    per_group = x.shape[1] // B.shape[1]
+    step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
+    given_x = x.to(dtype)
     inputs = (given_x * step[..., None], step * A.to(dtype), B.to(dtype), C.to(dtype))
-    y, final = _scan(
-        _Chunks(x.shape[0], query_start_loc, chunk_size),
-        inputs,
-        initial_states.to(dtype),
-        per_group,
-    )
-    return gated(y, given_x, None if D is None else D[:, None], z).to(x.dtype), final.to(
-        initial_states.dtype
-    )
+    chunks = _Chunks(x.shape[0], query_start_loc, chunk_size)
+    y, final = _scan(chunks, inputs, initial_states.to(dtype), per_group)
+    weight = None if D is None else D[:, None]
+    y = gated(y, given_x, weight, z)
+    return y.to(x.dtype), final.to(initial_states.dtype)
 
 
 class _Chunks:
-    """Chunks of which each has tokens of one sequence only; there are as many as sequences could need at most.
+    """Chunks with tokens of one sequence each; as many as the sequences could need at most.
 
     Attributes:
-        rows: place of each token among those of all chunks, int64 ``[tokens]``.
-        sequence: of each chunk; that of a spare one is the number of sequences.
-        is_first: tells which chunks begin a sequence.
+        rows: the place of each token in the row of all chunks, int64 ``[tokens]``.
+        sequence: the sequence of each chunk; a spare chunk has the number of sequences.
+        is_first: True for the first chunk of a sequence.
         lengths: tokens of each sequence.
-        last: of each sequence, its last chunk.
-        known: tells if the number of chunks is no symbol.
+        last: the last chunk of each sequence.
+        known: False if the number of chunks is a symbol.
     """
 
     def __init__(self, tokens: int, query_start_loc: Tensor, size: int) -> None:
         sequence, position, self.lengths = places(tokens, query_start_loc)
-        sequences, self.known = query_start_loc.shape[0] - 1, values_are_known(query_start_loc)
+        sequences = query_start_loc.shape[0] - 1
+        self.known = values_are_known(query_start_loc)
         if self.known:
             size = min(size, max(tokens, 1))
-        self.count, self.size = tokens // size + sequences, size
+        self.size = size
+        # Each sequence may leave its last chunk partly empty.
+        self.count = tokens // size + sequences
         ends = ((self.lengths + size - 1) // size).cumsum(0)
         firsts = torch.cat([ends.new_zeros(1), ends])
         self.rows = firsts[sequence] * size + position
@@ -113,43 +120,41 @@ class _Chunks:
         self.last = (ends - 1).clamp(min=0)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Return ``[tokens, ...]`` as ``[chunks, size, ...]``, with zeros where there are no tokens."""
-        empty = x.new_zeros(self.count * self.size, *x.shape[1:])
-        return empty.index_copy(0, self.rows, x).unflatten(0, (self.count, self.size))  # type: ignore[no-untyped-call]
+        """Return ``[tokens, ...]`` as ``[chunks, size, ...]``, with zeros for missing tokens."""
+        shape = (self.count, self.size)
+        filled = x.new_zeros(self.count * self.size, *x.shape[1:]).index_copy(0, self.rows, x)
+        return filled.unflatten(0, shape)  # type: ignore[no-untyped-call]
 
 
 def _scan(
     chunks: _Chunks, inputs: tuple[Tensor, Tensor, Tensor, Tensor], initial: Tensor, per_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of each token without the input's own part, and the last states."""
+    """Return ``h · C`` for each token, and the last states."""
     weighted, log_decay, b, c = (chunks.fill(each) for each in inputs)
     between = _between(log_decay.mT)
     carried, final = _states(chunks, weighted, log_decay, between, b, initial, per_group)
     by_group = carried.unflatten(1, (-1, per_group))  # type: ignore[no-untyped-call]
     from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, by_group).flatten(2, 3)
-    y = (
-        _within(weighted, between, b, c, per_group)
-        + from_before * log_decay.cumsum(1).exp()[..., None]
-    )
+    within = _within(weighted, between, b, c, per_group)
+    y = within + from_before * log_decay.cumsum(1).exp()[..., None]
     return y.flatten(0, 1)[chunks.rows], final
 
 
 def _between(log_decay: Tensor) -> Tensor:
-    """Return how much of the state after place ``m`` is left after ``l``, ``[..., l, m]``; nothing of a later one.
+    """Return the share ``[..., l, m]`` of the state after place ``m`` that is left after ``l``.
 
-    The logarithms ``[..., places]`` of what lies between are added up for each pair, as differences of long sums would
-    lose what is small beside them.
+    The share is 0 if ``l`` is before ``m``. ``log_decay`` is ``[..., places]``.
     """
     size = log_decay.shape[-1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
-    summed = (
-        log_decay[..., :, None].expand(*log_decay.shape, size).masked_fill(~earlier, 0.0).cumsum(-2)
-    )
+    each_pair = log_decay[..., :, None].expand(*log_decay.shape, size)
+    # Each pair has a sum of its own: a difference of two long sums would lose small steps.
+    summed = each_pair.masked_fill(~earlier, 0.0).cumsum(-2)
     return summed.masked_fill(earlier.T, -torch.inf).exp()
 
 
 def _within(weighted: Tensor, between: Tensor, b: Tensor, c: Tensor, per_group: int) -> Tensor:
-    """Return what the tokens of each chunk get from those of the same, ``[chunks, size, heads, head_size]``."""
+    """Return the outputs from tokens of the same chunk, ``[chunks, size, heads, head_size]``."""
     scores = torch.einsum("nlgk,nmgk->nglm", c, b).repeat_interleave(per_group, 1)
     return ((scores * between) @ weighted.transpose(1, 2)).transpose(1, 2)
 
@@ -163,18 +168,26 @@ def _states(
     initial: Tensor,
     per_group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state that each chunk begins with, ``[chunks, heads, head_size, state]``, and the last ones."""
-    whole = log_decay.sum(1)
-    grouped = (weighted * between[..., -1, :].mT[..., None]).unflatten(2, (-1, per_group))  # type: ignore[no-untyped-call]
+    """Return the first state of each chunk, and the last state of each sequence.
+
+    First states are ``[chunks, heads, head_size, state]``. A sequence without tokens keeps its
+    initial state.
+    """
+    decay = log_decay.sum(1).exp()[..., None, None]
+    decayed = weighted * between[..., -1, :].mT[..., None]
+    grouped = decayed.unflatten(2, (-1, per_group))  # type: ignore[no-untyped-call]
     own = torch.einsum("nlgrp,nlgk->ngrpk", grouped, b).flatten(1, 2)
-    spare = initial.new_zeros(1, *initial.shape[1:])
-    given = torch.cat([initial, spare])[chunks.sequence]
+    zeros = initial.new_zeros(1, *initial.shape[1:])
+    # Spare chunks have the number of sequences as their sequence: they begin with zeros.
+    given = torch.cat([initial, zeros])[chunks.sequence]
     first = chunks.is_first[:, None, None, None]
-    own = torch.where(first, own + whole.exp()[..., None, None] * given, own)
-    after = states_after(whole.exp()[..., None, None], own, chunks.is_first, chunks.known)
-    carried = torch.where(first, given, torch.cat([spare, after])[:-1])
-    some = (chunks.lengths > 0)[:, None, None, None]
-    return carried, torch.where(some, torch.cat([after, spare])[chunks.last], initial)
+    own = torch.where(first, own + decay * given, own)
+    after = states_after(decay, own, chunks.is_first, chunks.known)
+    before = torch.cat([zeros, after])[:-1]
+    carried = torch.where(first, given, before)
+    last = torch.cat([after, zeros])[chunks.last]
+    has_tokens = (chunks.lengths > 0)[:, None, None, None]
+    return carried, torch.where(has_tokens, last, initial)
 
 
 def expect_heads(
@@ -196,19 +209,22 @@ def expect_heads(
     expect_positive(op, "chunk_size", chunk_size)
     if x.dim() != 3 or B.dim() != 3:
         raise ValueError(
-            f"{op}: x has shape {tuple(x.shape)} and B {tuple(B.shape)}, expected [tokens, heads, head_size] and "
-            "[tokens, groups, state]"
+            f"{op}: x has shape {tuple(x.shape)} and B {tuple(B.shape)}, expected "
+            "[tokens, heads, head_size] and [tokens, groups, state]"
         )
     expect_sequences(op, x, query_start_loc, initial_states)
-    (tokens, heads, head_size), (_, groups, size) = x.shape, B.shape
+    tokens, heads, head_size = x.shape
+    _, groups, size = B.shape
     if not groups or heads % groups:
         raise ValueError(f"{op}: B has {groups} groups, expected a divisor of {heads} heads")
+    by_group = (tokens, groups, size)
+    state = (initial_states.shape[0], heads, head_size, size)
     for name, given, shape in (
         ("dt", dt, (tokens, heads)),
         ("A", A, (heads,)),
-        ("B", B, (tokens, groups, size)),
-        ("C", C, (tokens, groups, size)),
-        ("initial_states", initial_states, (initial_states.shape[0], heads, head_size, size)),
+        ("B", B, by_group),
+        ("C", C, by_group),
+        ("initial_states", initial_states, state),
         ("D", D, (heads,)),
         ("z", z, tuple(x.shape)),
         ("dt_bias", dt_bias, (heads,)),

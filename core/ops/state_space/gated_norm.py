@@ -1,4 +1,4 @@
-"""``Mixer2RMSNormGated``, the gated norm of Mamba-2's mixer, whose groups may be spread over ranks."""
+"""``Mixer2RMSNormGated``, the gated norm of Mamba-2's mixer; ranks may share a group."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from torch.nn import functional as F
 
 @CustomOp.register("mixer2_gated_rms_norm")
 class Mixer2RMSNormGated(CustomOp):
-    """Gate and root mean square norm by groups, ``rms(x · silu(gate)) · weight`` (arXiv:2405.21060).
+    """Gated root mean square norm by groups, ``rms(x · silu(gate)) · weight`` (arXiv:2405.21060).
 
-    A rank has a part of the elements. One group over all ranks adds up their squares; groups that the ranks do not
-    divide are gathered, normalised on each and cut again.
+    A rank has a part of the elements. If there is one group, the ranks add up their squares. If the
+    ranks do not divide several groups, each rank gathers all elements, normalises, and keeps its
+    part.
 
     Args:
         full_hidden_size: elements of all ranks.
         full_n_groups: groups of all ranks, each with a mean square of its own.
-        use_rms_norm: gate only, if not.
+        use_rms_norm: False leaves the gate alone.
         eps: added to the mean square.
 
     Shapes:
-        ``x`` and ``gate`` are ``[..., full_hidden_size / tp_size]`` in any floating-point dtype; so is the result.
+        ``x``, ``gate`` and the result are ``[..., full_hidden_size / tp_size]`` in any
+        floating-point dtype.
 
     Raises:
         LayerError: the ranks do not divide the elements.
-        ValueError: the groups do not.
+        ValueError: the groups do not divide the elements.
     """
 
     def __init__(
@@ -67,9 +69,8 @@ class Mixer2RMSNormGated(CustomOp):
                 f"{op}: full_n_groups is {full_n_groups}, expected a divisor of {full_hidden_size}"
             )
         expect_group_size(self.group_size, full_hidden_size)
-        self.per_rank_hidden_size = divide(
-            full_hidden_size, self.tp_size, "full_hidden_size of a gated norm"
-        )
+        what = "full_hidden_size of a gated norm"
+        self.per_rank_hidden_size = divide(full_hidden_size, self.tp_size, what)
         self.variance_epsilon = eps
         self.use_rms_norm = use_rms_norm
         self.weight: nn.Parameter | None = None
@@ -81,11 +82,10 @@ class Mixer2RMSNormGated(CustomOp):
         """Load this rank's elements of a weight ``[full_hidden_size]``.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: the loaded tensor has another shape.
         """
-        load_channels(
-            param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm")
-        )
+        size = self.full_hidden_size
+        load_channels(param, loaded_weight, rank_shards([(size, size)], "a gated norm"))
 
     # This table makes forward_cuda and forward_xpu.
     functional_cuda = functional_xpu = on_triton("opgraft.ops.state_space.triton_norm")
@@ -95,10 +95,12 @@ class Mixer2RMSNormGated(CustomOp):
         """Return the norm of ``x`` gated by ``gate``.
 
         Raises:
-            ValueError: ``x`` does not end in the rank's elements, or ``gate`` has another shape, dtype or device.
+            ValueError: the last dimension of ``x`` has not the rank's elements, or ``gate`` has
+                another shape, dtype or device.
         """
         expect_last_dim("mixer2_gated_rms_norm", "x", x, self.per_rank_hidden_size)
         expect_alike("mixer2_gated_rms_norm", "gate", gate, "x", x)
+        # The rank has whole groups, or nothing is normalised: no other rank is needed.
         if self.weight is None or self.n_groups % self.tp_size == 0:
             normalised: Tensor = functional.mixer2_gated_rms_norm(
                 x, gate, self.weight, self.variance_epsilon, self.group_size
@@ -109,14 +111,16 @@ class Mixer2RMSNormGated(CustomOp):
         return (self._normalised(gated) * self.weight.to(dtype)).to(x.dtype)
 
     def _normalised(self, gated: Tensor) -> Tensor:
-        """Normalise by groups of which ranks have parts."""
+        """Normalise by groups that ranks share."""
         if self.n_groups == 1:
             total = tensor_model_parallel_all_reduce(gated.square().sum(-1, keepdim=True))
             return gated * torch.rsqrt(total / self.full_hidden_size + self.variance_epsilon)
         gathered = tensor_model_parallel_all_gather(gated)
         groups = gathered.reshape(*gated.shape[:-1], self.n_groups, self.group_size)
-        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return (groups * scale).flatten(-2).chunk(self.tp_size, dim=-1)[self.tp_rank]
+        variance = groups.square().mean(-1, keepdim=True)
+        normalised = groups * torch.rsqrt(variance + self.variance_epsilon)
+        return normalised.flatten(-2).chunk(self.tp_size, dim=-1)[self.tp_rank]
 
     def extra_repr(self) -> str:
-        return f"{self.full_hidden_size}, groups={self.n_groups}, eps={self.variance_epsilon}, tp={self.tp_size}"
+        sizes = f"{self.full_hidden_size}, groups={self.n_groups}"
+        return f"{sizes}, eps={self.variance_epsilon}, tp={self.tp_size}"

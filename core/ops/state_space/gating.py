@@ -21,16 +21,16 @@ def mixer2_gated_rms_norm(
     eps: float = 1e-6,
     group_size: int | None = None,
 ) -> Tensor:
-    """Gate and normalise by groups, ``rms(x · silu(gate)) · weight``, or gate only (Dao and Gu, arXiv:2405.21060).
+    """Gate and normalise by groups, ``rms(x · silu(gate)) · weight`` (arXiv:2405.21060).
 
     Half types are computed in float32 and rounded once.
 
     Args:
         x: ``[..., hidden_size]``.
         gate: like ``x``.
-        weight: ``[hidden_size]``; without one nothing is normalised.
+        weight: ``[hidden_size]``; without a weight the gate is all, and nothing is normalised.
         eps: added to the mean square.
-        group_size: take the mean square within groups of that many elements, a divisor of ``hidden_size``.
+        group_size: elements of a group with one mean square, a divisor of ``hidden_size``.
 
     Raises:
         ValueError: ``gate`` or ``weight`` does not fit, or the groups do not divide a row.
@@ -39,7 +39,8 @@ def mixer2_gated_rms_norm(
     if weight is not None:
         return rms_norm_gated.native(x, weight, gate, eps, group_size)
     dtype = compute_dtype(x.dtype)
-    return (x.to(dtype) * F.silu(gate.to(dtype))).to(x.dtype)
+    gated = x.to(dtype) * F.silu(gate.to(dtype))
+    return gated.to(x.dtype)
 
 
 def expect_gated(x: Tensor, gate: Tensor, weight: Tensor | None) -> None:

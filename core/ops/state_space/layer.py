@@ -1,4 +1,4 @@
-"""``StateLayer``, the base of layers that keep a state of each sequence, and the weights of their convolutions."""
+"""``StateLayer``, the base of layers with a state for each sequence, and their sharded weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 
 class StateBatch(NamedTuple):
-    """The sequences of a call, and where their states are.
+    """The sequences of a call, and the places of their states.
 
     Attributes:
-        query_start_loc: where the tokens of each begin and end, integers ``[sequences + 1]``.
+        query_start_loc: the bounds of the tokens of sequences, integers ``[sequences + 1]``.
         states: the layer's tensors, by slot.
-        slots: of each sequence, int64 ``[sequences]``.
-        steps: each has one token in this call.
+        slots: the slot of each sequence, int64 ``[sequences]``.
+        steps: True if each sequence has one token in this call.
     """
 
     query_start_loc: Tensor
@@ -36,11 +36,11 @@ class StateBatch(NamedTuple):
     steps: bool
 
     def initial(self, number: int) -> Tensor:
-        """Return the states that the sequences begin with in one of the tensors."""
+        """Return the first states of the sequences, from one of the tensors."""
         return self.states[number][self.slots]
 
     def finish(self, *final: Tensor) -> None:
-        """Keep the states that the sequences end with."""
+        """Store the last states of the sequences, one tensor for each of ``states``."""
         for tensor, state in zip(self.states, final, strict=True):
             tensor[self.slots] = state.to(tensor.dtype)
 
@@ -48,11 +48,12 @@ class StateBatch(NamedTuple):
 class StateLayer(PluggableLayer, ABC):
     """A layer that carries a state from token to token of a sequence.
 
-    The sequences, and their states under the layer's ``prefix``, are those of the current ``AttentionBatch``. Where
-    that has none, each sequence begins with zeros and nothing is kept; without a batch all tokens are one sequence.
+    The current ``AttentionBatch`` has the sequences, and their states by the layer's ``prefix``. If
+    the batch has no states, each sequence begins with zeros, and the last states are dropped.
+    Without a batch all tokens are one sequence.
 
     Args:
-        prefix: the layer's path in its model, under which its states are found.
+        prefix: the layer's path in the model. The states are found by this path.
     """
 
     __op_base__ = True
@@ -68,30 +69,22 @@ class StateLayer(PluggableLayer, ABC):
 
     @abstractmethod
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Return their dtypes."""
+        """Return the dtypes of these tensors."""
 
     def state_batch(self, hidden_states: Tensor, output: Tensor | None = None) -> StateBatch:
         """Return the sequences of a call with ``hidden_states``, ``[tokens, hidden_size]``.
 
         Args:
-            hidden_states: of the tokens of all sequences.
-            output: where the result goes, for layers that write it to a tensor of that shape.
+            hidden_states: the tokens of all sequences, one sequence after another.
+            output: the tensor for the result, like ``hidden_states``, if the layer writes to one.
 
         Raises:
             ValueError: a shape does not fit.
-            LayerError: the batch has no states for the layer, or some of another shape.
+            LayerError: the batch has no states for the layer, or states of another shape.
         """
-        if hidden_states.dim() != 2:
-            raise ValueError(
-                f"{self.op_class.__qualname__}: hidden_states has shape {tuple(hidden_states.shape)}, expected "
-                "[tokens, hidden_size]: put sequences one after another, and say where each begins by an AttentionBatch"
-            )
-        if output is not None and output.shape != hidden_states.shape:
-            raise ValueError(
-                f"{self.op_class.__qualname__}: output has shape {tuple(output.shape)}, expected that of "
-                f"hidden_states, {tuple(hidden_states.shape)}"
-            )
-        batch, tokens = current_batch(), len(hidden_states)
+        self._expect_tokens(hidden_states, output)
+        batch = current_batch()
+        tokens = len(hidden_states)
         if batch is None:
             bounds = torch.tensor([0, tokens], dtype=torch.int32, device=hidden_states.device)
             return self._without_states(bounds, hidden_states.device)
@@ -101,53 +94,76 @@ class StateLayer(PluggableLayer, ABC):
         if found is None:
             known = ", ".join(map(repr, list(batch.states)[:3]))
             raise LayerError(
-                f"layer {self.prefix!r} keeps a state, and the batch has some of {known}: give it the prefix of "
-                "state_layers(model)"
+                f"layer {self.prefix!r} keeps a state, and the batch has some of {known}: "
+                "give it the prefix of state_layers(model)"
             )
         self._expect_states(found)
+        # At most one token each, and as many tokens as sequences: exactly one each.
         steps = batch.max_query_len == 1 and tokens == len(found.slots)
         return StateBatch(batch.query_start_loc, found.tensors, found.slots, steps)
 
+    def _expect_tokens(self, hidden_states: Tensor, output: Tensor | None) -> None:
+        name = self.op_class.__qualname__
+        shape = hidden_states.shape
+        if hidden_states.dim() != 2:
+            raise ValueError(
+                f"{name}: hidden_states has shape {tuple(shape)}, expected [tokens, hidden_size]: "
+                "put sequences one after another, and say where each begins by an AttentionBatch"
+            )
+        if output is not None and output.shape != shape:
+            raise ValueError(
+                f"{name}: output has shape {tuple(output.shape)}, expected that of hidden_states, "
+                f"{tuple(shape)}"
+            )
+
     def _without_states(self, bounds: Tensor, device: torch.device) -> StateBatch:
+        """Return a batch with states of zeros, which nobody keeps."""
         count = len(bounds) - 1
-        shapes = zip(self.get_state_shape(), self.get_state_dtype(), strict=True)
-        zeros = tuple(
-            torch.zeros(count, *shape, dtype=dtype, device=device) for shape, dtype in shapes
-        )
-        return StateBatch(bounds, zeros, torch.arange(count, device=device), False)
+        zeros = []
+        for shape, dtype in zip(self.get_state_shape(), self.get_state_dtype(), strict=True):
+            zeros.append(torch.zeros(count, *shape, dtype=dtype, device=device))
+        slots = torch.arange(count, device=device)
+        return StateBatch(bounds, tuple(zeros), slots, steps=False)
 
     def _expect_states(self, found: LayerStates) -> None:
         shapes = tuple(tuple(tensor.shape[1:]) for tensor in found.tensors)
-        if shapes != self.get_state_shape():
+        expected = self.get_state_shape()
+        if shapes != expected:
             raise LayerError(
-                f"layer {self.prefix!r}: its states have shapes {shapes}, expected {self.get_state_shape()}: make them "
-                "by get_state_shape"
+                f"layer {self.prefix!r}: its states have shapes {shapes}, expected {expected}: "
+                "make them by get_state_shape"
             )
 
 
 def state_layers(model: nn.Module) -> dict[str, StateLayer]:
-    """Return the layers of a model that keep a state, by the prefix under which each finds its own.
+    """Return the layers of a model with a state, by their prefixes.
 
     Raises:
-        LayerError: two have one prefix, and so would have one state.
+        LayerError: two layers have one prefix, so they would share one state.
     """
     layers: dict[str, StateLayer] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, StateLayer) and layers.setdefault(layer.prefix, layer) is not layer:
+        if not isinstance(layer, StateLayer):
+            continue
+        if layers.setdefault(layer.prefix, layer) is not layer:
             raise LayerError(
-                f"the layer {path!r} has the prefix {layer.prefix!r}, as another one of the model that keeps a state "
-                "has: both would write to one. Give each layer its path as prefix"
+                f"the layer {path!r} has the prefix {layer.prefix!r}, as another one of the model "
+                "that keeps a state has: both would write to one. "
+                "Give each layer its path as prefix"
             )
     return layers
 
 
 class DepthwiseConv(nn.Module):
-    """The weights of a causal depthwise convolution, of which a rank has a part of each of some runs of channels.
+    """The weights of a causal depthwise convolution on one rank.
+
+    The channels consist of runs, such as those of the heads and of the groups. A rank has a part of
+    each run.
 
     Args:
-        shards: this rank's part of each run, as ``rank_shards`` lists them.
-        width: tokens that a channel sees.
-        bias: whether there is one.
+        shards: this rank's part of each run, from ``rank_shards``.
+        width: taps, the number of tokens that an output depends on.
+        bias: True adds a bias.
     """
 
     bias: nn.Parameter | None
@@ -157,9 +173,8 @@ class DepthwiseConv(nn.Module):
         self.shards = tuple(shards)
         self.channels = sum(shard.size for shard in shards)
         self.weight = nn.Parameter(torch.zeros(self.channels, 1, width), requires_grad=False)
-        self.register_parameter(
-            "bias", nn.Parameter(torch.zeros(self.channels), requires_grad=False) if bias else None
-        )
+        zeros = nn.Parameter(torch.zeros(self.channels), requires_grad=False)
+        self.register_parameter("bias", zeros if bias else None)
         for parameter in self.parameters():
             set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
 
@@ -172,18 +187,18 @@ class DepthwiseConv(nn.Module):
         """Load this rank's channels of a weight ``[channels, 1, width]`` or a bias ``[channels]``.
 
         Raises:
-            WeightError: it has another shape.
+            WeightError: the loaded tensor has another shape.
         """
         load_channels(param, loaded_weight, self.shards)
 
 
 class GroupedColumnParallelLinear(MergedColumnParallelLinear):
-    """Several column-parallel layers of one input, of which a rank has the parts that are given.
+    """Several column-parallel layers of one input, with given parts on this rank.
 
     Args:
         input_size: elements of the last dimension of the input.
-        shards: this rank's rows of each layer, as ``rank_shards`` lists them; ranks may have the same ones.
-        bias: whether there is one.
+        shards: this rank's rows of each layer, from ``rank_shards``. Ranks may share rows.
+        bias: True adds a bias.
         quant_config: chooses the weight method.
         prefix: the layer's name in the checkpoint.
     """
@@ -196,8 +211,10 @@ class GroupedColumnParallelLinear(MergedColumnParallelLinear):
         quant_config: QuantizationConfig | None,
         prefix: str,
     ) -> None:
+        # The base asks for output_shards while it is constructed.
         self._shards = list(shards)
         ranks = get_tensor_model_parallel_world_size()
+        # The base divides sizes by the ranks. output_shards gives the true rows of shared parts.
         sizes = [shard.size * ranks for shard in shards]
         super().__init__(
             input_size, sizes, bias, quant_config=quant_config, prefix=prefix, return_bias=False
@@ -209,37 +226,42 @@ class GroupedColumnParallelLinear(MergedColumnParallelLinear):
 
 
 def rank_shards(runs: Iterable[tuple[int, int]], what: str) -> list[OutputShard]:
-    """List this rank's part of each of some runs of rows.
+    """List this rank's part of each run of rows.
+
+    Example: ``[(64, 8), (16, 2)]`` on four ranks gives each rank 16 rows of the first run, and 8
+    rows of the second, as ranks 0 and 1 share a unit.
 
     Args:
-        runs: of each, its rows and the units, such as heads or groups, that they are of. Where units are fewer than
-            ranks, several ranks after one another have the same.
-        what: has these units, for the error.
+        runs: the rows of each run and their units, such as heads or groups. If a run has fewer
+            units than ranks, neighbouring ranks share a unit.
+        what: the name of the units, for the error.
 
     Raises:
-        LayerError: neither do the ranks divide the units, nor the units the ranks.
+        LayerError: the ranks do not divide the units, and the units do not divide the ranks.
     """
-    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    ranks = get_tensor_model_parallel_world_size()
+    rank = get_tensor_model_parallel_rank()
     shards: list[OutputShard] = []
     offset = 0
     for index, (rows, units) in enumerate(runs):
         replicas = max(1, ranks // units)
         if units * replicas % ranks:
             raise LayerError(
-                f"{what}: {ranks} tensor-parallel ranks cannot share {units} parts: choose a number of ranks that "
-                "divides them, or that they divide"
+                f"{what}: {ranks} tensor-parallel ranks cannot share {units} parts: "
+                "choose a number of ranks that divides them, or that they divide"
             )
         size = rows * replicas // ranks
-        shards.append(OutputShard(index, offset, rank // replicas * size, size, rows))
+        start = rank // replicas * size
+        shards.append(OutputShard(index, offset, start, size, rows))
         offset += size
     return shards
 
 
 def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputShard]) -> None:
-    """Load a rank's part of each of some runs of rows, which lie one after another in ``loaded``.
+    """Load this rank's part of each run of rows; ``loaded`` has the runs one after another.
 
     Raises:
-        WeightError: it has another shape.
+        WeightError: ``loaded`` has another shape.
     """
     expected = (sum(shard.total for shard in shards), *param.shape[1:])
     if tuple(loaded.shape) != expected:
@@ -254,17 +276,16 @@ def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputSh
 def by_channel(
     channels: int, *others: int, load: Callable[[Tensor], Tensor] | None = None
 ) -> nn.Parameter:
-    """Make a parameter ``[channels, *others]`` in float32, of which a rank has a part of the channels.
+    """Make a parameter ``[channels / ranks, *others]`` in float32, with this rank's channels.
 
     Args:
-        channels: of all ranks, which divide them.
+        channels: the channels of all ranks, a multiple of the ranks.
         others: further sizes.
-        load: makes its values of those that are loaded, in float32.
+        load: computes the parameter from the loaded values, both in float32.
     """
     shards = rank_shards([(channels, channels)], "the channels of a mixer")
-    parameter = nn.Parameter(
-        torch.zeros(shards[0].size, *others, dtype=torch.float32), requires_grad=False
-    )
+    zeros = torch.zeros(shards[0].size, *others, dtype=torch.float32)
+    parameter = nn.Parameter(zeros, requires_grad=False)
 
     def weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
         load_channels(param, loaded_weight, shards)
@@ -276,22 +297,22 @@ def by_channel(
 
 
 def negated_exponential(values: Tensor) -> Tensor:
-    """Return ``A`` of what checkpoints have as ``A_log``."""
+    """Return ``A`` from the ``A_log`` of a checkpoint."""
     return -values.exp()
 
 
 def expect_sizes(op: str, **sizes: int) -> None:
-    """Raise ``ValueError`` unless each is a positive integer."""
+    """Raise ``ValueError`` unless each size is a positive integer."""
     for name, size in sizes.items():
         expect_size(op, name, size)
         expect_positive(op, name, size)
 
 
 def ranks_of(sizes: Mapping[str, int]) -> int:
-    """Return the number of tensor-parallel ranks, each of which divides all of some sizes.
+    """Return the number of tensor-parallel ranks, a divisor of every size.
 
     Raises:
-        LayerError: it does not divide one.
+        LayerError: the number does not divide a size.
     """
     ranks = get_tensor_model_parallel_world_size()
     for what, size in sizes.items():

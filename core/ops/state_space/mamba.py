@@ -32,31 +32,32 @@ from torch import Tensor
 class MambaMixer(StateLayer):
     """Mixer of Mamba (Gu and Dao, arXiv:2312.00752).
 
-    ``[u, z] = in_proj(h)``, ``x = act(conv(u))``, ``[dt, B, C] = x_proj(x)``, and the result is ``out_proj`` of the
-    scan of ``x`` by ``dt_proj(dt)``, B and C, gated by ``z``. Its state is the last inputs of the convolution and the
-    state of the scan, in float32.
+    From a token ``h`` the mixer computes ``[u, z] = in_proj(h)``, ``x = act(conv(u))`` and ``[dt,
+    B, C] = x_proj(x)``. The result is ``out_proj(y)``, with ``y`` the scan of ``x`` by
+    ``dt_proj(dt)``, ``B`` and ``C``, gated by ``z``. The state has the last inputs of the
+    convolution, and the state of the scan in float32.
 
     Args:
         hidden_size: elements of a token.
-        ssm_state_size: elements of the state by channel.
-        conv_kernel_size: width of the convolution.
+        ssm_state_size: elements of the state of each channel.
+        conv_kernel_size: taps of the convolution.
         intermediate_size: channels.
-        time_step_rank: elements of a token that step sizes are made of.
+        time_step_rank: elements of a token that step sizes are computed from.
         use_conv_bias: the convolution has a bias.
-        use_bias: the projections have one.
-        use_rms_norm: ``dt``, B and C are normalised, as in Jamba.
-        rms_norm_has_weight: by norms with a weight.
-        rms_norm_eps: of these norms.
-        activation: of the convolution, ``"silu"``.
-        is_lora_enabled: for replacements that ask.
-        model_config: an engine's settings, for replacements that read them.
-        cache_config: likewise.
-        prefix: the layer's path in its model, under which its states are found.
+        use_bias: ``in_proj`` and ``out_proj`` have a bias.
+        use_rms_norm: ``dt``, ``B`` and ``C`` are normalised, as in Jamba.
+        rms_norm_has_weight: these norms have a weight.
+        rms_norm_eps: the ``eps`` of these norms.
+        activation: ``"silu"``, after the convolution.
+        is_lora_enabled: kept for replacements.
+        model_config: an engine's settings, kept for replacements.
+        cache_config: an engine's settings, kept for replacements.
+        prefix: the layer's path in the model. The states are found by this path.
         quant_config: the quantization of the projections.
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the channels.
-        ValueError: a size is no positive integer, or another activation.
+        ValueError: a size is no positive integer, or the activation is unknown.
     """
 
     def __init__(
@@ -79,21 +80,24 @@ class MambaMixer(StateLayer):
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__(prefix)
-        sizes = {
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "time_step_rank": time_step_rank,
-        }
         expect_sizes(
-            "mamba_mixer", **sizes, ssm_state_size=ssm_state_size, conv_kernel_size=conv_kernel_size
+            "mamba_mixer",
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            time_step_rank=time_step_rank,
+            ssm_state_size=ssm_state_size,
+            conv_kernel_size=conv_kernel_size,
         )
-        self.channels = intermediate_size // ranks_of(
-            {"intermediate_size of a mixer": intermediate_size}
-        )
-        self.time_step_rank, self.ssm_state_size = time_step_rank, ssm_state_size
-        self.conv_kernel_size, self.use_rms_norm = conv_kernel_size, use_rms_norm
-        self.activation, self.is_lora_enabled = activation, is_lora_enabled
-        self.model_config, self.cache_config = model_config, cache_config
+        ranks = ranks_of({"intermediate_size of a mixer": intermediate_size})
+        self.channels = intermediate_size // ranks
+        self.time_step_rank = time_step_rank
+        self.ssm_state_size = ssm_state_size
+        self.conv_kernel_size = conv_kernel_size
+        self.use_rms_norm = use_rms_norm
+        self.activation = activation
+        self.is_lora_enabled = is_lora_enabled
+        self.model_config = model_config
+        self.cache_config = cache_config
         shards = rank_shards([(intermediate_size,) * 2], "channels of a mixer")
         self.conv1d = DepthwiseConv(shards, conv_kernel_size, use_conv_bias)
         self._make_projections(hidden_size, intermediate_size, use_bias, quant_config)
@@ -101,9 +105,12 @@ class MambaMixer(StateLayer):
         self.D = by_channel(intermediate_size)
         if use_rms_norm:
             self._make_norms(rms_norm_eps, rms_norm_has_weight)
+        # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
-        self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
-        self.scan, self.scan_step = SelectiveScan(True), SelectiveStateUpdate(True)
+        self.convolve = CausalConv1d(activation)
+        self.convolve_step = CausalConv1dUpdate(activation)
+        self.scan = SelectiveScan(True)
+        self.scan_step = SelectiveStateUpdate(True)
 
     def _make_projections(
         self,
@@ -115,7 +122,8 @@ class MambaMixer(StateLayer):
         def settings(name: str) -> dict[str, Any]:
             return {"quant_config": quant_config, "prefix": f"{self.prefix}.{name}"}
 
-        parts, inner = self.time_step_rank + 2 * self.ssm_state_size, intermediate_size
+        inner = intermediate_size
+        parts = self.time_step_rank + 2 * self.ssm_state_size
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, [inner] * 2, bias=use_bias, return_bias=False, **settings("in_proj")
         )
@@ -140,7 +148,7 @@ class MambaMixer(StateLayer):
         return ((self.channels, self.conv_kernel_size - 1), (self.channels, self.ssm_state_size))
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        """Return the layer's dtype, and float32."""
+        """Return the layer's dtype and float32: steps add up in the state of the scan."""
         return (self.dtype, torch.float32)
 
     def forward(self, hidden_states: Tensor, output: Tensor) -> None:
@@ -151,43 +159,48 @@ class MambaMixer(StateLayer):
         """
         batch = self.state_batch(hidden_states, output)
         mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
-        y = self._stepped(batch, mixed, gate) if batch.steps else self._scanned(batch, mixed, gate)
-        output.copy_(self.out_proj(y))
+        mix = self._step_tokens if batch.steps else self._scan_prompts
+        output.copy_(self.out_proj(mix(batch, mixed, gate)))
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return step sizes ``[tokens, channels]`` without their bias, and B and C ``[tokens, state]``."""
-        dt, b, c = self.x_proj(x).split(
-            [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], dim=-1
-        )
+    def _step_and_state_inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return steps ``[tokens, channels]`` without the bias, and B and C ``[tokens, state]``."""
+        sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+        dt, b, c = self.x_proj(x).split(sizes, dim=-1)
         if self.use_rms_norm:
-            dt, b, c = (
-                norm(part.contiguous())
-                for norm, part in (
-                    (self.dt_layernorm, dt),
-                    (self.b_layernorm, b),
-                    (self.c_layernorm, c),
-                )
-            )
+            dt = self.dt_layernorm(dt.contiguous())
+            b = self.b_layernorm(b.contiguous())
+            c = self.c_layernorm(c.contiguous())
         return self.dt_proj(dt)[0], b, c
 
-    def _scanned(self, batch: StateBatch, mixed: Tensor, gate: Tensor) -> Tensor:
+    def _scan_prompts(self, batch: StateBatch, mixed: Tensor, gate: Tensor) -> Tensor:
         bounds = batch.query_start_loc
-        x, last = self.convolve(mixed, self.conv1d.taps, bounds, batch.initial(0), self.conv1d.bias)
-        dt, b, c = self._parts(x)
-        y, state = self.scan(
-            x, dt, self.A, b, c, bounds, batch.initial(1), self.D, gate, self.dt_proj.bias
-        )
+        conv = self.conv1d
+        x, last = self.convolve(mixed, conv.taps, bounds, batch.initial(0), conv.bias)
+        dt, b, c = self._step_and_state_inputs(x)
+        bias = self.dt_proj.bias
+        y, state = self.scan(x, dt, self.A, b, c, bounds, batch.initial(1), self.D, gate, bias)
         batch.finish(last, state)
         return y
 
-    def _stepped(self, batch: StateBatch, mixed: Tensor, gate: Tensor) -> Tensor:
+    def _step_tokens(self, batch: StateBatch, mixed: Tensor, gate: Tensor) -> Tensor:
+        conv = self.conv1d
         x = torch.empty_like(mixed)
-        self.convolve_step(
-            mixed, batch.states[0], self.conv1d.taps, batch.slots, x, self.conv1d.bias
+        self.convolve_step(mixed, batch.states[0], conv.taps, batch.slots, x, conv.bias)
+        dt, b, c = self._step_and_state_inputs(x)
+        bias = self.dt_proj.bias
+        y = torch.empty_like(x)
+        # The step takes heads: all channels are one head here.
+        self.scan_step(
+            batch.states[1][:, None],
+            x[:, None],
+            dt[:, None],
+            self.A[None],
+            b[:, None],
+            c[:, None],
+            batch.slots,
+            y[:, None],
+            self.D[None],
+            gate[:, None],
+            None if bias is None else bias[None],
         )
-        dt, b, c = (part[:, None] for part in self._parts(x))
-        y, bias = torch.empty_like(x), self.dt_proj.bias
-        state, decay = batch.states[1][:, None], self.A[None]
-        one_head = self.D[None], gate[:, None], None if bias is None else bias[None]
-        self.scan_step(state, x[:, None], dt, decay, b, c, batch.slots, y[:, None], *one_head)
         return y

@@ -1,4 +1,4 @@
-"""The ops of state spaces that hold no weights: what a device brings kernels for."""
+"""The ops of state spaces without weights: a device brings kernels for these."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from torch import Tensor
 
+# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from these
+# tables.
 CHUNKS = on_triton("opgraft.ops.state_space.triton_chunks")
 SCANS = on_triton("opgraft.ops.state_space.triton_scan")
 CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")
@@ -18,16 +20,16 @@ CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")
 
 @CustomOp.register("causal_conv1d")
 class CausalConv1d(CustomOp):
-    """Causal depthwise convolution over the tokens of sequences, from their states (arXiv:2312.00752).
+    """Causal depthwise convolution over tokens, from the states of sequences (arXiv:2312.00752).
 
     Args:
         activation: ``"silu"``, also called ``"swish"``, or none.
 
     Raises:
-        ValueError: another activation.
+        ValueError: the activation is unknown.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = CONVOLUTIONS
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class CausalConv1d(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve; arguments, results and errors are those of ``opgraft.functional.causal_conv1d``."""
+        """Convolve, as ``opgraft.functional.causal_conv1d`` does."""
         return functional.causal_conv1d(
             x, weight, query_start_loc, initial_states, bias, self.activation
         )
@@ -53,16 +55,18 @@ class CausalConv1d(CustomOp):
 
 @CustomOp.register("causal_conv1d_update")
 class CausalConv1dUpdate(CustomOp):
-    """Step of a causal depthwise convolution: a token of each of some sequences, into their states (arXiv:2312.00752).
+    """Step of a causal depthwise convolution: one token of each sequence (arXiv:2312.00752).
+
+    The step writes to the states.
 
     Args:
         activation: ``"silu"``, also called ``"swish"``, or none.
 
     Raises:
-        ValueError: another activation.
+        ValueError: the activation is unknown.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = CONVOLUTIONS
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -81,19 +85,19 @@ class CausalConv1dUpdate(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> None:
-        """Convolve into ``out``; arguments and errors are those of ``opgraft.functional.causal_conv1d_update``."""
+        """Convolve into ``out``, as ``opgraft.functional.causal_conv1d_update`` does."""
         functional.causal_conv1d_update(x, conv_state, weight, slots, out, bias, self.activation)
 
 
 @CustomOp.register("selective_scan")
 class SelectiveScan(CustomOp):
-    """Scan of Mamba over the tokens of sequences, from their states (arXiv:2312.00752).
+    """Scan of Mamba over tokens, from the states of sequences (arXiv:2312.00752).
 
     Args:
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = SCANS
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -115,24 +119,25 @@ class SelectiveScan(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Scan; arguments, results and errors are those of ``opgraft.functional.selective_scan``."""
-        given = x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias
-        return functional.selective_scan(*given, self.dt_softplus)
+        """Scan, as ``opgraft.functional.selective_scan`` does."""
+        return functional.selective_scan(
+            x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias, self.dt_softplus
+        )
 
 
 @CustomOp.register("mamba_chunk_scan")
 class MambaChunkScan(CustomOp):
-    """Scan of Mamba-2 over the tokens of sequences, from their states (arXiv:2405.21060).
+    """Scan of Mamba-2 over tokens, from the states of sequences (arXiv:2405.21060).
 
     Args:
-        chunk_size: tokens of a chunk; the result is the same for any.
+        chunk_size: tokens of a chunk; the result does not depend on the size.
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
 
     Raises:
         ValueError: the size of chunks is no positive integer.
     """
 
-    functional_cuda = functional_xpu = CHUNKS  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = CHUNKS
 
     def __init__(self, chunk_size: int, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -157,20 +162,22 @@ class MambaChunkScan(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Scan; arguments, results and errors are those of ``opgraft.functional.mamba_chunk_scan``."""
+        """Scan, as ``opgraft.functional.mamba_chunk_scan`` does."""
         given = x, dt, A, B, C, query_start_loc, initial_states, self.chunk_size, D, z, dt_bias
         return functional.mamba_chunk_scan(*given, self.dt_softplus)
 
 
 @CustomOp.register("selective_state_update")
 class SelectiveStateUpdate(CustomOp):
-    """Step of a selective state space: a token of each of some sequences, into their states (arXiv:2312.00752).
+    """Step of a selective state space: one token of each sequence (arXiv:2312.00752).
+
+    The step writes to the states.
 
     Args:
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = SCANS
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -193,7 +200,7 @@ class SelectiveStateUpdate(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> None:
-        """Compute into ``out``; arguments and errors are those of ``opgraft.functional.selective_state_update``."""
+        """Compute into ``out``, as ``opgraft.functional.selective_state_update`` does."""
         functional.selective_state_update(
             state, x, dt, A, B, C, slots, out, D, z, dt_bias, self.dt_softplus
         )

@@ -1,6 +1,11 @@
-"""Selective state spaces of Mamba (Gu and Dao, arXiv:2312.00752): the scan of prompts, and the step of one token."""
+"""Selective state spaces of Mamba: the scan of prompts, and the step of one token.
+
+The source of the maths is Gu and Dao, arXiv:2312.00752.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from opgraft.binding.functional import register_functional
@@ -15,11 +20,13 @@ from torch.nn import functional as F
 __all__ = ["selective_scan", "selective_state_update"]
 
 CHUNK = 16
-"""Tokens that are scanned one after another, in all chunks at once; chunks are combined by doubling."""
+"""Tokens that are scanned one after another, in all chunks at once. Doubling joins the chunks."""
+
 CHUNK_OF_GRAPHS = 4
-"""As many where a graph is made, in which each place of a chunk has operations of its own."""
+"""Tokens of a chunk in a traced graph, where each place of a chunk adds operations to the graph."""
+
 LARGEST_NUMBER_OF_CHUNKS = 2**16
-"""The bound of doublings where the number of tokens is a symbol."""
+"""The bound of doublings if the number of tokens is a symbol."""
 
 
 def _scanned(
@@ -33,7 +40,7 @@ def _scanned(
     *others: object,
     **settings: object,
 ) -> tuple[Tensor, Tensor]:
-    """Make two contiguous tensors, like ``x`` and like ``initial_states``; a fake rule."""
+    """Make two contiguous tensors, like ``x`` and like ``initial_states``, as a fake rule."""
     return x.new_empty(x.shape), initial_states.new_empty(initial_states.shape)
 
 
@@ -51,11 +58,13 @@ def selective_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scan the tokens of sequences by a selective state space: Mamba's prompts, or parts of them (arXiv:2312.00752).
+    """Scan the tokens of sequences by Mamba's selective state space (arXiv:2312.00752).
 
-    ``h[t] = exp(dt[t] · A) · h[t - 1] + dt[t] · B[t] · x[t]`` and ``y[t] = (C[t] · h[t] + D · x[t]) · silu(z[t])``,
-    from the initial state of each sequence. Parts of a prompt, each from the state that the former ended in, give what
-    the whole gives. It is computed in float32 (float64 for float64 input), chunks of tokens at once.
+    From the initial state of each sequence, the states and outputs are ``h[t] = exp(dt[t] · A) ·
+    h[t - 1] + dt[t] · B[t] · x[t]`` and ``y[t] = (C[t] · h[t] + D · x[t]) · silu(z[t])``. A call
+    may have whole prompts or parts of prompts. A part that starts from the final state of the part
+    before gives the same results as the whole prompt. The computation is in float32, or float64 for
+    float64 input, in chunks of tokens.
 
     Args:
         x: ``[tokens, channels]``, the tokens of all sequences one after another.
@@ -63,7 +72,8 @@ def selective_scan(
         A: ``[channels, state]``, negative as a rule.
         B: ``[tokens, state]``.
         C: ``[tokens, state]``.
-        query_start_loc: where sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to ``tokens``.
+        query_start_loc: the bounds of sequences: integers ``[sequences + 1]``, ascending from 0 to
+            ``tokens``.
         initial_states: ``[sequences, channels, state]``.
         D: weight of the input itself, ``[channels]``.
         z: gate, like ``x``.
@@ -74,16 +84,19 @@ def selective_scan(
         ``y``, like ``x``, and the final states, like ``initial_states``.
 
     Raises:
-        ValueError: a shape, a dtype or a device does not fit, or ``query_start_loc`` does not ascend from 0 to the
-            number of tokens.
+        ValueError: a shape, a dtype or a device does not fit, or ``query_start_loc`` does not
+            ascend from 0 to the number of tokens.
     """
     expect_channels(x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
     dtype = compute_dtype(x.dtype)
-    step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
+    step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
+    given_x = x.to(dtype)
     inputs = (step, step * given_x, B.to(dtype), C.to(dtype))
-    where, known = places(x.shape[0], query_start_loc), values_are_known(query_start_loc)
+    where = places(x.shape[0], query_start_loc)
+    known = values_are_known(query_start_loc)
     y, final = _scan(inputs, A.to(dtype), where, initial_states.to(dtype), known)
-    return gated(y, given_x, D, z).to(x.dtype), final.to(initial_states.dtype)
+    y = gated(y, given_x, D, z)
+    return y.to(x.dtype), final.to(initial_states.dtype)
 
 
 def expect_channels(
@@ -103,33 +116,80 @@ def expect_channels(
     if A.dim() != 2:
         raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected [channels, state]")
     expect_sequences(op, x, query_start_loc, initial_states)
-    tokens, (channels, size) = x.shape[0], A.shape
+    tokens = x.shape[0]
+    channels, size = A.shape
+    by_token = (tokens, channels)
+    state = (initial_states.shape[0], channels, size)
     for name, given, shape in (
-        ("x", x, (tokens, channels)),
-        ("dt", dt, (tokens, channels)),
+        ("x", x, by_token),
+        ("dt", dt, by_token),
         ("A", A, (channels, size)),
         ("B", B, (tokens, size)),
         ("C", C, (tokens, size)),
-        ("initial_states", initial_states, (initial_states.shape[0], channels, size)),
+        ("initial_states", initial_states, state),
         ("D", D, (channels,)),
-        ("z", z, (tokens, channels)),
+        ("z", z, by_token),
         ("dt_bias", dt_bias, (channels,)),
     ):
         expect_shape(op, name, given, shape, x)
 
 
 def gated(y: Tensor, x: Tensor, weight: Tensor | None, z: Tensor | None) -> Tensor:
-    """Return ``(y + weight · x) · silu(z)``, in the dtype of ``y``, without what is not given."""
+    """Return ``(y + weight · x) · silu(z)`` in the dtype of ``y``.
+
+    A missing weight or gate is left out.
+    """
     if weight is not None:
         y = y + weight.to(y.dtype) * x
-    return y if z is None else y * F.silu(z.to(y.dtype))
+    if z is None:
+        return y
+    return y * F.silu(z.to(y.dtype))
 
 
 def step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
-    """Return ``dt`` with its bias, made positive if that is asked for."""
+    """Return ``dt`` plus the bias, and the softplus of the sum if ``dt_softplus``."""
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     return F.softplus(dt) if dt_softplus else dt
+
+
+class _Chunks(NamedTuple):
+    """The tokens of all sequences, cut into chunks of one length.
+
+    Attributes:
+        step: step sizes, ``[chunks, length, channels]``.
+        weighted: inputs times step sizes, like ``step``.
+        b: ``[chunks, length, state]``.
+        c: ``[chunks, length, state]``.
+        is_first: True for the first token of a sequence, ``[chunks, length]``.
+        sequence: the sequence of each token, int64 ``[chunks, length]``.
+    """
+
+    step: Tensor
+    weighted: Tensor
+    b: Tensor
+    c: Tensor
+    is_first: Tensor
+    sequence: Tensor
+
+    def advance(self, state: Tensor, place: int, a: Tensor, initial: Tensor) -> Tensor:
+        """Return the states ``[chunks, channels, state]`` after the tokens at one place.
+
+        Args:
+            state: the states before these tokens. A first token ignores this state, and takes the
+                initial state of the sequence instead.
+            place: the place in every chunk.
+            a: ``[channels, state]``.
+            initial: ``[sequences, channels, state]``.
+        """
+        decay = torch.exp(self.step[:, place, :, None] * a)
+        # Without sequences there is no initial state to index.
+        if len(initial):
+            begins = self.is_first[:, place, None, None]
+            given = initial[self.sequence[:, place]]
+            state = torch.where(begins, given, state)
+        entering = self.weighted[:, place, :, None]
+        return torch.addcmul(decay * state, entering, self.b[:, place, None, :])
 
 
 def _scan(
@@ -141,65 +201,76 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     """Return ``C · h`` for each token, and the last ``h`` of each sequence.
 
-    A first token forgets what is before it, and takes the initial state of its sequence in as a part of its input. So
-    all sequences are one, and all its chunks are scanned at once: first from nothing, for their own last states, of
-    which follow the states that they begin with, then from those.
+    All sequences are scanned as one row of tokens, because a first token starts from the initial
+    state of its sequence. All chunks of the row are scanned at once, twice: from zeros for their
+    first states, then from these states for the outputs.
     """
-    tokens, channels = inputs[0].shape
+    tokens = inputs[0].shape[0]
     length = min(CHUNK, max(tokens, 1)) if known else CHUNK_OF_GRAPHS
-    # A graph for one chunk would be another one.
-    count = (tokens + length - 1) // length + (0 if known else 1)
-    firsts = where.position == 0
-    step, weighted, b, c = (_chunks(each, count, length) for each in inputs)
-    forgets = _chunks(firsts, count, length)
-    sequence = _chunks(where.sequence, count, length)
-
-    def advanced(state: Tensor, place: int) -> Tensor:
-        decayed = torch.exp(step[:, place, :, None] * A)
-        first = forgets[:, place, None, None]
-        if len(initial):
-            state = torch.where(first, initial[sequence[:, place]], state)
-        return torch.addcmul(decayed * state, weighted[:, place, :, None], b[:, place, None, :])
-
-    state = step.new_zeros(count, channels, A.shape[1])
-    own = state
+    count = (tokens + length - 1) // length
+    if not known:
+        # torch makes a graph of its own for one chunk. With a spare chunk there are always two.
+        count += 1
+    by_token = (*inputs, where.position == 0, where.sequence)
+    chunks = _Chunks(*(_cut(each, count, length) for each in by_token))
+    state = _first_states(chunks, A, initial, known)
+    outputs = []
+    last = initial.clone()
+    ends = where.lengths.cumsum(0) - 1
+    chunk_of_end = (ends // length).clamp(min=0)
+    # No length is read on the host, so every place looks for the ends of sequences.
     for place in range(length):
-        own = advanced(own, place)
-    decay = torch.exp(step.sum(1)[..., None] * A)
-    state = torch.cat([state[:1], states_after(decay, own, forgets.any(1), known)[:-1]])
-    found = []
-    last, ends = initial.clone(), where.lengths.cumsum(0) - 1
-    for place in range(length):
-        state = advanced(state, place)
-        found.append((state @ c[:, place, :, None]).squeeze(-1))
-        here = (ends % length == place) & (where.lengths > 0)
+        state = chunks.advance(state, place, A, initial)
+        outputs.append((state @ chunks.c[:, place, :, None]).squeeze(-1))
+        ends_here = (ends % length == place) & (where.lengths > 0)
         if count:
-            last = torch.where(here[:, None, None], state[(ends // length).clamp(min=0)], last)
-    return torch.stack(found, 1).flatten(0, 1)[:tokens], last
+            last = torch.where(ends_here[:, None, None], state[chunk_of_end], last)
+    return torch.stack(outputs, 1).flatten(0, 1)[:tokens], last
 
 
-def _chunks(x: Tensor, count: int, length: int) -> Tensor:
-    """View ``[tokens, ...]`` as ``[chunks, length, ...]``; tokens of zeros fill the last one up."""
-    padded = torch.cat([x, x.new_zeros(count * length - x.shape[0], *x.shape[1:])])
+def _first_states(
+    chunks: _Chunks,
+    A: Tensor,  # noqa: N803
+    initial: Tensor,
+    known: bool,
+) -> Tensor:
+    """Return the state before each chunk's first token, ``[chunks, channels, state]``."""
+    count, length, channels = chunks.step.shape
+    zeros = chunks.step.new_zeros(count, channels, A.shape[1])
+    own = zeros
+    for place in range(length):
+        own = chunks.advance(own, place, A, initial)
+    decay = torch.exp(chunks.step.sum(1)[..., None] * A)
+    after = states_after(decay, own, chunks.is_first.any(1), known)
+    return torch.cat([zeros[:1], after[:-1]])
+
+
+def _cut(x: Tensor, count: int, length: int) -> Tensor:
+    """View ``[tokens, ...]`` as ``[chunks, length, ...]``, with zeros behind the last token."""
+    missing = count * length - x.shape[0]
+    padded = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
     return padded.reshape(count, length, *x.shape[1:])
 
 
 def states_after(decay: Tensor, own: Tensor, anew: Tensor, known: bool) -> Tensor:
-    """Return the state after each chunk, by doubling: ``own``, and ``decay`` times the state before it.
+    """Return the states after chunks: ``own`` plus ``decay`` times the state before the chunk.
 
-    What is before a chunk that begins ``anew`` is left out, not multiplied by zero, which would make NaN of infinities.
+    Doubling needs few steps: after step ``i`` a state covers ``2**i`` chunks.
 
     Args:
-        decay: of each chunk, ``[chunks, ...]``, which expands to the shape of ``own``.
-        own: the state that a chunk alone leaves, ``[chunks, ...]``.
-        anew: tells which chunks begin anew, ``[chunks]``.
-        known: tells if the number of chunks is no symbol.
+        decay: the decay of a state over each chunk, ``[chunks, ...]``; expands to the shape of
+            ``own``.
+        own: the state after each chunk alone, scanned from zeros, ``[chunks, ...]``.
+        anew: True for chunks that ignore the state before, ``[chunks]``.
+        known: False if the number of chunks is a symbol.
     """
-    numbers, reach = torch.arange(own.shape[0], device=own.device), 1
+    numbers = torch.arange(own.shape[0], device=own.device)
     most = own.shape[0] if known else LARGEST_NUMBER_OF_CHUNKS
+    reach = 1
     while reach < most:
         before = (numbers - reach).clamp(min=0)
         goes_on = (~anew & (numbers >= reach)).view(-1, *[1] * (own.dim() - 1))
+        # Selects, because a product with a zero decay would make NaN of an infinite state.
         own = torch.where(goes_on, own + decay * own[before], own)
         decay = torch.where(goes_on, decay * decay[before], decay)
         anew = anew | anew[before]
@@ -222,10 +293,11 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> None:
-    """Compute one more token of each of some sequences by a selective state space (arXiv:2312.00752, 2405.21060).
+    """Step a selective state space by one token of each sequence (arXiv:2312.00752, 2405.21060).
 
-    It is a step of ``selective_scan`` for Mamba, as one head of all channels, and of ``mamba_chunk_scan`` for Mamba-2,
-    whose ``dt``, ``A``, ``D`` and ``dt_bias`` are one number per head, expanded.
+    For Mamba the form is a step of ``selective_scan``, with all channels as one head. For Mamba-2
+    the form is a step of ``mamba_chunk_scan``: ``dt``, ``A``, ``D`` and ``dt_bias`` are one number
+    per head, expanded.
 
     Args:
         state: by slot, ``[slots, heads, head_size, state]``; written to.
@@ -234,24 +306,30 @@ def selective_state_update(
         A: ``[heads, head_size, state]``.
         B: ``[sequences, groups, state]``; each group serves ``heads / groups`` heads.
         C: as ``B``.
-        slots: of each sequence, integers ``[sequences]``, no two the same.
-        out: where the result goes, like ``x``.
+        slots: the slot of each sequence, integers ``[sequences]``, all different.
+        out: the output, like ``x``; written to.
         D: weight of the input itself, ``[heads, head_size]``.
         z: gate, like ``x``.
         dt_bias: added to ``dt``, ``[heads, head_size]``.
         dt_softplus: the step size is ``softplus(dt + dt_bias)``.
 
     Raises:
-        ValueError: a shape, a dtype or a device does not fit, or a slot is none.
+        ValueError: a shape, a dtype or a device does not fit, or a slot does not exist.
     """
     op = "selective_state_update"
     expect_update(op, state, x, dt, A, B, C, slots, out, D, z, dt_bias)
-    dtype, per_group = compute_dtype(x.dtype), x.shape[1] // B.shape[1]
-    step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
-    b, c = (each.to(dtype).repeat_interleave(per_group, 1) for each in (B, C))
-    decayed = torch.exp(step[..., None] * A.to(dtype)) * state[slots].to(dtype)
+    dtype = compute_dtype(x.dtype)
+    per_group = x.shape[1] // B.shape[1]
+    step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
+    given_x = x.to(dtype)
+    # Each group serves several heads.
+    b = B.to(dtype).repeat_interleave(per_group, 1)
+    c = C.to(dtype).repeat_interleave(per_group, 1)
+    decay = torch.exp(step[..., None] * A.to(dtype))
+    decayed = decay * state[slots].to(dtype)
     new = torch.addcmul(decayed, (step * given_x)[..., None], b[:, :, None, :])
-    out.copy_(gated((new @ c[..., None]).squeeze(-1), given_x, D, z))
+    y = (new @ c[..., None]).squeeze(-1)
+    out.copy_(gated(y, given_x, D, z))
     state[slots] = new.to(state.dtype)
 
 
@@ -272,24 +350,29 @@ def expect_update(
     """Raise ``ValueError`` unless the arguments of ``selective_state_update`` fit each other."""
     if x.dim() != 3 or A.dim() != 3 or B.dim() != 3:
         raise ValueError(
-            f"{op}: x has shape {tuple(x.shape)}, A {tuple(A.shape)} and B {tuple(B.shape)}, expected [sequences, "
-            "heads, head_size], [heads, head_size, state] and [sequences, groups, state]"
+            f"{op}: x has shape {tuple(x.shape)}, A {tuple(A.shape)} and B {tuple(B.shape)}, "
+            "expected [sequences, heads, head_size], [heads, head_size, state] and "
+            "[sequences, groups, state]"
         )
     sequences, heads, head_size = x.shape
-    groups, size = B.shape[1], A.shape[-1]
+    groups = B.shape[1]
+    size = A.shape[-1]
     if not groups or heads % groups:
         raise ValueError(f"{op}: B has {groups} groups, expected a divisor of {heads} heads")
+    by_token = tuple(x.shape)
+    by_group = (sequences, groups, size)
+    by_element = (heads, head_size)
     for name, given, shape in (
         ("state", state, (state.shape[0], heads, head_size, size)),
-        ("x", x, tuple(x.shape)),
-        ("dt", dt, tuple(x.shape)),
+        ("x", x, by_token),
+        ("dt", dt, by_token),
         ("A", A, (heads, head_size, size)),
-        ("B", B, (sequences, groups, size)),
-        ("C", C, (sequences, groups, size)),
-        ("out", out, tuple(x.shape)),
-        ("D", D, (heads, head_size)),
-        ("z", z, tuple(x.shape)),
-        ("dt_bias", dt_bias, (heads, head_size)),
+        ("B", B, by_group),
+        ("C", C, by_group),
+        ("out", out, by_token),
+        ("D", D, by_element),
+        ("z", z, by_token),
+        ("dt_bias", dt_bias, by_element),
     ):
         expect_shape(op, name, given, shape, x)
     expect_slots(op, x, state, slots)

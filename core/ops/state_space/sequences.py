@@ -1,4 +1,7 @@
-"""Sequences that follow one another without padding, by arithmetic on indices: no length is read on the host."""
+"""Sequences without padding, one after another.
+
+Arithmetic on indices finds every place, so the host never waits for a length.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class Places(NamedTuple):
     """The places of tokens in their sequences.
 
     Attributes:
-        sequence: of each token, the number of its sequence, int64 ``[tokens]``.
-        position: of each token, its place in it, int64 ``[tokens]``.
+        sequence: the number of each token's sequence, int64 ``[tokens]``.
+        position: the place of each token in the sequence, int64 ``[tokens]``.
         lengths: tokens of each sequence, int64 ``[sequences]``.
     """
 
@@ -29,7 +32,7 @@ class Places(NamedTuple):
 
 
 def places(tokens: int, query_start_loc: Tensor) -> Places:
-    """Return the places of so many tokens, of which ``query_start_loc`` says where sequences begin and end."""
+    """Return the places of so many tokens, in sequences with the bounds ``query_start_loc``."""
     bounds = query_start_loc.long()
     numbers = torch.arange(tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds, numbers, right=True) - 1
@@ -37,24 +40,28 @@ def places(tokens: int, query_start_loc: Tensor) -> Places:
 
 
 def expect_sequences(op: str, x: Tensor, query_start_loc: Tensor, initial_states: Tensor) -> None:
-    """Raise ``ValueError`` unless the bounds are those of the tokens of ``x``, with a state for each sequence."""
+    """Raise ``ValueError`` unless the bounds fit the tokens of ``x`` and the number of states."""
     expect_floating(op, "x", x)
     expect_floating(op, "initial_states", initial_states)
     expect_integers(op, "query_start_loc", query_start_loc)
     expect_same_device(op, "query_start_loc", query_start_loc, "x", x)
     expect_same_device(op, "initial_states", initial_states, "x", x)
     expect_ascending(op, "query_start_loc", query_start_loc, x.shape[0])
-    if initial_states.shape[0] != query_start_loc.shape[0] - 1:
+    sequences = query_start_loc.shape[0] - 1
+    if initial_states.shape[0] != sequences:
         raise ValueError(
             f"{op}: initial_states are of {initial_states.shape[0]} sequences, expected "
-            f"{query_start_loc.shape[0] - 1} as query_start_loc has"
+            f"{sequences} as query_start_loc has"
         )
 
 
 def expect_shape(
     op: str, argument: str, x: Tensor | None, shape: tuple[int, ...], device_of: Tensor
 ) -> None:
-    """Raise ``ValueError`` unless a tensor that is given has that shape, a floating-point dtype and the device."""
+    """Raise ``ValueError`` unless a tensor has this shape, a floating-point dtype and the device.
+
+    None passes: the argument was not given.
+    """
     if x is None:
         return
     expect_floating(op, argument, x)

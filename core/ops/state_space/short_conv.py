@@ -15,18 +15,20 @@ from torch import Tensor
 
 @CustomOp.register("short_conv")
 class ShortConv(StateLayer):
-    """Gated short convolution, ``out_proj(C ⊙ conv(B ⊙ x))`` with ``[B, C, x] = in_proj(h)`` (arXiv:2511.23404).
+    """Gated short convolution of LFM2 (arXiv:2511.23404).
 
-    The convolution is causal and by channel, and has no activation. Its state is the last inputs of a sequence.
+    The result is ``out_proj(C ⊙ conv(B ⊙ x))`` with ``[B, C, x] = in_proj(h)``. The convolution is
+    causal and depthwise, without an activation. The state is the last inputs of a sequence.
 
     Args:
-        config: has ``conv_L_cache``, the width of the convolution, and ``conv_bias``.
+        config: ``conv_L_cache`` is the number of taps; ``conv_bias`` adds a bias to the convolution
+            and the projections.
         dim: channels.
         layer_idx: number of the layer.
-        model_config: an engine's settings, for replacements that read them.
-        cache_config: likewise.
+        model_config: an engine's settings, kept for replacements.
+        cache_config: an engine's settings, kept for replacements.
         quant_config: the quantization of the projections.
-        prefix: the layer's path in its model, under which its states are found.
+        prefix: the layer's path in the model. The states are found by this path.
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the channels.
@@ -52,9 +54,8 @@ class ShortConv(StateLayer):
         self.bias = config.conv_bias
         self.model_config = model_config
         self.cache_config = cache_config
-        self.conv = DepthwiseConv(
-            rank_shards([(dim, dim)], "channels of a short convolution"), self.L_cache, self.bias
-        )
+        shards = rank_shards([(dim, dim)], "channels of a short convolution")
+        self.conv = DepthwiseConv(shards, self.L_cache, self.bias)
         self.in_proj = MergedColumnParallelLinear(
             dim,
             [dim] * 3,
@@ -71,6 +72,7 @@ class ShortConv(StateLayer):
             prefix=f"{prefix}.out_proj",
             return_bias=False,
         )
+        # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
         self.convolve = CausalConv1d()
         self.convolve_step = CausalConv1dUpdate()
@@ -92,13 +94,13 @@ class ShortConv(StateLayer):
         batch = self.state_batch(hidden_states, output)
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         gated = b * x
+        taps = self.conv.taps
+        bias = self.conv.bias
         if batch.steps:
             y = torch.empty_like(gated)
-            self.convolve_step(
-                gated, batch.states[0], self.conv.taps, batch.slots, y, self.conv.bias
-            )
+            self.convolve_step(gated, batch.states[0], taps, batch.slots, y, bias)
         else:
-            given = gated, self.conv.taps, batch.query_start_loc, batch.initial(0), self.conv.bias
-            y, final = self.convolve(*given)
+            initial = batch.initial(0)
+            y, final = self.convolve(gated, taps, batch.query_start_loc, initial, bias)
             batch.finish(final)
         output.copy_(self.out_proj(c * y))

@@ -1,4 +1,4 @@
-"""Specs of state spaces, told token by token as the papers' recurrences are."""
+"""Specs of state spaces. The references compute the recurrences of the papers token by token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, of_transformers
 from opgraft.ops.state_space import causal_conv, chunk_scan, gating, selective_scan
 from torch import Tensor
 
-WIDTH, STATE, HEADS, GROUPS, SPARE_SLOTS = 4, 3, 4, 2, 5
+WIDTH = 4
+STATE = 3
+HEADS = 4
+GROUPS = 2
+SPARE_SLOTS = 5
 HALF = {torch.float32: (1e-5, 1e-5), **HALF_NORM}
 
 
 def _bounds(draw: Draw, tokens: int) -> Tensor:
-    """Draw four sequences, of which one at least is empty."""
+    """Draw the bounds of four sequences; the third is always empty."""
+    # Empty sequences must keep their states.
+    first = torch.tensor([0])
+    last = torch.tensor([tokens])
     within = draw.integers(0, tokens + 1, (2,)).sort().values
-    return torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([tokens])]).to(
-        torch.int32
-    )
+    bounds = torch.cat([first, within, within[-1:], last])
+    return bounds.to(torch.int32)
 
 
 def _spans(bounds: Tensor) -> Iterator[tuple[int, int]]:
@@ -30,7 +36,9 @@ def _spans(bounds: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _slots(draw: Draw, count: int) -> Tensor:
-    return torch.randperm(count + SPARE_SLOTS, generator=draw.generator)[:count]
+    # Spare slots show kernels that write to a slot of nobody.
+    shuffled = torch.randperm(count + SPARE_SLOTS, generator=draw.generator)
+    return shuffled[:count]
 
 
 def _conv_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -45,7 +53,9 @@ def _conv_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _activated(y: Tensor, activation: str | None) -> Tensor:
-    return y if activation is None else y / (1 + torch.exp(-y))
+    if activation is None:
+        return y
+    return y / (1 + torch.exp(-y))
 
 
 def _conv(
@@ -56,13 +66,18 @@ def _conv(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    before, rows, final = weight.shape[1] - 1, torch.zeros_like(x), initial_states.clone()
+    before = weight.shape[1] - 1
+    rows = torch.zeros_like(x)
+    final = initial_states.clone()
     for number, (start, end) in enumerate(_spans(query_start_loc)):
         line = torch.cat([initial_states[number], x[start:end].T], 1)
         for token in range(end - start):
-            rows[start + token] = (line[:, token : token + before + 1] * weight).sum(1)
+            window = line[:, token : token + before + 1]
+            rows[start + token] = (window * weight).sum(1)
         final[number] = line[:, line.shape[1] - before :]
-    return _activated(rows if bias is None else rows + bias, activation), final
+    if bias is not None:
+        rows = rows + bias
+    return _activated(rows, activation), final
 
 
 def _conv_step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -82,9 +97,7 @@ def _conv_step(
     x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, **others: Any
 ) -> tuple[Tensor, Tensor]:
     bounds = torch.arange(x.shape[0] + 1)
-    y, final = _conv(
-        x, weight, bounds, conv_state[slots], others.get("bias"), others.get("activation")
-    )
+    y, final = _conv(x, weight, bounds, conv_state[slots], **others)
     state = conv_state.clone()
     state[slots] = final
     return state, y
@@ -143,9 +156,10 @@ def _step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     }
 
 
-def _of_heads(*shape: int) -> Callable[[Draw, Sequence[int], int], Tensor]:
-    """Draw one number per head, expanded over the rest of the shape, as Mamba-2's are."""
-    return lambda draw, lead, size: (-draw(HEADS).exp())[:, None, None].expand(HEADS, size, STATE)
+def _expanded_decay(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    """Draw one number per head, expanded over elements and states, as in Mamba-2."""
+    numbers = -draw(HEADS).exp()
+    return numbers[:, None, None].expand(HEADS, size, STATE)
 
 
 def _recurrence(
@@ -160,32 +174,41 @@ def _recurrence(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and state after one token of one sequence, ``[heads, head_size]`` and with ``[..., state]``."""
+    """Return the output ``[heads, head_size]`` and the state after one token of one sequence.
+
+    States are ``[heads, head_size, state]``.
+    """
     if dt_bias is not None:
         dt = dt + dt_bias
     if dt_softplus:
         dt = torch.logaddexp(dt, torch.zeros_like(dt))
-    heads = torch.arange(x.shape[0]) // (x.shape[0] // B.shape[0])
-    state = state * torch.exp(dt[..., None] * A) + (dt * x)[..., None] * B[heads][:, None]
-    y = (state * C[heads][:, None]).sum(-1)
+    heads = x.shape[0]
+    group = torch.arange(heads) // (heads // B.shape[0])
+    decayed = state * torch.exp(dt[..., None] * A)
+    state = decayed + (dt * x)[..., None] * B[group][:, None]
+    y = (state * C[group][:, None]).sum(-1)
     if D is not None:
         y = y + D * x
-    return (y if z is None else y * _activated(z, "silu")), state
+    if z is not None:
+        y = y * _activated(z, "silu")
+    return y, state
 
 
 def _at(token: int, given: Arguments) -> Arguments:
-    """Return what ``_recurrence`` takes for one token, of arguments for many."""
-    of_tokens = ("x", "dt", "B", "C", "z")
-    return {
-        name: x[token] if name in of_tokens and x is not None else x for name, x in given.items()
-    }
+    """Return the arguments of ``_recurrence`` for one token, from arguments for many tokens."""
+    arguments = dict(given)
+    for name in ("x", "dt", "B", "C", "z"):
+        if given.get(name) is not None:
+            arguments[name] = given[name][token]
+    return arguments
 
 
 def _sequences(
     query_start_loc: Tensor, initial_states: Tensor, given: Arguments
 ) -> tuple[Tensor, Tensor]:
     """Scan the heads of sequences, token by token."""
-    y, final = torch.zeros_like(given["x"]), initial_states.clone()
+    y = torch.zeros_like(given["x"])
+    final = initial_states.clone()
     for number, (start, end) in enumerate(_spans(query_start_loc)):
         for token in range(start, end):
             y[token], final[number] = _recurrence(final[number], **_at(token, given))
@@ -195,30 +218,28 @@ def _sequences(
 def _heads_scan(
     query_start_loc: Tensor, initial_states: Tensor, chunk_size: int = 1, **given: Any
 ) -> tuple[Tensor, Tensor]:
-    """Scan heads, each with one ``dt``, ``A``, ``D`` and ``dt_bias`` for all its elements."""
-    numbers = {
-        name: given[name][..., None]
-        for name in ("dt", "D", "dt_bias")
-        if given.get(name) is not None
-    }
-    return _sequences(
-        query_start_loc, initial_states, {**given, **numbers, "A": given["A"][:, None, None]}
-    )
+    """Scan heads. A head has one ``dt``, ``A``, ``D`` and ``dt_bias`` for all its elements."""
+    by_element = {**given, "A": given["A"][:, None, None]}
+    for name in ("dt", "D", "dt_bias"):
+        if given.get(name) is not None:
+            by_element[name] = given[name][..., None]
+    return _sequences(query_start_loc, initial_states, by_element)
 
 
 def _scan(query_start_loc: Tensor, initial_states: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """Scan channels, each as an element of one head."""
-    weights = ("A", "D", "dt_bias")
-    one_head = {
-        name: x.unsqueeze(0 if name in weights else 1) if isinstance(x, Tensor) else x
-        for name, x in given.items()
-    }
+    """Scan channels, as the elements of one head."""
+    one_head = dict(given)
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            is_weight = name in ("A", "D", "dt_bias")
+            one_head[name] = x.unsqueeze(0 if is_weight else 1)
     y, final = _sequences(query_start_loc, initial_states[:, None], one_head)
     return y[:, 0], final[:, 0]
 
 
 def _step(state: Tensor, slots: Tensor, out: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    new, y = state.clone(), torch.zeros_like(out)
+    new = state.clone()
+    y = torch.zeros_like(out)
     for row, slot in enumerate(slots.tolist()):
         y[row], new[slot] = _recurrence(state[slot], **_at(row, given))
     return new, y
@@ -247,9 +268,9 @@ def _gated_inputs(
     if weight is None:
         return y
     groups = y.reshape(-1, group_size or y.shape[-1])
-    return (groups / ((groups * groups).mean(-1, keepdim=True) + eps) ** 0.5).reshape(
-        x.shape
-    ) * weight
+    variance = (groups * groups).mean(-1, keepdim=True)
+    normalised = groups / (variance + eps) ** 0.5
+    return normalised.reshape(x.shape) * weight
 
 
 def _gated_op(
@@ -260,7 +281,8 @@ def _gated_op(
     group_size: int | None = None,
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     size = x.shape[-1]
-    norm = ops.Mixer2RMSNormGated(size, size // (group_size or size), weight is not None, eps)
+    groups = size // (group_size or size)
+    norm = ops.Mixer2RMSNormGated(size, groups, weight is not None, eps)
     return with_parameters(norm, weight=weight), (x, gate)
 
 
@@ -280,11 +302,11 @@ def _gated_by_transformers(
 
 
 def _without(cls: Callable[..., Any], *settings: str) -> Callable[..., tuple[Any, Arguments]]:
-    """Build a module from the settings among the arguments, and call it with the others."""
+    """Build a module from the settings among the arguments, and call the module with the rest."""
 
     def build(**arguments: Any) -> tuple[Any, Arguments]:
-        op = cls(*(arguments.pop(name) for name in settings if name in arguments))
-        return op, arguments
+        given = [arguments.pop(name) for name in settings if name in arguments]
+        return cls(*given), arguments
 
     return build
 
@@ -366,7 +388,7 @@ SPECS = (
         variants={
             "": {},
             "plain": {"D": None, "z": None, "dt_bias": None},
-            "a number per head": {"A": _of_heads()},
+            "a number per head": {"A": _expanded_decay},
         },
         sizes=(1, 9, 64),
         large=(((83,), 16),),

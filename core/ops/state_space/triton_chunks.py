@@ -1,11 +1,13 @@
-"""Triton kernels for the scan of Mamba-2. Their maths and arguments are in ``chunk_scan``.
+"""Triton kernels for the scan of Mamba-2. ``chunk_scan`` has the maths and arguments.
 
-As in the paper (arXiv:2405.21060, section 6) a chunk is computed by products of matrices: what its tokens add to a
-state, and after states were passed from chunk to chunk, what they get from each other and from before. Products are of
-float32 numbers; for half types they are rounded to TF32 where a GPU has it.
+As in the paper (arXiv:2405.21060, section 6) products of matrices compute a chunk, in three
+launches. The first computes the chunk's own part of the state. The second passes states from chunk
+to chunk. The third computes the outputs, from the chunk's first state and from earlier tokens of
+the chunk. Products are of float32 numbers. For half types a GPU with TF32 rounds the factors to
+TF32.
 """
 
-# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -15,58 +17,74 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from opgraft.ops.activation.triton import load_float32
 from opgraft.ops.state_space import chunk_scan as definitions
-from opgraft.ops.state_space.triton_scan import gated_output, given_or, pass_states, step_size
-from opgraft.ops.triton_launch import Tile, as_rows, launch, power_of_two, replaces
+from opgraft.ops.state_space.triton_scan import (
+    gated_output,
+    given_or,
+    pass_states,
+    step_size,
+    token_rows,
+)
+from opgraft.ops.triton_launch import Tile, launch, power_of_two, replaces
 from opgraft.ops.triton_segments import block_of_segment, blocks_at_most
 from torch import Tensor
 
 __all__ = ["mamba_chunk_scan"]
 
 CHUNK = 64
-"""Tokens of a chunk, whatever a caller has asked for: the result is the same."""
+"""Tokens of a chunk, whatever ``chunk_size`` a caller gives: the result does not depend on it."""
 
 ELEMENTS = 64
 """Elements of a head that a program computes."""
 
 STATES = 32
-"""Elements of a state that it multiplies at a time."""
+"""Elements of a state that a program multiplies at a time."""
 
 
 @triton.jit
-def _program(starts, sequences, heads, head_size, chunk: tl.constexpr, tile_rows: tl.constexpr):
-    """Find the chunk, the head, the tokens, how many of those there are, and the elements that a program computes."""
+def _head_of_program(
+    starts, sequences, heads, head_size, chunk: tl.constexpr, tile_rows: tl.constexpr
+):
+    """Find a program's chunk, head, tokens, mask of the tokens, and elements of the head."""
     tiles = tl.cdiv(head_size, tile_rows)
-    head, block = (
-        tl.program_id(0) // tiles % heads,
-        (tl.program_id(0) // tiles // heads).to(tl.int64),
-    )
+    row = tl.program_id(0) // tiles
+    head = row % heads
+    block = (row // heads).to(tl.int64)
     _, first, end = block_of_segment(block, starts, sequences, chunk)
     token = (first + tl.arange(0, chunk)).to(tl.int64)
-    return (
-        block,
-        head,
-        token,
-        token < end,
-        tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows),
-    )
+    element = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)
+    return block, head, token, token < end, element
+
+
+@triton.jit
+def _steps(
+    dt, bias, head, token, stride, exists, has_bias: tl.constexpr, dt_softplus: tl.constexpr
+):
+    """Load the steps of a head for some tokens, ``[tokens]``."""
+    # Adding zeros gives the bias, one number per head, the shape of the tokens.
+    bias_at = bias + head + token * 0
+    return step_size(dt + token * stride + head, bias_at, exists, has_bias, dt_softplus)
 
 
 @triton.jit
 def _sums_behind(step, chunk: tl.constexpr):
-    """Add up the steps behind each place."""
+    """Sum the steps of all later tokens of the chunk, for each token."""
     place = tl.arange(0, chunk)
-    return tl.sum(tl.where(place[:, None] < place[None, :], step[None, :], 0.0), 1)
+    is_later = place[:, None] < place[None, :]
+    return tl.sum(tl.where(is_later, step[None, :], 0.0), 1)
 
 
 @triton.jit
 def _decays(step, a, chunk: tl.constexpr):
-    """Compute how much of the state after token ``m`` is left after ``l``, ``[l, m]``; nothing of a later one.
+    """Compute the share ``[l, m]`` of the state after token ``m`` that is left after ``l``.
 
-    What lies between is added up for each pair, as differences of long sums would lose what is small beside them.
+    The share is 0 if token ``l`` is before ``m``.
     """
     place = tl.arange(0, chunk)
-    between = tl.cumsum(tl.where(place[:, None] > place[None, :], (step * a)[:, None], 0.0), 0)
+    is_earlier = place[:, None] > place[None, :]
+    # Each pair has a sum of its own: a difference of two long sums would lose small steps.
+    between = tl.cumsum(tl.where(is_earlier, (step * a)[:, None], 0.0), 0)
     return tl.where(place[:, None] >= place[None, :], tl.exp(between), 0.0)
 
 
@@ -74,28 +92,36 @@ def _decays(step, a, chunk: tl.constexpr):
 def _products(
     b, c, states, exists, elements_exist, size, precision: tl.constexpr, tile_columns: tl.constexpr
 ):
-    """Multiply ``c`` of tokens by ``b`` of all, ``[tokens, tokens]``, and by states, ``[tokens, elements]``."""
+    """Compute ``c @ b.T`` ``[tokens, tokens]``, and ``c @ states`` ``[tokens, elements]``."""
+    # A loop over parts of the state keeps any size of state in registers.
     scores = tl.zeros((b.shape[0], b.shape[0]), tl.float32)
     before = tl.zeros((b.shape[0], states.shape[1]), tl.float32)
     for start in range(0, size, tile_columns):
-        n, of_state = (
-            start + tl.arange(0, tile_columns)[None, :],
-            start + tl.arange(0, tile_columns)[:, None],
-        )
-        given = tl.load(b + n, exists & (n < size), 0.0).to(tl.float32)
-        asked = tl.load(c + n, exists & (n < size), 0.0).to(tl.float32)
+        n = start + tl.arange(0, tile_columns)[None, :]
+        of_state = start + tl.arange(0, tile_columns)[:, None]
+        inside = exists & (n < size)
+        b_part = load_float32(b + n, inside)
+        c_part = load_float32(c + n, inside)
         state = tl.load(states + of_state, elements_exist & (of_state < size), 0.0)
-        scores = tl.dot(asked, tl.trans(given), scores, input_precision=precision)
-        before = tl.dot(asked, state, before, input_precision=precision)
+        scores = tl.dot(c_part, tl.trans(b_part), scores, input_precision=precision)
+        before = tl.dot(c_part, state, before, input_precision=precision)
     return scores, before
 
 
+@triton.jit
+def _within(scores, step, a, x, before, chunk: tl.constexpr, precision: tl.constexpr):
+    """Add to ``before`` the outputs that tokens get from the inputs ``x`` of the same chunk."""
+    decayed = scores * _decays(step, a, chunk)
+    return tl.dot(decayed, x * step[:, None], before, input_precision=precision)
+
+
+# Every batch has another number of sequences, so the number must not choose a compiled variant.
 @triton.jit(do_not_specialize=["sequences"])
 def chunk_states_kernel(
     x,
     dt,
-    A,  # noqa: N803  # the letters of the paper
-    B,  # noqa: N803
+    B,  # noqa: N803  # the letters of the paper
+    A,  # noqa: N803
     dt_bias,
     starts,
     states,
@@ -115,26 +141,27 @@ def chunk_states_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute what the tokens of a chunk make of nothing, and their summed steps."""
-    block, head, token, exists, element = _program(
+    """Store the own state of a chunk, computed from a state of zeros, and the sum of the steps."""
+    block, head, token, exists, element = _head_of_program(
         starts, sequences, heads, head_size, chunk, tile_rows
     )
-    step = step_size(
-        dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus
-    )
-    left = tl.exp(_sums_behind(step, chunk) * tl.load(A + head).to(tl.float32))
-    inside = exists[None, :] & (element < head_size)[:, None]
-    given = tl.load(
-        x + token[None, :] * x_stride + head * head_size + element[:, None], inside, 0.0
-    ).to(tl.float32)
+    step = _steps(dt, dt_bias, head, token, dt_stride, exists, has_bias, dt_softplus)
+    a = tl.load(A + head).to(tl.float32)
+    left = tl.exp(_sums_behind(step, chunk) * a)
+    element = element[:, None]
+    channel = head * head_size + element
+    in_head = element < head_size
+    inside = exists[None, :] & in_head
+    given = load_float32(x + token[None, :] * x_stride + channel, inside)
     given *= (step * left)[None, :]
-    states += ((block * heads + head) * head_size + element[:, None]) * size
-    rows = B + token[:, None] * b_stride + head // per_group * size
+    states += (block * heads * head_size + channel) * size
+    b_row = B + token[:, None] * b_stride + head // per_group * size
     for start in range(0, size, tile_columns):
         n = start + tl.arange(0, tile_columns)[None, :]
-        b = tl.load(rows + n, exists[:, None] & (n < size), 0.0).to(tl.float32)
-        t = tl.dot(given, b, input_precision=precision)
-        tl.store(states + n, t, (element < head_size)[:, None] & (n < size))
+        in_state = n < size
+        b = load_float32(b_row + n, exists[:, None] & in_state)
+        own = tl.dot(given, b, input_precision=precision)
+        tl.store(states + n, own, in_head & in_state)
     tl.store(totals + block * heads + head, tl.sum(step))
 
 
@@ -142,11 +169,11 @@ def chunk_states_kernel(
 def chunk_scan_kernel(
     x,
     dt,
-    A,  # noqa: N803
     B,  # noqa: N803
     C,  # noqa: N803
-    D,  # noqa: N803
     z,
+    A,  # noqa: N803
+    D,  # noqa: N803
     dt_bias,
     starts,
     states,
@@ -170,40 +197,29 @@ def chunk_scan_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    block, head, token, exists, element = _program(
+    """Store the outputs of a chunk, from the chunk's first state and from earlier tokens."""
+    block, head, token, exists, element = _head_of_program(
         starts, sequences, heads, head_size, chunk, tile_rows
     )
-    step = step_size(
-        dt + token * dt_stride + head, dt_bias + head + token * 0, exists, has_bias, dt_softplus
-    )
-    row, channel, group = (
-        token[:, None],
-        head * head_size + element[None, :],
-        head // per_group * size,
-    )
-    exists, element = exists[:, None], element[None, :] < head_size
+    step = _steps(dt, dt_bias, head, token, dt_stride, exists, has_bias, dt_softplus)
+    a = tl.load(A + head).to(tl.float32)
+    row = token[:, None]
+    channel = head * head_size + element[None, :]
+    group = head // per_group * size
+    exists = exists[:, None]
+    in_head = element[None, :] < head_size
+    inside = exists & in_head
     states += (block * heads * head_size + channel) * size
-    b, c, a = (
-        B + row * b_stride + group,
-        C + row * c_stride + group,
-        tl.load(A + head).to(tl.float32),
-    )
-    scores, before = _products(b, c, states, exists, element, size, precision, tile_columns)
-    given = tl.load(x + row * x_stride + channel, exists & element, 0.0).to(tl.float32)
+    b = B + row * b_stride + group
+    c = C + row * c_stride + group
+    scores, before = _products(b, c, states, exists, in_head, size, precision, tile_columns)
+    given = load_float32(x + row * x_stride + channel, inside)
     before *= tl.exp(tl.cumsum(step, 0) * a)[:, None]
-    t = tl.dot(
-        scores * _decays(step, a, chunk), given * step[:, None], before, input_precision=precision
-    )
-    t = gated_output(
-        t,
-        given,
-        D + head + channel * 0,
-        z + row * z_stride + channel,
-        exists & element,
-        has_weight,
-        has_gate,
-    )
-    tl.store(y + row * heads * head_size + channel, t.to(y.dtype.element_ty), exists & element)
+    t = _within(scores, step, a, given, before, chunk, precision)
+    weight = D + head + channel * 0
+    z_at = z + row * z_stride + channel
+    t = gated_output(t, given, weight, z_at, inside, has_weight, has_gate)
+    tl.store(y + row * heads * head_size + channel, t, inside)
 
 
 @replaces(definitions.mamba_chunk_scan)
@@ -227,27 +243,34 @@ def mamba_chunk_scan(
         return definitions.mamba_chunk_scan.native(*given, dt_softplus)
     sequences, heads, head_size, size = initial_states.shape
     blocks = blocks_at_most(x.shape[0], sequences, CHUNK)
-    starts, y = query_start_loc.contiguous(), x.new_empty(x.shape)
+    starts = query_start_loc.contiguous()
+    y = x.new_empty(x.shape)
     states = x.new_empty((blocks, heads * head_size, size), dtype=torch.float32)
     totals = x.new_empty((blocks, heads), dtype=torch.float32)
-    rows = [as_rows(each, each.shape[1:].numel()) for each in (x, dt, B, C, x if z is None else z)]
+    rows = token_rows(x, dt, B, C, z)
+    strides = [each.stride(0) for each in rows]
     a, weight, bias = given_or(x, A, D, dt_bias)
-    sizes, strides = (
-        (sequences, heads, head_size, size, heads // B.shape[1]),
-        [each.stride(0) for each in rows],
-    )
-    tile = Tile(max(16, power_of_two(head_size, ELEMENTS)), max(16, power_of_two(size, STATES)), 4)
+    sizes = (sequences, heads, head_size, size, heads // B.shape[1])
+    tile = _tile_of_products(head_size, size)
+    programs = blocks * heads * triton.cdiv(head_size, tile.rows)
     constants: dict[str, Any] = {
         "chunk": CHUNK,
         "has_bias": dt_bias is not None,
         "dt_softplus": dt_softplus,
+        "precision": "ieee" if x.dtype == torch.float32 else "tf32",
     }
-    constants |= {"precision": "ieee" if x.dtype == torch.float32 else "tf32"}
-    programs = blocks * heads * triton.cdiv(head_size, tile.rows)
-    first = (rows[1], a, rows[2], bias, starts, states, totals)
-    launch(chunk_states_kernel, programs, tile, rows[0], *first, *sizes, *strides[:3], **constants)
+    first = (a, bias, starts, states, totals, *sizes, *strides[:3])
+    launch(chunk_states_kernel, programs, tile, *rows[:3], *first, **constants)
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
-    constants |= {"has_weight": D is not None, "has_gate": z is not None}
-    second = (rows[1], a, *rows[2:4], weight, rows[4], bias, starts, states, y)
-    launch(chunk_scan_kernel, programs, tile, rows[0], *second, *sizes, *strides, **constants)
+    constants["has_weight"] = D is not None
+    constants["has_gate"] = z is not None
+    second = (a, weight, bias, starts, states, y, *sizes, *strides)
+    launch(chunk_scan_kernel, programs, tile, *rows, *second, **constants)
     return y, final
+
+
+def _tile_of_products(head_size: int, size: int) -> Tile:
+    # A product of matrices by tl.dot takes 16 rows and columns at least.
+    elements = max(16, power_of_two(head_size, ELEMENTS))
+    columns = max(16, power_of_two(size, STATES))
+    return Tile(elements, columns, 4)

@@ -1,17 +1,18 @@
-"""Triton kernels for causal convolutions. Their maths and arguments are in ``causal_conv``.
+"""Triton kernels for causal convolutions. ``causal_conv`` has the maths and arguments.
 
-A program has some tokens of one sequence and some channels, and reads each input as often as there are taps, mostly
-from the cache: no token waits for another. Inputs before a sequence are read from its state.
+A program computes some tokens and channels of one sequence. A program reads each input once per
+tap, mostly from the cache, so no token waits for another. Inputs before a sequence come from the
+state.
 """
 
-# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import activated
+from opgraft.ops.activation.triton import activated, load_float32
 from opgraft.ops.state_space import causal_conv as definitions
 from opgraft.ops.triton_launch import (
     Tile,
@@ -26,29 +27,33 @@ from torch import Tensor
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
-TOKENS, CHANNELS = 16, 128
-"""The tile of a program."""
+TOKENS = 16
+"""Tokens that a program computes."""
+
+CHANNELS = 128
+"""Channels that a program computes, at most."""
 
 
 @triton.jit
 def _input(line, state, token, start, channels_exist, stride, before: tl.constexpr):
-    """Load inputs of some tokens and channels, those before the start of a sequence from its state."""
+    """Load inputs of tokens and channels; those before the start of a sequence from the state."""
     ahead = token < start
-    given = tl.load(line + token * stride, channels_exist & (token >= start), 0.0).to(tl.float32)
-    stored = tl.load(state + token - start + before, channels_exist & ahead, 0.0).to(tl.float32)
+    given = load_float32(line + token * stride, channels_exist & (token >= start))
+    stored = load_float32(state + token - start + before, channels_exist & ahead)
     return tl.where(ahead, stored, given)
 
 
 @triton.jit
 def _finished(total, bias, channel, exists, has_bias: tl.constexpr, silu: tl.constexpr):
-    """Add the bias and apply the activation, where there are such."""
+    """Add the bias and apply the activation, if given."""
     if has_bias:
-        total += tl.load(bias + channel, exists, 0.0).to(tl.float32)
+        total += load_float32(bias + channel, exists)
     if silu:
         total = activated(total, "silu", 0.0)
     return total
 
 
+# Every batch has another number of sequences, so the number must not choose a compiled variant.
 @triton.jit(do_not_specialize=["sequences"])
 def causal_conv1d_kernel(
     x,
@@ -67,30 +72,36 @@ def causal_conv1d_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
+    """Convolve tokens and channels of one sequence, and store the last inputs of the sequence."""
     tiles = tl.cdiv(channels, tile_columns)
     sequence, first, end = block_of_segment(tl.program_id(0) // tiles, starts, sequences, tile_rows)
     start = tl.load(starts + sequence)
     channel = tl.program_id(0) % tiles * tile_columns + tl.arange(0, tile_columns)[None, :]
-    token, exists = (first + tl.arange(0, tile_rows)[:, None]).to(tl.int64), channel < channels
-    inside, of_sequence = exists & (token < end), sequence.to(tl.int64) * channels * before
-    initial += of_sequence + channel * before
+    token = (first + tl.arange(0, tile_rows)[:, None]).to(tl.int64)
+    exists = channel < channels
+    inside = exists & (token < end)
+    state = (sequence.to(tl.int64) * channels + channel) * before
+    initial += state
+    final += state
+    inputs = x + channel
+    taps = weight + channel * (before + 1)
     total = tl.zeros((tile_rows, tile_columns), tl.float32)
     for tap in tl.static_range(before + 1):
-        factor = tl.load(weight + channel * (before + 1) + tap, exists, 0.0).to(tl.float32)
+        factor = load_float32(taps + tap, exists)
         total += factor * _input(
-            x + channel, initial, token - before + tap, start, inside, stride, before
+            inputs, initial, token - before + tap, start, inside, stride, before
         )
     total = _finished(total, bias, channel, exists, has_bias, silu)
-    tl.store(y + token * channels + channel, total.to(y.dtype.element_ty), inside)
-    if first == start:  # one program of a sequence stores its last inputs
+    tl.store(y + token * channels + channel, total, inside)
+    # Every sequence has a first block, even without tokens: that program stores the last inputs.
+    if first == start:
         last = tl.full((1, 1), 0, tl.int64) + end - before
         for place in tl.static_range(before):
-            t = _input(x + channel, initial, last + place, start, exists, stride, before)
-            tl.store(
-                final + of_sequence + channel * before + place, t.to(final.dtype.element_ty), exists
-            )
+            t = _input(inputs, initial, last + place, start, exists, stride, before)
+            tl.store(final + place, t, exists)
 
 
+# As above: the number of elements changes with the number of sequences.
 @triton.jit(do_not_specialize=["elements"])
 def causal_conv1d_update_kernel(
     x,
@@ -110,24 +121,25 @@ def causal_conv1d_update_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Convolve elements, a channel of a token each, with a window of the inputs so far beside each other."""
+    """Convolve elements, each a channel of a token, by windows ``[elements, taps]`` of inputs."""
     element = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
-    tap, exists = tl.arange(0, tile_columns)[None, :], element < elements
-    row, channel = element // channels, element % channels
+    tap = tl.arange(0, tile_columns)[None, :]
+    exists = element < elements
+    is_tap = tap <= before
+    row = element // channels
+    channel = element % channels
     slot = tl.load(slots + row, exists, 0).to(tl.int64)
     place = state + slot * state_stride + channel * before + tap
-    newest = tl.load(x + row * stride + channel, exists, 0.0).to(tl.float32)
-    window = tl.where(
-        tap == before, newest, tl.load(place, exists & (tap < before), 0.0).to(tl.float32)
-    )
-    factors = tl.load(weight + channel * (before + 1) + tap, exists & (tap <= before), 0.0).to(
-        tl.float32
-    )
-    total = tl.sum(tl.where(tap <= before, window * factors, 0.0), 1, keep_dims=True)
+    newest = load_float32(x + row * stride + channel, exists)
+    earlier = load_float32(place, exists & (tap < before))
+    window = tl.where(tap == before, newest, earlier)
+    factors = load_float32(weight + channel * (before + 1) + tap, exists & is_tap)
+    total = tl.sum(tl.where(is_tap, window * factors, 0.0), 1, keep_dims=True)
     total = _finished(total, bias, channel, exists, has_bias, silu)
-    tl.store(out + row * out_stride + channel, total.to(out.dtype.element_ty), exists)
-    tl.debug_barrier()  # the state is read before it is shifted
-    tl.store(place - 1, window.to(state.dtype.element_ty), exists & (tap > 0) & (tap <= before))
+    tl.store(out + row * out_stride + channel, total, exists)
+    # A thread shifts elements that other threads read: every thread must have read the state.
+    tl.debug_barrier()
+    tl.store(place - 1, window, exists & (tap > 0) & is_tap)
 
 
 @replaces(definitions.causal_conv1d)
@@ -140,24 +152,31 @@ def causal_conv1d(
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     definitions.expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
-    y, final = x.new_empty(x.shape), initial_states.new_empty(initial_states.shape)
-    (tokens, channels), sequences = x.shape, initial_states.shape[0]
-    if sequences and channels:
-        tile, rows = Tile(TOKENS, power_of_two(channels, CHANNELS), 4), as_rows(x, channels)
-        operands = (
-            weight.contiguous(),
-            x if bias is None else bias.contiguous(),
-            query_start_loc.contiguous(),
-        )
-        constants = {
-            "before": weight.shape[1] - 1,
-            "has_bias": bias is not None,
-            "silu": activation is not None,
-        }
-        programs = blocks_at_most(tokens, sequences, TOKENS) * triton.cdiv(channels, tile.columns)
-        states = (initial_states.contiguous(), y, final)
-        sizes = (sequences, channels, rows.stride(0))
-        launch(causal_conv1d_kernel, programs, tile, rows, *operands, *states, *sizes, **constants)
+    y = x.new_empty(x.shape)
+    final = initial_states.new_empty(initial_states.shape)
+    tokens, channels = x.shape
+    sequences = initial_states.shape[0]
+    if not (sequences and channels):
+        return y, final
+    tile = Tile(TOKENS, power_of_two(channels, CHANNELS), 4)
+    rows = as_rows(x, channels)
+    programs = blocks_at_most(tokens, sequences, TOKENS) * triton.cdiv(channels, tile.columns)
+    weights = (weight.contiguous(), x if bias is None else bias.contiguous())
+    states = (query_start_loc.contiguous(), initial_states.contiguous(), y, final)
+    launch(
+        causal_conv1d_kernel,
+        programs,
+        tile,
+        rows,
+        *weights,
+        *states,
+        sequences,
+        channels,
+        rows.stride(0),
+        before=weight.shape[1] - 1,
+        has_bias=bias is not None,
+        silu=activation is not None,
+    )
     return y, final
 
 
@@ -176,24 +195,23 @@ def causal_conv1d_update(
         definitions.causal_conv1d_update.native(x, conv_state, weight, slots, out, bias, activation)
         return
     channels, width = weight.shape
-    taps, rows = power_of_two(width), as_rows(x, channels)
+    taps = power_of_two(width)
+    rows = as_rows(x, channels)
     tile = Tile(max(1, 512 // taps), taps, 4)
-    operands = (
-        weight.contiguous(),
-        x if bias is None else bias.contiguous(),
-        slots.contiguous(),
-        out,
-    )
-    sizes = (x.numel(), channels, rows.stride(0), conv_state.stride(0), out.stride(0))
-    constants = {"before": width - 1, "has_bias": bias is not None, "silu": activation is not None}
     programs = triton.cdiv(x.numel(), tile.rows)
+    weights = (weight.contiguous(), x if bias is None else bias.contiguous())
+    sizes = (x.numel(), channels, rows.stride(0), conv_state.stride(0), out.stride(0))
     launch(
         causal_conv1d_update_kernel,
         programs,
         tile,
         rows,
         conv_state,
-        *operands,
+        *weights,
+        slots.contiguous(),
+        out,
         *sizes,
-        **constants,
+        before=width - 1,
+        has_bias=bias is not None,
+        silu=activation is not None,
     )

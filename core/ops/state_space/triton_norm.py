@@ -1,4 +1,7 @@
-"""The norm of Mamba-2's mixer by the Triton kernel of gated norms. Its maths and arguments are in ``gating``."""
+"""The norm of Mamba-2's mixer by the Triton kernel of gated norms.
+
+``gating`` has the maths and arguments.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ def mixer2_gated_rms_norm(
     eps: float = 1e-6,
     group_size: int | None = None,
 ) -> Tensor:
+    # The kernel always normalises.
     if weight is None:
         return definitions.mixer2_gated_rms_norm.native(x, gate)
     definitions.expect_gated(x, gate, weight)

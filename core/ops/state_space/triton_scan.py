@@ -1,11 +1,12 @@
-"""Triton kernels for the scan and the step of Mamba. Their maths and arguments are in ``selective_scan``.
+"""Triton kernels for the scan and step of Mamba. ``selective_scan`` has the maths and arguments.
 
-Sequences are cut into chunks, which are scanned at once: first from nothing, for what each adds to a state, then from
-the states that they begin with. In between one kernel passes states from chunk to chunk, which takes few steps. A
-program finds the sequence of its chunk by itself. States are float32 throughout.
+Sequences are cut into chunks, and all chunks are scanned at once, in three launches. The first
+scans each chunk from zeros: the result is the chunk's own part of the state. The second passes
+states from chunk to chunk, in few steps. The third scans each chunk again, from its true first
+state. A program finds the sequence of its chunk without the host. States are float32 throughout.
 """
 
-# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import activated, softplus
+from opgraft.ops.activation.triton import activated, load_float32, softplus
 from opgraft.ops.state_space import selective_scan as definitions
 from opgraft.ops.triton_launch import (
     Tile,
@@ -32,7 +33,7 @@ from torch import Tensor
 __all__ = ["selective_scan", "selective_state_update"]
 
 CHUNK = 64
-"""Tokens of a chunk, which a program scans one after another."""
+"""Tokens of a chunk. A program scans the tokens of a chunk one after another."""
 
 LARGEST_STATE = 1024
 """Elements of the state of a channel that a program holds in registers."""
@@ -40,18 +41,30 @@ LARGEST_STATE = 1024
 
 @triton.jit
 def step_size(dt, bias, exists, has_bias: tl.constexpr, dt_softplus: tl.constexpr):
-    """Load step sizes with their bias, positive if that is asked for; none where there is no token."""
+    """Load step sizes, add the bias, and apply softplus if asked. A missing token has step zero."""
     step = tl.load(dt, exists, 0.0).to(tl.float32)
     if has_bias:
         step += tl.load(bias, exists, 0.0).to(tl.float32)
     if dt_softplus:
         step = softplus(step)
+    # The softplus of a missing token is not zero, but a missing token must not decay the state.
     return tl.where(exists, step, 0.0)
 
 
 @triton.jit
+def _next_state(
+    state, a, x, dt, b, dt_bias, exists, in_state, has_bias: tl.constexpr, dt_softplus: tl.constexpr
+):
+    """Compute the state after one token, and return it with the token's input and step."""
+    given = tl.load(x, exists, 0.0).to(tl.float32)
+    step = step_size(dt, dt_bias, exists, has_bias, dt_softplus)
+    b = tl.load(b, in_state, 0.0).to(tl.float32)
+    return tl.exp(step * a) * state + step * given * b, given, step
+
+
+@triton.jit
 def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl.constexpr):
-    """Compute ``(y + weight · x) · silu(z)``, without what is not given."""
+    """Compute ``(y + weight · x) · silu(z)``, without a missing weight or gate."""
     if has_weight:
         y += tl.load(weight, exists, 0.0).to(tl.float32) * x
     if has_gate:
@@ -60,8 +73,17 @@ def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl
 
 
 @triton.jit
-def _program(starts, sequences, channels, chunk: tl.constexpr, tile_rows: tl.constexpr):
-    """Find the chunk that a program scans, where its tokens begin and end, and the channels."""
+def _output(
+    state, c, x, weight, z, exists, in_state, has_weight: tl.constexpr, has_gate: tl.constexpr
+):
+    """Compute the output of a token from the state after the token and the token's input ``x``."""
+    y = tl.sum(state * tl.load(c, in_state, 0.0).to(tl.float32), 1, keep_dims=True)
+    return gated_output(y, x, weight, z, exists, has_weight, has_gate)
+
+
+@triton.jit
+def _chunk_of_program(starts, sequences, channels, chunk: tl.constexpr, tile_rows: tl.constexpr):
+    """Find the number of a program's chunk, the chunk's first and last token, and the channels."""
     tiles = tl.cdiv(channels, tile_rows)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     _, first, end = block_of_segment(block, starts, sequences, chunk)
@@ -69,15 +91,16 @@ def _program(starts, sequences, channels, chunk: tl.constexpr, tile_rows: tl.con
     return block, first, tl.minimum(first + chunk, end), channel
 
 
+# Every batch has another number of sequences, so the number must not choose a compiled variant.
 @triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x,
     dt,
-    A,  # noqa: N803  # the letters of the paper
-    B,  # noqa: N803
+    B,  # noqa: N803  # the letters of the paper
     C,  # noqa: N803
-    D,  # noqa: N803
     z,
+    A,  # noqa: N803
+    D,  # noqa: N803
     dt_bias,
     starts,
     states,
@@ -100,39 +123,41 @@ def scan_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Scan a chunk from its state and store outputs, or from nothing and store its own state and summed steps."""
-    block, first, end, channel = _program(starts, sequences, channels, chunk, tile_rows)
-    n, exists, place = (
-        tl.arange(0, tile_columns)[None, :],
-        channel < channels,
-        block * channels + channel,
-    )
-    inside, token = exists & (n < size), first.to(tl.int64)
-    a = tl.load(A + channel * size + n, inside, 0.0).to(tl.float32)
-    total, state = (
-        tl.zeros((tile_rows, 1), tl.float32),
-        tl.load(states + place * size + n, inside & from_states, 0.0),
-    )
+    """Scan a chunk: with ``from_states`` for the outputs, else for the chunk's own state.
+
+    With ``from_states`` the scan starts from the chunk's first state. Without, the scan starts from
+    zeros, and stores the last state and the sum of the steps.
+    """
+    block, first, end, channel = _chunk_of_program(starts, sequences, channels, chunk, tile_rows)
+    n = tl.arange(0, tile_columns)[None, :]
+    exists = channel < channels
+    in_state = n < size
+    inside = exists & in_state
+    place = block * channels + channel
+    token = first.to(tl.int64)
+    a = load_float32(A + channel * size + n, inside)
+    bias = dt_bias + channel
+    total = tl.zeros((tile_rows, 1), tl.float32)
+    state_at = states + place * size + n
+    state = tl.load(state_at, inside & from_states, 0.0)
     for _ in range(first, end):
-        given = tl.load(x + token * x_stride + channel, exists, 0.0).to(tl.float32)
-        step = step_size(
-            dt + token * dt_stride + channel, dt_bias + channel, exists, has_bias, dt_softplus
+        x_at = x + token * x_stride + channel
+        dt_at = dt + token * dt_stride + channel
+        b_at = B + token * b_stride + n
+        state, given, step = _next_state(
+            state, a, x_at, dt_at, b_at, bias, exists, in_state, has_bias, dt_softplus
         )
-        b = tl.load(B + token * b_stride + n, n < size, 0.0).to(tl.float32)
-        state, total = tl.exp(step * a) * state + step * given * b, total + step
+        total += step
         if from_states:
-            t = tl.sum(
-                state * tl.load(C + token * c_stride + n, n < size, 0.0).to(tl.float32),
-                1,
-                keep_dims=True,
+            c_at = C + token * c_stride + n
+            z_at = z + token * z_stride + channel
+            t = _output(
+                state, c_at, given, D + channel, z_at, exists, in_state, has_weight, has_gate
             )
-            t = gated_output(
-                t, given, D + channel, z + token * z_stride + channel, exists, has_weight, has_gate
-            )
-            tl.store(y + token * channels + channel, t.to(y.dtype.element_ty), exists)
+            tl.store(y + token * channels + channel, t, exists)
         token += 1
     if not from_states:
-        tl.store(states + place * size + n, state, inside)
+        tl.store(state_at, state, inside)
         tl.store(totals + place, total, exists)
 
 
@@ -153,35 +178,50 @@ def passed_states_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Put the state that each chunk of a sequence begins with in the place of its own, and store the last one."""
+    """Replace each chunk's own state by the first state, and store the last state of a sequence."""
     tiles = tl.cdiv(rows, tile_rows)
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
     row = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
     n = tl.arange(0, tile_columns)[None, :]
-    inside, element = (row < rows) & (n < size), row.to(tl.int64) * size + n
-    start, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
-    a = tl.load(A + row // per_total * a_stride + n * a_element, inside, 0.0).to(tl.float32)
-    state = tl.load(initial + sequence * rows * size + element, inside, 0.0).to(tl.float32)
+    exists = row < rows
+    inside = exists & (n < size)
+    element = row.to(tl.int64) * size + n
+    # Rows that share a step size share an entry of the totals, and a row of A.
+    shared = row // per_total
+    a = load_float32(A + shared * a_stride + n * a_element, inside)
+    state = load_float32(initial + sequence * rows * size + element, inside)
+    start = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1)
+    # Sequences before have start // chunk whole chunks at most, and one partial chunk each.
     block = start // chunk + sequence
     for _ in range(tl.cdiv(end - start, chunk)):
         place = states + block * rows * size + element
         own = tl.load(place, inside, 0.0)
-        total = tl.load(totals + block * (rows // per_total) + row // per_total, row < rows, 0.0)
+        total = tl.load(totals + block * (rows // per_total) + shared, exists, 0.0)
         tl.store(place, state, inside)
         state = tl.exp(total * a) * state + own
         block += 1
-    tl.store(final + sequence * rows * size + element, state.to(final.dtype.element_ty), inside)
+    tl.store(final + sequence * rows * size + element, state, inside)
+
+
+@triton.jit
+def _head_of_program(heads, head_size, tile_rows: tl.constexpr):
+    """Find the token, the head and the elements of the head that a program computes."""
+    tiles = tl.cdiv(head_size, tile_rows)
+    row = tl.program_id(0) // tiles
+    element = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    return (row // heads).to(tl.int64), row % heads, element
 
 
 @triton.jit
 def step_kernel(
     x,
     dt,
-    A,  # noqa: N803
     B,  # noqa: N803
     C,  # noqa: N803
-    D,  # noqa: N803
     z,
+    A,  # noqa: N803
+    D,  # noqa: N803
     dt_bias,
     slots,
     state,
@@ -205,33 +245,52 @@ def step_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute a token of some elements of a head. ``of_heads`` says that their steps and weights are one per head."""
-    row, tiles = tl.program_id(0) // tl.cdiv(head_size, tile_rows), tl.cdiv(head_size, tile_rows)
-    head, token = row % heads, (row // heads).to(tl.int64)
-    element = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
-    n, exists, group = tl.arange(0, tile_columns)[None, :], element < head_size, head // per_group
-    inside, channel = exists & (n < size), head * head_size + element
-    number = head + element * 0 if of_heads else channel
-    state += tl.load(slots + token).to(tl.int64) * state_stride + channel * size + n
-    given = tl.load(x + token * x_stride + channel, exists, 0.0).to(tl.float32)
-    step = step_size(
-        dt + token * dt_stride + number, dt_bias + number, exists, has_bias, dt_softplus
+    """Compute one token for some elements of a head.
+
+    With ``of_heads`` a head has one step, one ``A``, one ``D`` and one bias for all elements.
+    """
+    token, head, element = _head_of_program(heads, head_size, tile_rows)
+    n = tl.arange(0, tile_columns)[None, :]
+    exists = element < head_size
+    in_state = n < size
+    inside = exists & in_state
+    channel = head * head_size + element
+    if of_heads:
+        # Adding zeros gives a number that the head has once the shape of a tile.
+        number = head + element * 0
+        decay = number + n * 0
+    else:
+        number = channel
+        decay = number * size + n
+    a = load_float32(A + decay, inside)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = state + slot * state_stride + channel * size + n
+    x_at = x + token * x_stride + channel
+    dt_at = dt + token * dt_stride + number
+    z_at = z + token * z_stride + channel
+    group = head // per_group * size
+    b_at = B + token * b_stride + group + n
+    c_at = C + token * c_stride + group + n
+    before = load_float32(place, inside)
+    after, given, _ = _next_state(
+        before, a, x_at, dt_at, b_at, dt_bias + number, exists, in_state, has_bias, dt_softplus
     )
-    place = number + n * 0 if of_heads else number * size + n
-    a = tl.load(A + place, inside, 0.0).to(tl.float32)
-    b = tl.load(B + token * b_stride + group * size + n, n < size, 0.0).to(tl.float32)
-    c = tl.load(C + token * c_stride + group * size + n, n < size, 0.0).to(tl.float32)
-    t = tl.exp(step * a) * tl.load(state, inside, 0.0).to(tl.float32) + step * given * b
-    tl.store(state, t.to(state.dtype.scalar.element_ty), inside)
-    t = tl.sum(t * c, 1, keep_dims=True)
-    t = gated_output(
-        t, given, D + number, z + token * z_stride + channel, exists, has_weight, has_gate
-    )
-    tl.store(out + token * out_stride + channel, t.to(out.dtype.element_ty), exists)
+    tl.store(place, after, inside)
+    t = _output(after, c_at, given, D + number, z_at, exists, in_state, has_weight, has_gate)
+    tl.store(out + token * out_stride + channel, t, exists)
+
+
+def token_rows(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, z: Tensor | None) -> list[Tensor]:
+    """View tensors with values per token as rows, with ``x`` in the place of a missing gate."""
+    by_token = (x, dt, b, c, x if z is None else z)
+    return [as_rows(each, each.shape[1:].numel()) for each in by_token]
 
 
 def given_or(x: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """Return contiguous tensors, and ``x``, which a kernel does not read, in the place of those that are not given."""
+    """Return contiguous tensors, with ``x`` in the place of each missing one.
+
+    A kernel needs a pointer for every argument, and does not read the pointer of a missing tensor.
+    """
     return [x if other is None else other.contiguous() for other in others]
 
 
@@ -251,88 +310,59 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     given = (x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
     definitions.expect_channels(*given)
-    (tokens, channels), (sequences, _, size) = x.shape, initial_states.shape
+    tokens, channels = x.shape
+    sequences, _, size = initial_states.shape
     if not initial_states.numel() or size > LARGEST_STATE:
         return definitions.selective_scan.native(*given, dt_softplus)
-    starts, columns = query_start_loc.contiguous(), power_of_two(size)
-    tile, blocks = (
-        Tile(max(1, 512 // columns), columns, 1),
-        blocks_at_most(tokens, sequences, CHUNK),
-    )
-    states, totals = (
-        x.new_empty(n, dtype=torch.float32) for n in ((blocks, channels, size), (blocks, channels))
-    )
+    starts = query_start_loc.contiguous()
+    columns = power_of_two(size)
+    # One warp: the loop over tokens is sequential, so more programs are better than larger ones.
+    tile = Tile(max(1, 512 // columns), columns, 1)
+    blocks = blocks_at_most(tokens, sequences, CHUNK)
+    states = x.new_empty((blocks, channels, size), dtype=torch.float32)
+    totals = x.new_empty((blocks, channels), dtype=torch.float32)
     y = x.new_empty(x.shape)
-    rows = [as_rows(each, each.shape[1]) for each in (x, dt, B, C, x if z is None else z)]
+    rows = token_rows(x, dt, B, C, z)
+    strides = [each.stride(0) for each in rows]
     a, weight, bias = given_or(x, A, D, dt_bias)
-    operands = (a, *rows[2:4], weight, rows[4], bias, starts, states, totals, y)
-    sizes = (sequences, channels, size, *(each.stride(0) for each in rows))
+    others = (a, weight, bias, starts, states, totals, y, sequences, channels, size, *strides)
+    programs = blocks * triton.cdiv(channels, tile.rows)
     constants: dict[str, Any] = {
         "chunk": CHUNK,
         "has_weight": D is not None,
         "has_gate": z is not None,
+        "has_bias": dt_bias is not None,
+        "dt_softplus": dt_softplus,
     }
-    constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
-    programs = blocks * triton.cdiv(channels, tile.rows)
-    launch(
-        scan_kernel,
-        programs,
-        tile,
-        rows[0],
-        rows[1],
-        *operands,
-        *sizes,
-        **constants,
-        from_states=False,
-    )
+    launch(scan_kernel, programs, tile, *rows, *others, **constants, from_states=False)
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
-    launch(
-        scan_kernel,
-        programs,
-        tile,
-        rows[0],
-        rows[1],
-        *operands,
-        *sizes,
-        **constants,
-        from_states=True,
-    )
+    launch(scan_kernel, programs, tile, *rows, *others, **constants, from_states=True)
     return y, final
 
 
 def pass_states(
     states: Tensor, totals: Tensor, a: Tensor, initial: Tensor, starts: Tensor, chunk: int
 ) -> Tensor:
-    """Put the states that chunks begin with in the place of their own, and return those that sequences end with.
+    """Replace the own states of chunks by first states, and return the last states of sequences.
 
     Args:
-        states: what each chunk makes of nothing, ``[chunks, rows, state]``; written to.
-        totals: summed steps of each chunk, float32 ``[chunks, rows]``, or one for several neighbouring rows.
-        a: what a step decays a state by, ``[rows, state]``, or ``[rows]`` as ``totals`` has them.
+        states: the state of each chunk, scanned from zeros, ``[chunks, rows, state]``; written to.
+        totals: summed steps of each chunk, float32 ``[chunks, rows]``, or ``[chunks, rows / n]`` if
+            ``n`` neighbouring rows share their steps.
+        a: the decay of a state by a step, ``[rows, state]``, or one for each column of ``totals``.
         initial: ``[sequences, ..., state]``.
-        starts: where the tokens of sequences begin and end, ``[sequences + 1]``.
+        starts: bounds of the tokens of sequences, ``[sequences + 1]``.
         chunk: tokens of a chunk.
     """
-    (_, rows, size), sequences, final = (
-        states.shape,
-        initial.shape[0],
-        initial.new_empty(initial.shape),
-    )
+    _, rows, size = states.shape
+    sequences = initial.shape[0]
+    final = initial.new_empty(initial.shape)
     tile = tile_of(size, 1024, LARGEST_STATE)
     programs = sequences * triton.cdiv(rows, tile.rows)
     strides = (size, 1) if a.dim() == 2 else (1, 0)
-    operands = (
-        totals,
-        a,
-        initial.contiguous(),
-        final,
-        starts,
-        rows,
-        size,
-        rows // totals.shape[1],
-        *strides,
-    )
-    launch(passed_states_kernel, programs, tile, states, *operands, chunk=chunk)
+    sizes = (rows, size, rows // totals.shape[1], *strides)
+    operands = (totals, a, initial.contiguous(), final, starts)
+    launch(passed_states_kernel, programs, tile, states, *operands, *sizes, chunk=chunk)
     return final
 
 
@@ -353,30 +383,46 @@ def selective_state_update(
 ) -> None:
     given = (state, x, dt, A, B, C, slots, out, D, z, dt_bias)
     definitions.expect_update("selective_state_update", *given)
-    (tokens, heads, head_size), size = x.shape, A.shape[2]
-    if not (
-        x.numel() and 0 < size <= LARGEST_STATE and entries_apart(state) and entries_apart(out)
-    ):
+    tokens, heads, head_size = x.shape
+    size = A.shape[2]
+    fits = x.numel() and 0 < size <= LARGEST_STATE
+    if not (fits and entries_apart(state) and entries_apart(out)):
         definitions.selective_state_update.native(*given, dt_softplus)
         return
-    of_heads = (
-        all(each is None or each.stride(-1) == 0 for each in (dt, A, D, dt_bias))
-        and A.stride(1) == 0
-    )
+    of_heads = A.stride(1) == 0 and _are_expanded(dt, A, D, dt_bias)
     if of_heads:
-        dt, A = dt[..., 0], A[:, 0, 0]  # noqa: N806
-        D, dt_bias = (None if each is None else each[:, 0] for each in (D, dt_bias))  # noqa: N806
-    rows = [as_rows(each, each[0].numel()) for each in (x, dt, B, C, x if z is None else z)]
+        dt = dt[..., 0]
+        A = A[:, 0, 0]  # noqa: N806
+        D = None if D is None else D[:, 0]  # noqa: N806
+        dt_bias = None if dt_bias is None else dt_bias[:, 0]
+    rows = token_rows(x, dt, B, C, z)
+    strides = [each.stride(0) for each in (*rows, state, out)]
     a, weight, bias = given_or(x, A, D, dt_bias)
-    operands = (a, *rows[2:4], weight, rows[4], bias, slots.contiguous(), state, out)
+    operands = (a, weight, bias, slots.contiguous(), state, out)
     sizes = (heads, head_size, size, heads // B.shape[1])
-    strides = (*(each.stride(0) for each in rows), state.stride(0), out.stride(0))
-    constants: dict[str, Any] = {
-        "of_heads": of_heads,
-        "has_weight": D is not None,
-        "has_gate": z is not None,
-    }
-    constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)
-    launch(step_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, *strides, **constants)
+    launch(
+        step_kernel,
+        programs,
+        tile,
+        *rows,
+        *operands,
+        *sizes,
+        *strides,
+        of_heads=of_heads,
+        has_weight=D is not None,
+        has_gate=z is not None,
+        has_bias=dt_bias is not None,
+        dt_softplus=dt_softplus,
+    )
+
+
+def _are_expanded(*numbers: Tensor | None) -> bool:
+    """Return True if the last dimension of each tensor repeats one element.
+
+    Mamba-2 expands one number per head. The kernel reads such a number where it lies: a copy of the
+    expanded ``A`` would be as large as the state.
+    """
+    given = [each for each in numbers if each is not None]
+    return all(each.stride(-1) == 0 for each in given)
