@@ -10,14 +10,14 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.conv import functional
-from opgraft.ops.conv.functional import ConvSettings
+from opgraft.ops.conv.functional import ConvSettings, same_padding
 from torch import Tensor, nn
 
 Sizes = int | Sequence[int]
 
 
 class _ConvLayer(CustomOp):
-    """The base of the convolutions: settings that are checked once, and the two ways of computing them."""
+    """The base of the convolutions: settings, checked once, and two ways to compute."""
 
     _helpers: ClassVar[tuple[str, ...]] = ("_forward_conv", "_forward_mulmat")
     in_channels: int
@@ -38,12 +38,13 @@ class _ConvLayer(CustomOp):
         padding_mode: str,
         **others: Any,
     ) -> None:
-        settings = _expanded(op, kernel_size, stride, padding, dilation, groups, padding_mode)
+        settings = _settings_of(op, kernel_size, stride, padding, dilation, groups, padding_mode)
         for name, count in zip(("in_channels", "out_channels"), channels, strict=True):
             if count < 1 or count % groups:
                 raise ValueError(
                     f"{op}: {name} is {count}, expected a positive multiple of groups={groups}"
                 )
+        # torch's module keeps a word as a word.
         ends = padding if isinstance(padding, str) else settings.padding
         super().__init__(
             *channels,
@@ -65,13 +66,18 @@ class _ConvLayer(CustomOp):
         return functional.convolve(x, self.weight, self.bias, self._settings)
 
     def _forward_mulmat(self, x: Tensor) -> Tensor:
-        """Compute the convolution as one matrix product; right only where ``enable_linear`` is true."""
+        """Compute the convolution as one matrix product, which needs ``enable_linear``."""
         functional.expect_convolvable(x, self.weight, self.bias, self._settings)
         return functional.project_patches(x, self.weight, self.bias)
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
+        """Convolve ``x``.
+
+        Raises:
+            ValueError: the dimensions, channels, dtype or device of ``x`` do not fit, or ``x`` has
+                no room for a kernel.
+        """
         # The two methods have their settings ready, and a replacement may override either.
         if functional is NATIVE or self._overrides_helpers:
             return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
@@ -92,29 +98,32 @@ class _ConvLayer(CustomOp):
 
 @CustomOp.register("conv2d")
 class Conv2dLayer(_ConvLayer, nn.Conv2d):
-    """Cross-correlation over height and width (LeCun et al., 1998; as a patch embedding arXiv:2010.11929).
+    """Cross-correlation over height and width (LeCun et al., 1998; patches: arXiv:2010.11929).
 
-    A ``torch.nn.Conv2d`` by state and initial values. Where kernels lie side by side and see all channels, which
-    ``enable_linear`` tells, it is computed as one matrix product. Unlike vLLM's it applies ``padding_mode``, raises for
-    ``"same"`` with a stride, pads ``"same"`` by the dilated kernel, and takes no matrix product with a dilation.
+    The state and the initial values are those of ``torch.nn.Conv2d``. If kernels lie side by side
+    and read all channels, ``enable_linear`` is true, and the result is one matrix product. Unlike
+    vLLM's class this class applies ``padding_mode``, refuses ``"same"`` with a stride, pads
+    ``"same"`` by the dilated kernel, and takes no matrix product with a dilation.
 
     Args:
         in_channels: ``C``.
         out_channels: ``O``.
-        kernel_size: one number, or height and width; likewise ``stride``, ``padding`` and ``dilation``.
-        stride: how far the kernel moves.
-        padding: at both ends; ``"valid"`` is none, ``"same"`` keeps the size.
+        kernel_size: height and width, or one number for both. ``stride``, ``padding`` and
+            ``dilation`` likewise.
+        stride: steps of the kernel.
+        padding: padding of both ends; ``"valid"`` is none, ``"same"`` keeps the size.
         dilation: distance of the elements that a kernel reads.
-        groups: into which channels are divided.
-        bias: whether there is one.
+        groups: groups of channels.
+        bias: True adds a bias.
         padding_mode: ``"zeros"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         params_dtype: dtype of weight and bias; the default dtype if not given.
 
     Shapes:
-        ``x`` is ``[B, C, H, W]`` in the dtype of the weight, the result ``[B, O, H', W']``.
+        ``x`` is ``[B, C, H, W]`` in the dtype of the weight. The result is ``[B, O, H', W']``.
 
     Raises:
-        ValueError: a setting out of its range, ``"same"`` with a stride, or groups that do not divide the channels.
+        ValueError: a setting is out of its range, a stride goes with ``"same"``, or the groups do
+            not divide the channels.
     """
 
     def __init__(
@@ -140,14 +149,12 @@ class Conv2dLayer(_ConvLayer, nn.Conv2d):
 class Conv3dLayer(_ConvLayer, nn.Conv3d):
     """Cross-correlation over time, height and width (Tran et al., arXiv:1412.0767).
 
-    A ``torch.nn.Conv3d`` by state and initial values; arguments and differences from vLLM's are those of
-    ``Conv2dLayer``, with three numbers in place of two.
+    The state and the initial values are those of ``torch.nn.Conv3d``. Arguments, errors and
+    differences from vLLM's class are those of ``Conv2dLayer``, with three numbers instead of two.
 
     Shapes:
-        ``x`` is ``[B, C, T, H, W]`` in the dtype of the weight, the result ``[B, O, T', H', W']``.
-
-    Raises:
-        ValueError: as ``Conv2dLayer``.
+        ``x`` is ``[B, C, T, H, W]`` in the dtype of the weight. The result is ``[B, O, T', H',
+        W']``.
     """
 
     def __init__(
@@ -169,7 +176,7 @@ class Conv3dLayer(_ConvLayer, nn.Conv3d):
         super().__init__("conv3d", channels, *moves, bias=bias, dtype=params_dtype)
 
 
-def _expanded(
+def _settings_of(
     op: str,
     kernel_size: Sizes,
     stride: Sizes,
@@ -178,29 +185,33 @@ def _expanded(
     groups: int,
     padding_mode: str,
 ) -> ConvSettings:
-    """Return the settings with one number per dimension, of which torch's modules need only be told one, or a word."""
+    """Return the settings with one number per dimension, from the arguments of torch's modules."""
     dims = functional.DIMENSIONS[op]
-    kernel, moves, steps = (
-        _per_dimension(value, dims) for value in (kernel_size, stride, dilation)
-    )
+    kernel = _per_dimension(kernel_size, dims)
+    moves = _per_dimension(stride, dims)
+    steps = _per_dimension(dilation, dims)
+    # ConvSettings checks the lengths too, but the padding of "same" needs both before.
     if len(kernel) != dims or len(steps) != dims:
         raise ValueError(
             f"{op}: kernel_size is {kernel}, dilation {steps}, expected {dims} numbers each"
         )
+    if padding == "same" and any(move != 1 for move in moves):
+        raise ValueError(f"{op}: stride is {moves}, expected 1 with padding 'same'")
     if padding == "same":
-        if any(move != 1 for move in moves):
-            raise ValueError(f"{op}: stride is {moves}, expected 1 with padding 'same'")
-        ends = functional.same_padding(kernel, steps)
-    elif isinstance(padding, str):
-        if padding != "valid":
-            raise ValueError(f"{op}: padding is {padding!r}, expected 'same', 'valid' or numbers")
+        ends = same_padding(kernel, steps)
+    elif padding == "valid":
         ends = (0,) * dims
+    elif isinstance(padding, str):
+        raise ValueError(f"{op}: padding is {padding!r}, expected 'same', 'valid' or numbers")
     else:
         ends = _per_dimension(padding, dims)
+        # ConvSettings would take two numbers per dimension, which torch's modules do not.
         if len(ends) != dims:
             raise ValueError(f"{op}: padding is {ends}, expected {dims} numbers of at least 0")
     return ConvSettings(op, kernel, moves, ends, steps, groups, padding_mode)
 
 
 def _per_dimension(value: Sizes, dims: int) -> tuple[int, ...]:
-    return (value,) * dims if isinstance(value, int) else tuple(value)
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value)

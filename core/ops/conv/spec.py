@@ -1,4 +1,4 @@
-"""Specs of the convolutions, told element by element: which input each output reads, by arithmetic on indices."""
+"""Specs of the convolutions. The reference finds the inputs of each output by index arithmetic."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ OTHER_MODES = ("reflect", "replicate", "circular")
 
 
 def _reads(count: int, size: int, stride: int, offset: int, mode: str) -> tuple[Tensor, Tensor]:
-    """Return the input position that each output position reads, and whether it reads at all."""
+    """Return the input position of each output position, and False for positions in zeros."""
     at = torch.arange(count) * stride + offset
+    last = size - 1
+    everywhere = torch.ones(count, dtype=torch.bool)
     if mode == "circular":
-        return at % size, at == at
+        return at % size, everywhere
     if mode == "replicate":
-        return at.clamp(0, size - 1), at == at
+        return at.clamp(0, last), everywhere
     if mode == "reflect":
-        at = torch.where(at < 0, -at, at)
-        return torch.where(at >= size, 2 * (size - 1) - at, at), at == at
-    return at.clamp(0, size - 1), (at >= 0) & (at < size)
+        at = at.abs()
+        return torch.where(at > last, 2 * last - at, at), everywhere
+    return at.clamp(0, last), (at >= 0) & (at <= last)
 
 
 def _conv(
@@ -41,24 +43,46 @@ def _conv(
 ) -> Tensor:
     kernel = weight.shape[2:]
     dims = len(kernel)
-    moves, steps = (value or [1] * dims for value in (stride, dilation))
-    ends = list(padding or [0] * dims)
-    before, after = (ends, ends) if len(ends) == dims else (ends[::2], ends[1::2])
-    rows = zip(x.shape[2:], before, after, steps, kernel, strict=True)
-    reaches = [size + first + last - step * (taps - 1) for size, first, last, step, taps in rows]
-    counts = [math.ceil(reach / move) for reach, move in zip(reaches, moves, strict=True)]
-    result = torch.zeros(x.shape[0], groups, weight.shape[0] // groups, *counts, dtype=x.dtype)
+    moves = stride or [1] * dims
+    steps = dilation or [1] * dims
+    before, after = _ends(padding or [0] * dims, dims)
+    reaches = [step * (taps - 1) for step, taps in zip(steps, kernel, strict=True)]
+    padded = [sum(row) for row in zip(x.shape[2:], before, after, strict=True)]
+    counts = []
+    for size, reach, move in zip(padded, reaches, moves, strict=True):
+        counts.append(math.ceil((size - reach) / move))
+    outputs, inputs = weight.shape[:2]
+    result = torch.zeros(x.shape[0], groups, outputs // groups, *counts, dtype=x.dtype)
+    # One product per element of the kernel, over the inputs that this element meets.
     for number, tap in enumerate(itertools.product(*map(range, kernel))):
-        part = x
-        for d in range(dims):
-            offset = tap[d] * steps[d] - before[d]
-            at, there = _reads(counts[d], x.shape[d + 2], moves[d], offset, padding_mode)
-            part = part.index_select(d + 2, at) * there.reshape(-1, *[1] * (dims - 1 - d))
-        part = part.reshape(x.shape[0], groups, weight.shape[1], *counts)
-        of_groups = weight.flatten(2)[..., number].reshape(groups, -1, weight.shape[1])
+        offsets = [tap[d] * steps[d] - before[d] for d in range(dims)]
+        part = _inputs_at(x, counts, moves, offsets, padding_mode)
+        part = part.reshape(x.shape[0], groups, inputs, *counts)
+        of_groups = weight.flatten(2)[..., number].reshape(groups, -1, inputs)
         result += torch.einsum("bgc...,goc->bgo...", part, of_groups)
-    result = result.reshape(x.shape[0], weight.shape[0], *counts)
-    return result if bias is None else result + bias.reshape(-1, *[1] * dims)
+    result = result.reshape(x.shape[0], outputs, *counts)
+    if bias is None:
+        return result
+    return result + bias.reshape(-1, *[1] * dims)
+
+
+def _inputs_at(
+    x: Tensor, counts: Sequence[int], moves: Sequence[int], offsets: Sequence[int], mode: str
+) -> Tensor:
+    """Return the inputs ``[B, C, *counts]`` at ``position · move + offset`` of each dimension."""
+    dims = len(counts)
+    for d in range(dims):
+        at, exists = _reads(counts[d], x.shape[d + 2], moves[d], offsets[d], mode)
+        behind = [1] * (dims - 1 - d)
+        x = x.index_select(d + 2, at) * exists.reshape(-1, *behind)
+    return x
+
+
+def _ends(padding: Sequence[int], dims: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the padding before and after each dimension."""
+    if len(padding) == dims:
+        return padding, padding
+    return padding[::2], padding[1::2]
 
 
 def _inputs_2d(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -86,12 +110,21 @@ def _conv_op(
     padding: Sequence[int] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Build a module of these settings; where padding differs between the ends, that of ``"same"``."""
+    """Build a module with these settings; different padding at the ends becomes ``"same"``."""
     dims = weight.dim() - 2
-    channels = weight.shape[1] * settings.get("groups", 1), weight.shape[0]
-    padded: Any = 0 if padding is None else tuple(padding) if len(padding) == dims else "same"
+    inputs = weight.shape[1] * settings.get("groups", 1)
+    padded: Any = 0
+    if padding is not None:
+        padded = tuple(padding) if len(padding) == dims else "same"
     cls: Any = ops.Conv2dLayer if dims == 2 else ops.Conv3dLayer
-    op = cls(*channels, weight.shape[2:], padding=padded, bias=bias is not None, **settings)
+    op = cls(
+        inputs,
+        weight.shape[0],
+        weight.shape[2:],
+        padding=padded,
+        bias=bias is not None,
+        **settings,
+    )
     return with_parameters(op, weight=weight, bias=bias), (x,)
 
 
@@ -99,19 +132,27 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: An
     padding = settings.pop("padding", None)
     dims = weight.dim() - 2
     if padding is not None and len(padding) != dims:
-        return None  # torch pads so for "same", with a warning
+        # torch takes such padding for "same" only, with a warning.
+        return None
     cls: Any = nn.Conv2d if dims == 2 else nn.Conv3d
-    channels = weight.shape[1] * settings.get("groups", 1), weight.shape[0]
-    theirs = cls(
-        *channels, tuple(weight.shape[2:]), padding=padding or 0, bias=bias is not None, **settings
+    module = cls(
+        weight.shape[1] * settings.get("groups", 1),
+        weight.shape[0],
+        tuple(weight.shape[2:]),
+        padding=padding or 0,
+        bias=bias is not None,
+        **settings,
     )
-    given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    return torch.func.functional_call(theirs, given, (x,))
+    parameters = {"weight": weight}
+    if bias is not None:
+        parameters["bias"] = bias
+    return torch.func.functional_call(module, parameters, (x,))
 
 
 def _conv_flops(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> int:
     form = functional.conv2d if weight.dim() == 4 else functional.conv3d
-    return 2 * int(form.fake(x, weight, *others, **settings).numel()) * weight[0].numel()
+    results = int(form.fake(x, weight, *others, **settings).numel())
+    return 2 * results * weight[0].numel()
 
 
 TWO: dict[str, Arguments] = {
@@ -139,9 +180,10 @@ CONV: dict[str, Any] = {
     "flops": _conv_flops,
     "module": _conv_op,
     "sizes": (1, 3, 8),
-    # Few images, as torch compiles once more for 16 and above; as many as no other size, or it expects that they agree.
+    # Fewer than 16 images, as torch compiles once more from 16 on. No other size is equal to the
+    # number of images, as torch would take equal sizes for one symbol.
     "leads": ((1,), (5,), (2, 3), (0,), (2, 0)),
-    # Sums of many products: in half types some results are small beside what was added.
+    # Sums of many products: in half types some results are small beside their terms.
     "tolerances": {
         torch.float32: (1e-5, 1e-5),
         torch.float16: (1e-2, 1e-3),

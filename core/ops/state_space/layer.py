@@ -211,7 +211,6 @@ class GroupedColumnParallelLinear(MergedColumnParallelLinear):
         quant_config: QuantizationConfig | None,
         prefix: str,
     ) -> None:
-        # The base asks for output_shards while it is constructed.
         self._shards = list(shards)
         ranks = get_tensor_model_parallel_world_size()
         # The base divides sizes by the ranks. output_shards gives the true rows of shared parts.
