@@ -13,17 +13,18 @@ from opgraft.ops.layernorm import functional
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
 
+# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from this table.
 TRITON = on_triton("opgraft.ops.layernorm.triton")
 
 
 class _EpsByTwoNames:
-    """For norms whose epsilon plugins call ``variance_epsilon`` and torch's norms ``eps``."""
+    """A norm with two names of one epsilon, vLLM's ``variance_epsilon`` and torch's ``eps``."""
 
     variance_epsilon: float
 
     @property
     def eps(self) -> float:
-        """``variance_epsilon`` under the name that it has in torch's norms."""
+        """Return ``variance_epsilon`` under the name in torch's norms."""
         return self.variance_epsilon
 
     @eps.setter
@@ -32,18 +33,18 @@ class _EpsByTwoNames:
 
 
 class _EpsOfInput:
-    """For norms whose epsilon may be ``None``: that of the dtype in which an input is computed.
+    """A norm with an optional epsilon: without one the dtype of the computation decides.
 
-    ``torch.nn.RMSNorm`` chooses so at each call.
+    ``torch.nn.RMSNorm`` decides in the same way at each call.
     """
 
     weight: Tensor
     eps: float | None
-    """As it was given."""
+    """The epsilon, as given."""
 
     @property
     def variance_epsilon(self) -> float:
-        """``eps``; for ``None`` the epsilon for inputs of the weight's dtype."""
+        """Return ``eps``, or the epsilon for inputs of the weight's dtype."""
         return _epsilon(self.eps, self.weight.dtype)
 
     @variance_epsilon.setter
@@ -52,7 +53,7 @@ class _EpsOfInput:
 
 
 def _epsilon(eps: float | None, dtype: torch.dtype) -> float:
-    """Return ``eps``; for ``None`` that of float32, or of float64 if inputs have that dtype."""
+    """Return ``eps`` if given, else the epsilon of the dtype of the computation for inputs."""
     if eps is not None:
         return eps
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -60,29 +61,29 @@ def _epsilon(eps: float | None, dtype: torch.dtype) -> float:
 
 @CustomOp.register("rms_norm")
 class RMSNorm(_EpsOfInput, CustomOp):
-    """Root mean square norm, after adding a residual where one is given (Zhang and Sennrich, arXiv:1910.07467).
+    """Root mean square norm, also of a sum with a residual (Zhang and Sennrich, arXiv:1910.07467).
 
-    ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 (float64 for float64 input).
-    The normalised value is rounded to the weight's dtype, multiplied, and rounded to the input's dtype, which for a
-    weight and an input of one dtype is bit for bit what Llama's norm in transformers computes.
+    ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32, or
+    float64 for float64 input. The norm rounds the normalised value to the weight's dtype,
+    multiplies, and rounds to the input's dtype. If weight and input have one dtype, the result
+    equals that of Llama's norm in transformers bit for bit.
 
-    With a residual, ``s = x + residual`` is summed unrounded; the norm is that of ``s`` and ``new_residual`` is ``s``
-    rounded to the input's dtype. This definition writes to neither argument and returns new memory; a kernel of a
-    platform may reuse the memory of both.
+    With a residual the norm takes the exact sum ``s = x + residual``, and ``new_residual`` is ``s``
+    rounded to the input's dtype. The native definition returns new memory and leaves both arguments
+    alone; a platform's kernel may reuse the memory of both.
 
-    Without a weight, ``weight`` is a buffer of ones, so that kernels which always multiply stay right; unlike a plain
-    tensor it moves with the module.
+    Without a weight, ``weight`` is a buffer of ones: kernels that always multiply stay right, and
+    the buffer moves with the module.
 
     Args:
         hidden_size: elements of the last dimension.
-        eps: added to the mean square; ``None`` for the epsilon of the dtype in which each input is
-            computed.
-        var_hidden_size: take the mean over the first ``var_hidden_size`` elements only.
-        has_weight: whether there is a learnt weight.
+        eps: added to the mean square; ``None`` takes the epsilon of the dtype of each computation.
+        var_hidden_size: the number of first elements that count in the mean; all if not given.
+        has_weight: True adds a learnt weight.
         dtype: dtype of the weight; the default dtype if not given.
 
     Shapes:
-        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+        ``x``, ``residual`` and the results are ``[..., hidden_size]`` in any floating-point dtype.
     """
 
     weight: Tensor
@@ -101,10 +102,12 @@ class RMSNorm(_EpsOfInput, CustomOp):
             expect_not_negative("rms_norm", "eps", eps)
         if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
             raise ValueError(
-                f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}"
+                f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to "
+                f"hidden_size={hidden_size}"
             )
         self.hidden_size = hidden_size
         self.eps = eps
+        # None lets kernels take the plain norm.
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
         self.has_weight = has_weight
         weight = torch.ones(hidden_size, dtype=dtype)
@@ -120,17 +123,18 @@ class RMSNorm(_EpsOfInput, CustomOp):
         """Return the norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
+            ValueError: the last dimension of ``x`` is not ``hidden_size``, or ``residual`` has
+                another shape, dtype or device.
         """
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
         weight = self.weight if self.has_weight else None
-        eps, size = _epsilon(self.eps, x.dtype), self.variance_size_override
+        eps = _epsilon(self.eps, x.dtype)
+        size = self.variance_size_override
         if residual is None:
             return functional.rms_norm(x, weight, eps, size)
         return functional.fused_add_rms_norm(x, residual, weight, eps, size)
 
-    # The host derives forward_cuda and forward_xpu from these: forward_native with Triton's functional forms.
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, has_weight={self.has_weight}"
@@ -138,10 +142,10 @@ class RMSNorm(_EpsOfInput, CustomOp):
 
 @CustomOp.register("unscaled_rms_norm")
 class UnscaledRMSNorm(_EpsByTwoNames, PluggableLayer):
-    """Root mean square norm of rows of any size, without a weight (Zhang and Sennrich, arXiv:1910.07467).
+    """Root mean square norm of rows of any size, without a weight (arXiv:1910.07467).
 
-    ``y = x / sqrt(mean(x²) + eps)`` over the last dimension, by the functional form ``rms_norm``. ``RMSNorm`` without a
-    weight is the same for rows of one size.
+    ``y = x / sqrt(mean(x²) + eps)`` over the last dimension, by the functional form ``rms_norm``.
+    ``RMSNorm`` without a weight computes the same for rows of one size.
 
     Args:
         eps: added to the mean square.
@@ -164,17 +168,18 @@ class UnscaledRMSNorm(_EpsByTwoNames, PluggableLayer):
 
 @CustomOp.register("gemma_rms_norm")
 class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
-    """Gemma's root mean square norm, whose stored weight is the distance from one (arXiv:2403.08295).
+    """Gemma's root mean square norm; the weight is the distance from one (arXiv:2403.08295).
 
-    ``y = x / sqrt(mean(x²) + eps) · (1 + weight)``, computed in float32 (float64 for float64 input) with the weight
-    applied before rounding, bit for bit as Gemma's norm in transformers. A residual is added as by ``RMSNorm``.
+    ``y = x / sqrt(mean(x²) + eps) · (1 + weight)``, computed in float32, or float64 for float64
+    input. The norm applies the weight before it rounds, bit for bit as Gemma's norm in
+    transformers. The residual plays the same part as in ``RMSNorm``.
 
     Args:
         hidden_size: elements of the last dimension; the weight starts as zeros.
         eps: added to the mean square.
 
     Shapes:
-        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+        ``x``, ``residual`` and the results are ``[..., hidden_size]`` in any floating-point dtype.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
@@ -192,14 +197,15 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         """Return the norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
+            ValueError: the last dimension of ``x`` is not ``hidden_size``, or ``residual`` has
+                another shape, dtype or device.
         """
         expect_last_dim("gemma_rms_norm", "x", x, self.hidden_size)
         if residual is None:
             return functional.gemma_rms_norm(x, self.weight, self.variance_epsilon)
         return functional.fused_add_gemma_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
@@ -209,11 +215,12 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
 class LayerNorm(CustomOp, nn.LayerNorm):
     """Layer norm, a drop-in for ``torch.nn.LayerNorm`` (Ba et al., arXiv:1607.06450).
 
-    ``y = (x - mean) / sqrt(variance + eps) · weight + bias`` over the trailing ``normalized_shape``, with the biased
-    variance. Arguments, attributes and state are those of ``torch.nn.LayerNorm``, of which it is a subclass.
+    ``y = (x - mean) / sqrt(variance + eps) · weight + bias`` over the last dimensions
+    ``normalized_shape``, with the biased variance. The class is a subclass of
+    ``torch.nn.LayerNorm``, with the same arguments, attributes and state.
 
     Shapes:
-        ``input`` is ``[..., *normalized_shape]``, and so is the result.
+        ``input`` and the result are ``[..., *normalized_shape]``.
     """
 
     def __init__(
@@ -231,30 +238,35 @@ class LayerNorm(CustomOp, nn.LayerNorm):
 
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Normalise ``input``; raise ``ValueError`` where its shape, dtype or device does not fit."""
+        """Return the norm of ``input``.
+
+        Raises:
+            ValueError: the shape, dtype or device of ``input`` does not fit.
+        """
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("rms_norm_gated")
 class RMSNormGated(_EpsByTwoNames, CustomOp):
-    """Root mean square norm with a gate, as state-space models have it (Dao and Gu, arXiv:2405.21060).
+    """Gated root mean square norm of state-space models (Dao and Gu, arXiv:2405.21060).
 
     Args:
         hidden_size: elements of the last dimension.
         eps: added to the mean square.
-        group_size: take the mean square within groups of that many elements; the whole row if not given.
-        norm_before_gate: gate after the norm instead of before it.
+        group_size: elements of a group with one mean square; the whole row if not given.
+        norm_before_gate: gate after the norm instead of before the norm.
         device: device of the weight, which starts as ones.
         dtype: dtype of the weight; the default dtype if not given.
-        activation: ``"silu"``, which is also ``"swish"``, or ``"sigmoid"``.
+        activation: ``"silu"``, also called ``"swish"``, or ``"sigmoid"``.
 
     Shapes:
-        ``x`` and ``z`` are ``[..., hidden_size]`` in any floating-point dtype; so is the result.
+        ``x``, ``z`` and the result are ``[..., hidden_size]`` in any floating-point dtype.
 
     Raises:
-        ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
+        ValueError: ``group_size`` does not divide ``hidden_size``, or the activation is unknown.
+            vLLM's class asserts the activation in ``forward``.
     """
 
     def __init__(
@@ -283,13 +295,14 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
     def forward_native(
         self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor:
-        """Return the norm of ``x``, gated by ``z`` where it is given, in any floating-point dtype.
+        """Return the norm of ``x``, gated by ``z`` if given, of any floating-point dtype.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape or device.
+            ValueError: the last dimension of ``x`` is not ``hidden_size``, or ``z`` has another
+                shape or device.
         """
         expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
-        # Scans of mixers return float32.
+        # Scans of mixers return float32, also in half-precision models.
         if z is not None and z.dtype is not x.dtype and z.is_floating_point():
             z = z.to(x.dtype)
         return functional.rms_norm_gated(
@@ -302,7 +315,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
             self.activation,
         )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, group_size={self.group_size}"

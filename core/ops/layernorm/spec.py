@@ -47,8 +47,10 @@ def _affine(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _root_mean_square(x: Tensor, eps: float, size: int | None = None) -> Tensor:
+    """Return the root ``[..., 1]`` over the first ``size`` elements of each row, or all."""
     x = x[..., :size]
-    return torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    mean = (x * x).sum(-1, keepdim=True) / x.shape[-1]
+    return torch.sqrt(mean + eps)
 
 
 def _rms(
@@ -64,7 +66,13 @@ def _gemma(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda x, residual, **others: (norm(x + residual, **others), x + residual)
+    """Return the reference of a norm that is fused with a sum."""
+
+    def reference(x: Tensor, residual: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+        summed = x + residual
+        return norm(summed, **others), summed
+
+    return reference
 
 
 def _rms_gated(
@@ -76,20 +84,16 @@ def _rms_gated(
     norm_before_gate: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    gate = (
-        torch.ones_like(x)
-        if z is None
-        else 1 / (1 + torch.exp(-z))
-        if activation == "sigmoid"
-        else silu(z)
-    )
+    if z is None:
+        gate = torch.ones_like(x)
+    elif activation == "sigmoid":
+        gate = 1 / (1 + torch.exp(-z))
+    else:
+        gate = silu(z)
     y = x if norm_before_gate else x * gate
     groups = y.reshape(-1, group_size or y.shape[-1])
-    return (
-        (groups / _root_mean_square(groups, eps)).reshape(x.shape)
-        * weight
-        * (gate if norm_before_gate else 1)
-    )
+    normed = (groups / _root_mean_square(groups, eps)).reshape(x.shape) * weight
+    return normed * gate if norm_before_gate else normed
 
 
 def _layer_norm(
@@ -99,10 +103,16 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    flat = x.reshape(*x.shape[: x.dim() - len(normalized_shape)], math.prod(normalized_shape))
-    centred = flat - flat.sum(-1, keepdim=True) / flat.shape[-1]
-    normed = (centred / _root_mean_square(centred, eps)).reshape(x.shape)
-    return normed * (1 if weight is None else weight) + (0 if bias is None else bias)
+    lead = x.shape[: x.dim() - len(normalized_shape)]
+    flat = x.reshape(*lead, math.prod(normalized_shape))
+    mean = flat.sum(-1, keepdim=True) / flat.shape[-1]
+    centred = flat - mean
+    y = (centred / _root_mean_square(centred, eps)).reshape(x.shape)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y
 
 
 def _rms_op(
@@ -113,7 +123,8 @@ def _rms_op(
     variance_size: int | None = None,
 ) -> Module:
     op = ops.RMSNorm(x.shape[-1], eps, variance_size, has_weight=weight is not None)
-    return with_parameters(op, weight=weight), (x,) if residual is None else (x, residual)
+    inputs = (x,) if residual is None else (x, residual)
+    return with_parameters(op, weight=weight), inputs
 
 
 def _gemma_op(
@@ -124,7 +135,8 @@ def _gemma_op(
 
 
 def _gated_op(x: Tensor, weight: Tensor, z: Tensor | None = None, **settings: Any) -> Module:
-    return with_parameters(ops.RMSNormGated(x.shape[-1], **settings), weight=weight), (x, z)
+    op = ops.RMSNormGated(x.shape[-1], **settings)
+    return with_parameters(op, weight=weight), (x, z)
 
 
 def _layer_norm_op(
@@ -142,7 +154,10 @@ def _layer_norm_op(
 def _torch_rms(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> Any:
-    return None if variance_size else F.rms_norm(x, x.shape[-1:], weight, eps)
+    # torch's norm takes whole rows only.
+    if variance_size:
+        return None
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def _gated_by_transformers(
@@ -155,7 +170,9 @@ def _gated_by_transformers(
     norm_before_gate: bool = False,
     activation: str = "swish",
 ) -> Any:
-    if norm_before_gate is not norm.__name__.startswith("Qwen") or activation == "sigmoid":
+    # Qwen's class gates after the norm, and the others before. None has a sigmoid.
+    gates_last = norm.__name__.startswith("Qwen")
+    if norm_before_gate is not gates_last or activation == "sigmoid":
         return None
     theirs = norm(x.shape[-1], group_size=group_size or x.shape[-1], eps=eps)
     return torch.func.functional_call(theirs, {"weight": weight}, (x, z))

@@ -1,10 +1,11 @@
-"""Triton kernels for norms. Their maths and arguments are in ``functional``.
+"""Triton kernels for norms. ``functional`` has the maths and arguments.
 
-A row of up to ``WIDEST`` elements stays in registers between its statistics and its result; several narrow rows share a
-program. Wider rows are read twice. A fused sum is written when it was last read, so that it may overwrite its operand.
+A row of up to ``WIDEST`` elements stays in registers between the statistics and the result, and
+several narrow rows share a program. Wider rows are read twice. A kernel writes a sum after its last
+read, so the sum may overwrite an operand.
 """
 
-# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import merged
+from opgraft.ops.activation.triton import load_float32, merged
 from opgraft.ops.checks import expect_alike, expect_choice, expect_rows, expect_weight
 from opgraft.ops.layernorm import functional as definitions
 from opgraft.ops.triton_launch import WIDEST, as_rows, launch, replaces, tile_of, writable
@@ -35,15 +36,20 @@ __all__ = [
 
 @triton.jit
 def _summed(x, residual, inside, fused: tl.constexpr):
-    total = tl.load(x, inside, 0.0).to(tl.float32)
+    """Load ``x``, and add the residual if ``fused``."""
+    total = load_float32(x, inside)
     if fused:
-        total += tl.load(residual, inside, 0.0).to(tl.float32)
+        total += load_float32(residual, inside)
     return total
 
 
 @triton.jit
 def _weighted(normed, weight, column, width, weighting: tl.constexpr):
-    """Multiply by the weight as ``weighting`` says: rounded to its dtype as Llama's, as an offset from one, or not."""
+    """Multiply by the weight.
+
+    ``weighting`` is "rounded", which rounds factors and product to the dtype of the weight as
+    Llama's norm does, "offset" for a weight that is the distance from one, or "none".
+    """
     if weighting != "none":
         factor = tl.load(weight + column, column < width, 0.0)
         if weighting == "offset":
@@ -77,16 +83,15 @@ def rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
-    total = _summed(
-        x + row * stride + column, residual + row * residual_stride + column, inside, fused
-    )
+    x_at = x + row * stride + column
+    total = _summed(x_at, residual + row * residual_stride + column, inside, fused)
     considered = tl.where(column < measured, total, 0.0)
-    scale = tl.rsqrt(tl.sum(considered * considered, 1, keep_dims=True) / measured + eps)
+    variance = tl.sum(considered * considered, 1, keep_dims=True) / measured
+    scale = tl.rsqrt(variance + eps)
     result = _weighted(total * scale, weight, column, width, weighting)
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
+    tl.store(out + row * out_stride + column, result, inside)
     if fused:
-        summed = total.to(new_residual.dtype.element_ty)
-        tl.store(new_residual + row * new_residual_stride + column, summed, inside)
+        tl.store(new_residual + row * new_residual_stride + column, total, inside)
 
 
 @triton.jit
@@ -109,36 +114,37 @@ def wide_rms_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute as ``rms_norm_kernel``, going over its rows in steps, twice."""
+    """Compute as ``rms_norm_kernel``, over wide rows in steps."""
+    # Two passes: the scale of the first step needs the squares of the last.
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    exists = row < rows
+    x_row = x + row * stride
+    residual_row = residual + row * residual_stride
     squares = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(0, measured, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < measured)
-        total = _summed(
-            x + row * stride + column, residual + row * residual_stride + column, inside, fused
-        )
+        inside = exists & (column < measured)
+        total = _summed(x_row + column, residual_row + column, inside, fused)
         squares += total * total
     scale = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / measured + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        total = _summed(
-            x + row * stride + column, residual + row * residual_stride + column, inside, fused
-        )
+        inside = exists & (column < width)
+        total = _summed(x_row + column, residual_row + column, inside, fused)
         result = _weighted(total * scale, weight, column, width, weighting)
-        tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
+        tl.store(out + row * out_stride + column, result, inside)
         if fused:
-            summed = total.to(new_residual.dtype.element_ty)
-            tl.store(new_residual + row * new_residual_stride + column, summed, inside)
+            tl.store(new_residual + row * new_residual_stride + column, total, inside)
 
 
 @triton.jit
 def _affine(normed, weight, bias, column, width, has_weight: tl.constexpr, has_bias: tl.constexpr):
+    """Multiply by the weight and add the bias, if given."""
+    exists = column < width
     if has_weight:
-        normed *= tl.load(weight + column, column < width, 0.0).to(tl.float32)
+        normed *= load_float32(weight + column, exists)
     if has_bias:
-        normed += tl.load(bias + column, column < width, 0.0).to(tl.float32)
+        normed += load_float32(bias + column, exists)
     return normed
 
 
@@ -160,12 +166,14 @@ def layer_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
-    t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    # Outside it would be the mean.
-    centred = tl.where(inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / width + eps)
+    t = load_float32(x + row * stride + column, inside)
+    mean = tl.sum(t, 1, keep_dims=True) / width
+    # Elements outside were loaded as zero: their distance from the mean must not count.
+    centred = tl.where(inside, t - mean, 0.0)
+    variance = tl.sum(centred * centred, 1, keep_dims=True) / width
+    scale = tl.rsqrt(variance + eps)
     result = _affine(centred * scale, weight, bias, column, width, has_weight, has_bias)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+    tl.store(out + row * width + column, result, inside)
 
 
 @triton.jit
@@ -183,31 +191,35 @@ def wide_layer_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute as ``layer_norm_kernel``, going over its rows in steps, twice."""
+    """Compute as ``layer_norm_kernel``, over wide rows in steps."""
+    # Two passes: the results of the first step need the statistics of the last.
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    exists = row < rows
+    x_row = x + row * stride
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-        mean, squares = merged(
-            mean, squares, start, t, inside, tl.minimum(tile_columns, width - start)
-        )
+        inside = exists & (column < width)
+        t = load_float32(x_row + column, inside)
+        count = tl.minimum(tile_columns, width - start)
+        mean, squares = merged(mean, squares, start, t, inside, count)
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+        inside = exists & (column < width)
+        t = load_float32(x_row + column, inside)
         result = _affine((t - mean) * scale, weight, bias, column, width, has_weight, has_bias)
-        tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+        tl.store(out + row * width + column, result, inside)
 
 
 @triton.jit
-def _gate(z, sigmoid_only: tl.constexpr):
-    t = tl.sigmoid(z)
+def _gate(z, inside, sigmoid_only: tl.constexpr):
+    """Load gates, and apply the sigmoid or SiLU."""
+    gate = load_float32(z, inside)
+    t = tl.sigmoid(gate)
     if not sigmoid_only:
-        t *= z
+        t *= gate
     return t
 
 
@@ -229,46 +241,40 @@ def gated_rms_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Normalise rows by groups: group ``g`` of a row is its elements from ``g · width`` on."""
+    """Normalise rows by groups: group ``g`` of a row begins at element ``g · width``."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     first = (tl.program_id(0) % groups) * width
+    exists = row < rows
+    x_group = x + row * stride + first
+    z_group = z + row * z_stride + first
+    out_group = out + row * width * groups + first
     squares = tl.zeros((tile_rows, 1), tl.float32)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        t = tl.load(x + row * stride + first + column, inside, 0.0).to(tl.float32)
+        inside = exists & (column < width)
+        t = load_float32(x_group + column, inside)
         if has_gate and not gate_last:
-            t *= _gate(
-                tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32),
-                sigmoid_only,
-            )
+            t *= _gate(z_group + column, inside, sigmoid_only)
         squares += tl.sum(t * t, 1, keep_dims=True)
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        t = tl.load(x + row * stride + first + column, inside, 0.0).to(tl.float32)
+        inside = exists & (column < width)
+        t = load_float32(x_group + column, inside)
         if has_gate:
-            t *= _gate(
-                tl.load(z + row * z_stride + first + column, inside, 0.0).to(tl.float32),
-                sigmoid_only,
-            )
-        t *= scale * tl.load(weight + first + column, column < width, 0.0).to(tl.float32)
-        tl.store(out + row * width * groups + first + column, t.to(out.dtype.element_ty), inside)
+            t *= _gate(z_group + column, inside, sigmoid_only)
+        t *= scale * load_float32(weight + first + column, column < width)
+        tl.store(out_group + column, t, inside)
 
 
 def _by_rows(kernels: tuple[Any, Any], x: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch the first kernel, or the second if rows are wide, over the rows ``x``."""
+    """Launch the first kernel over the rows ``x``, or the second kernel if rows are wide."""
     rows, width = x.shape
-    tile = tile_of(width, 2048, WIDEST if width <= WIDEST else 4096)
-    launch(
-        kernels[1] if width > WIDEST else kernels[0],
-        triton.cdiv(rows, tile.rows),
-        tile,
-        x,
-        *arguments,
-        **constants,
-    )
+    narrow, wide = kernels
+    kernel, widest = (wide, 4096) if width > WIDEST else (narrow, WIDEST)
+    # Steps over wide rows need fewer columns in registers than a whole row.
+    tile = tile_of(width, 2048, widest)
+    launch(kernel, triton.cdiv(rows, tile.rows), tile, x, *arguments, **constants)
 
 
 def _rms_norm(
@@ -281,7 +287,11 @@ def _rms_norm(
     variance_size: int | None = None,
     results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the norm and the new residual, to ``results`` if given; without a residual the second is the first."""
+    """Compute the norm and the new residual, into ``results`` if given.
+
+    Without a residual both results are the norm.
+    """
+    # The checks of the native definition, in the same order.
     if residual is None:
         expect_rows(op, "x", x)
     else:
@@ -293,27 +303,30 @@ def _rms_norm(
     if results is None:
         out = x.new_empty(x.shape)
         results = (out, out if residual is None else x.new_empty(x.shape))
-    if x.numel():
-        width = x.shape[-1]
-        rows, added, *written = (
-            as_rows(t, width) for t in (x, x if residual is None else residual, *results)
-        )
-        operands = (added, rows if weight is None else weight, *written)
-        sizes = (rows.shape[0], width, variance_size or width, eps)
-        strides = (rows.stride(0), added.stride(0), *(t.stride(0) for t in written))
-        kernels, constants = (
-            (rms_norm_kernel, wide_rms_norm_kernel),
-            "none" if weight is None else weighting,
-        )
-        _by_rows(
-            kernels,
-            rows,
-            *operands,
-            *sizes,
-            *strides,
-            fused=residual is not None,
-            weighting=constants,
-        )
+    if not x.numel():
+        return results
+    width = x.shape[-1]
+    rows = as_rows(x, width)
+    added = rows if residual is None else as_rows(residual, width)
+    out_rows, sum_rows = (as_rows(each, width) for each in results)
+    _by_rows(
+        (rms_norm_kernel, wide_rms_norm_kernel),
+        rows,
+        added,
+        rows if weight is None else weight,
+        out_rows,
+        sum_rows,
+        rows.shape[0],
+        width,
+        variance_size or width,
+        eps,
+        rows.stride(0),
+        added.stride(0),
+        out_rows.stride(0),
+        sum_rows.stride(0),
+        fused=residual is not None,
+        weighting="none" if weight is None else weighting,
+    )
     return results
 
 
@@ -326,15 +339,20 @@ def _rms_norm_in_place(
     weighting: str,
     variance_size: int | None = None,
 ) -> None:
-    """Run ``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
-    written = (
+    """Write the results of ``_rms_norm`` over the arguments.
+
+    A tensor that no kernel can write, as its elements overlap or lie apart, gets a copy of a
+    result.
+    """
+    targets = (x, residual)
+    results = (
         x if writable(x) else x.new_empty(x.shape),
         residual if writable(residual) else x.new_empty(x.shape),
     )
-    _rms_norm(op, x, residual, weight, eps, weighting, variance_size, written)
-    for target, value in zip((x, residual), written, strict=True):
-        if target is not value:
-            target.copy_(value)
+    _rms_norm(op, x, residual, weight, eps, weighting, variance_size, results)
+    for target, result in zip(targets, results, strict=True):
+        if target is not result:
+            target.copy_(result)
 
 
 @replaces(definitions.rms_norm)
@@ -394,16 +412,26 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     definitions.expect_normalizable(x, normalized_shape, weight, bias)
-    shape = tuple(normalized_shape)
-    out, width = x.new_empty(x.shape), math.prod(shape)
-    if x.numel():
-        rows = as_rows(x, width)
-        scale, shift = (
-            rows if t is None else t.reshape(width).contiguous() for t in (weight, bias)
-        )
-        operands = (scale, shift, out, rows.shape[0], width, eps, rows.stride(0))
-        kernels = (layer_norm_kernel, wide_layer_norm_kernel)
-        _by_rows(kernels, rows, *operands, has_weight=weight is not None, has_bias=bias is not None)
+    out = x.new_empty(x.shape)
+    if not x.numel():
+        return out
+    width = math.prod(normalized_shape)
+    rows = as_rows(x, width)
+    scale = rows if weight is None else weight.reshape(width).contiguous()
+    shift = rows if bias is None else bias.reshape(width).contiguous()
+    _by_rows(
+        (layer_norm_kernel, wide_layer_norm_kernel),
+        rows,
+        scale,
+        shift,
+        out,
+        rows.shape[0],
+        width,
+        eps,
+        rows.stride(0),
+        has_weight=weight is not None,
+        has_bias=bias is not None,
+    )
     return out
 
 
@@ -424,17 +452,30 @@ def rms_norm_gated(
     if z is not None:
         expect_alike("rms_norm_gated", "z", z, "x", x)
     out = x.new_empty(x.shape)
-    if x.numel():
-        rows, width = as_rows(x, x.shape[-1]), group_size or x.shape[-1]
-        gates, groups = rows if z is None else as_rows(z, x.shape[-1]), x.shape[-1] // width
-        tile = tile_of(width, 2048, WIDEST)
-        programs = triton.cdiv(rows.shape[0], tile.rows) * groups
-        operands = (gates, weight.contiguous(), out, rows.shape[0], width, groups, eps)
-        strides, silu = (rows.stride(0), gates.stride(0)), activation != "sigmoid"
-        constants = {
-            "has_gate": z is not None,
-            "gate_last": norm_before_gate,
-            "sigmoid_only": not silu,
-        }
-        launch(gated_rms_norm_kernel, programs, tile, rows, *operands, *strides, **constants)
+    if not x.numel():
+        return out
+    hidden_size = x.shape[-1]
+    width = group_size or hidden_size
+    groups = hidden_size // width
+    rows = as_rows(x, hidden_size)
+    gates = rows if z is None else as_rows(z, hidden_size)
+    tile = tile_of(width, 2048, WIDEST)
+    launch(
+        gated_rms_norm_kernel,
+        triton.cdiv(rows.shape[0], tile.rows) * groups,
+        tile,
+        rows,
+        gates,
+        weight.contiguous(),
+        out,
+        rows.shape[0],
+        width,
+        groups,
+        eps,
+        rows.stride(0),
+        gates.stride(0),
+        has_gate=z is not None,
+        gate_last=norm_before_gate,
+        sigmoid_only=activation == "sigmoid",
+    )
     return out
