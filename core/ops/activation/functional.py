@@ -1,8 +1,9 @@
 """Activations, plain and gated.
 
-A gated activation takes ``[..., 2·d]`` and returns ``[..., d]``: the first half of the last dimension is the gate, to
-which the activation applies, the second half is what it multiplies (Shazeer, arXiv:2002.05202), unless it says
-otherwise. All take any floating-point dtype. Half types are computed in float32 and rounded once, unless stated.
+A gated activation takes ``[..., 2·d]`` and returns ``[..., d]``. The activation applies to the
+first half of the last dimension, the gate, and the product is with the second half, the up
+(Shazeer, arXiv:2002.05202), unless a form states another order. All forms take any floating-point
+dtype, and compute half types in float32 with one rounding, unless stated.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Make one contiguous tensor with half the last dimension of ``x``; a fake rule."""
+    """Make a contiguous tensor with half the last dimension of ``x``, as a fake rule."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -56,26 +57,27 @@ def expect_sparsity(activation_sparsity: float) -> None:
     """Raise ``ValueError`` unless the sparsity of ``gelu_and_mul_sparse`` is between 0 and 1."""
     if not 0.0 < activation_sparsity < 1.0:
         raise ValueError(
-            f"gelu_and_mul_sparse: activation_sparsity is {activation_sparsity}, expected a number between 0 and 1"
+            f"gelu_and_mul_sparse: activation_sparsity is {activation_sparsity}, expected a number "
+            "between 0 and 1"
         )
 
 
 def normal_quantile(probability: float) -> Tensor:
-    """Compute ``Φ⁻¹``, which a standard normal variable stays below at that probability, in float64 on the host."""
-    quantile: Tensor = torch.special.ndtri(
-        torch.full((), probability, dtype=torch.float64, device="cpu")
-    )
+    """Return ``Φ⁻¹(probability)`` of the standard normal distribution, in float64 on the host."""
+    value = torch.full((), probability, dtype=torch.float64, device="cpu")
+    quantile: Tensor = torch.special.ndtri(value)
     return quantile
 
 
 @register_functional("silu_and_mul", half_of)
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Compute SwiGLU's gate, ``silu(gate) · up`` with ``silu(t) = t · sigmoid(t)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate, ``silu(gate) · up`` (arXiv:2002.05202).
 
-    ``[..., 2·d]`` to ``[..., d]``. ``silu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
+    ``silu(t)`` is ``t · sigmoid(t)``. ``[..., 2·d]`` to ``[..., d]``. The form rounds
+    ``silu(gate)`` to the dtype of ``x`` before the product.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     gate, up = halves("silu_and_mul", "x", x)
     return F.silu(gate) * up
@@ -83,12 +85,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @register_functional("mul_and_silu", half_of)
 def mul_and_silu(x: Tensor) -> Tensor:
-    """Compute SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate with swapped halves (arXiv:2002.05202).
 
-    ``[..., 2·d]`` to ``[..., d]``. The activated half is rounded to the dtype of ``x`` before it is multiplied.
+    The result is ``first half · silu(second half)``. ``[..., 2·d]`` to ``[..., d]``. The form
+    rounds the activated half to the dtype of ``x`` before the product.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     plain, gate = halves("mul_and_silu", "x", x)
     return plain * F.silu(gate)
@@ -96,12 +99,13 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
 @register_functional("gelu_and_mul", half_of)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202), by exact GELU or, for ``"tanh"``, approximated.
+    """Compute GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202).
 
-    ``[..., 2·d]`` to ``[..., d]``. ``gelu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
+    ``[..., 2·d]`` to ``[..., d]``. ``approximate`` is ``"none"`` for the exact GELU, or ``"tanh"``.
+    The form rounds ``gelu(gate)`` to the dtype of ``x`` before the product.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or another ``approximate``.
+        ValueError: the last dimension of ``x`` is odd, or ``approximate`` is unknown.
     """
     expect_choice("gelu_and_mul", "approximate", approximate, APPROXIMATIONS)
     gate, up = halves("gelu_and_mul", "x", x)
@@ -110,35 +114,43 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 @register_functional("gelu_and_mul_sparse", half_of)
 def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
-    """Compute GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
+    """Compute GeGLU's gate, with the smaller gates of each row cut to zero (arXiv:2002.05202).
 
-    ``gelu(relu(gate - c)) · up`` with ``c = mean(gate) + std(gate) · Φ⁻¹(activation_sparsity)`` over the row, the
-    standard deviation biased, so that of normally distributed gates the fraction ``activation_sparsity`` becomes zero.
-    ``[..., 2·d]`` to ``[..., d]``.
+    This is the gate of Gemma 3n, ``gelu(relu(gate - c)) · up`` with ``c = mean(gate) + std(gate) ·
+    Φ⁻¹(activation_sparsity)`` over the row, and the biased standard deviation. Of normally
+    distributed gates the fraction ``activation_sparsity`` becomes zero. ``[..., 2·d]`` to ``[...,
+    d]``.
 
     Raises:
-        ValueError: the last dimension is odd, ``activation_sparsity`` is not inside (0, 1), or another ``approximate``.
+        ValueError: the last dimension is odd, ``activation_sparsity`` is not inside (0, 1), or
+            ``approximate`` is unknown.
     """
     expect_choice("gelu_and_mul_sparse", "approximate", approximate, APPROXIMATIONS)
     expect_sparsity(activation_sparsity)
-    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("gelu_and_mul_sparse", "x", x))
+    gate, up = halves("gelu_and_mul_sparse", "x", x)
+    dtype = compute_dtype(x.dtype)
+    gate = gate.to(dtype)
+    up = up.to(dtype)
     centred = gate - gate.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
     constant = variance == 0.0
-    # The slope of the root at zero is infinite, which times zero would make the gradients of such rows NaN.
+    # The slope of the root at zero is infinite: times zero, the gradients of such rows would be
+    # NaN.
     deviation = variance.masked_fill(constant, 1.0).sqrt().masked_fill(constant, 0.0)
     cut = normal_quantile(activation_sparsity) * deviation
-    return (F.gelu(F.relu(centred - cut), approximate=approximate) * up).to(x.dtype)
+    kept = F.relu(centred - cut)
+    y = F.gelu(kept, approximate=approximate) * up
+    return y.to(x.dtype)
 
 
 @register_functional("fatrelu_and_mul", half_of)
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
-    """Compute a thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517): NaN stays NaN.
+    """Compute a thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517).
 
-    ``[..., 2·d]`` to ``[..., d]``.
+    ``[..., 2·d]`` to ``[..., d]``. NaN stays NaN.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     gate, up = halves("fatrelu_and_mul", "x", x)
     return F.threshold(gate, threshold, 0.0) * up
@@ -148,56 +160,68 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """Compute the clipped gate of gpt-oss, over *interleaved* gates and ups (arXiv:2508.10925).
 
-    ``gate = min(x[..., 0::2], limit)``, ``up = clip(x[..., 1::2], ±limit)``; the result is
-    ``(up + 1) · gate · sigmoid(alpha · gate)``. ``[..., 2·d]`` to ``[..., d]``.
+    The result is ``(up + 1) · gate · sigmoid(alpha · gate)`` with ``gate = min(x[..., 0::2],
+    limit)`` and ``up = clip(x[..., 1::2], ±limit)``. ``[..., 2·d]`` to ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+        ValueError: the last dimension of ``x`` is odd, the dtype is no floating-point dtype, or
+            ``limit`` is negative.
     """
     expect_not_negative("swigluoai_and_mul", "limit", limit)
     halves("swigluoai_and_mul", "x", x)
     dtype = compute_dtype(x.dtype)
     gate = x[..., 0::2].to(dtype).clamp(max=limit)
     up = x[..., 1::2].to(dtype).clamp(-limit, limit)
-    return ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+    y = (up + 1.0) * gate * torch.sigmoid(alpha * gate)
+    return y.to(x.dtype)
 
 
 @register_functional("silu_and_mul_with_clamp", half_of)
 def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
-    """Compute SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate over clipped inputs (arXiv:2002.05202).
 
-    ``[..., 2·d]`` to ``[..., d]``.
+    The result is ``silu(min(gate, limit)) · clip(up, ±limit)``. ``[..., 2·d]`` to ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+        ValueError: the last dimension of ``x`` is odd, the dtype is no floating-point dtype, or
+            ``limit`` is negative.
     """
     expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
-    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
-    return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
+    gate, up = halves("silu_and_mul_with_clamp", "x", x)
+    dtype = compute_dtype(x.dtype)
+    gate = gate.to(dtype).clamp(max=limit)
+    up = up.to(dtype).clamp(-limit, limit)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 @register_functional("swiglustep_and_mul", half_of)
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
-    """Compute SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
+    """Compute SwiGLU's gate, clipped after the activation.
 
-    The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202. ``[..., 2·d]`` to
-    ``[..., d]``.
+    The result is ``min(silu(gate), limit) · clip(up, ±limit)``. This is the gate of the model
+    Step-3.5, from SwiGLU's gate (arXiv:2002.05202). ``[..., 2·d]`` to ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+        ValueError: the last dimension of ``x`` is odd, the dtype is no floating-point dtype, or
+            ``limit`` is negative.
     """
     expect_not_negative("swiglustep_and_mul", "limit", limit)
-    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("swiglustep_and_mul", "x", x))
-    return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
+    gate, up = halves("swiglustep_and_mul", "x", x)
+    dtype = compute_dtype(x.dtype)
+    activated = F.silu(gate.to(dtype)).clamp(max=limit)
+    up = up.to(dtype).clamp(-limit, limit)
+    return (activated * up).to(x.dtype)
 
 
 @register_functional("gelu", like)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
-    (arXiv:1606.08415). Elementwise.
+    """Compute GELU (arXiv:1606.08415).
+
+    Elementwise ``x · Φ(x)``, with Φ the standard normal distribution function. ``approximate`` is
+    ``"none"``, or ``"tanh"`` for the tanh approximation.
 
     Raises:
-        ValueError: another ``approximate``.
+        ValueError: ``approximate`` is unknown.
     """
     expect_choice("gelu", "approximate", approximate, APPROXIMATIONS)
     expect_floating("gelu", "x", x)
@@ -209,7 +233,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """Compute GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("gelu_tanh", "x", x)
     return F.gelu(x, approximate="tanh")
@@ -217,11 +241,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @register_functional("gelu_new", like)
 def gelu_new(x: Tensor) -> Tensor:
-    """Compute GPT-2's tanh approximation of GELU, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
-    (arXiv:1606.08415). Elementwise.
+    """Compute the tanh approximation of GELU as GPT-2 writes it (arXiv:1606.08415).
+
+    Elementwise: ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("gelu_new", "x", x)
     t = x.to(compute_dtype(x.dtype))
@@ -231,11 +256,12 @@ def gelu_new(x: Tensor) -> Tensor:
 
 @register_functional("gelu_fast", like)
 def gelu_fast(x: Tensor) -> Tensor:
-    """Compute the tanh approximation of GELU with its argument factored,
-    ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))`` (arXiv:1606.08415). Elementwise.
+    """Compute the tanh approximation of GELU with a factored argument (arXiv:1606.08415).
+
+    Elementwise: ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))``.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("gelu_fast", "x", x)
     t = x.to(compute_dtype(x.dtype))
@@ -245,10 +271,12 @@ def gelu_fast(x: Tensor) -> Tensor:
 
 @register_functional("quick_gelu", like)
 def quick_gelu(x: Tensor) -> Tensor:
-    """Compute the sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
+    """Compute the sigmoid approximation of GELU (arXiv:1606.08415).
+
+    Elementwise ``x · sigmoid(1.702 · x)``.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("quick_gelu", "x", x)
     t = x.to(compute_dtype(x.dtype))
@@ -260,7 +288,7 @@ def relu(x: Tensor) -> Tensor:
     """Compute the rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("relu", "x", x)
     return F.relu(x)
@@ -271,7 +299,7 @@ def relu2(x: Tensor) -> Tensor:
     """Compute squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("relu2", "x", x)
     return F.relu(x).square()
@@ -282,7 +310,7 @@ def silu(x: Tensor) -> Tensor:
     """Compute SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
 
     Raises:
-        ValueError: the dtype of ``x`` is not a floating-point one.
+        ValueError: the dtype of ``x`` is no floating-point dtype.
     """
     expect_floating("silu", "x", x)
     return F.silu(x)
@@ -311,23 +339,29 @@ def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> N
 def xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
-    """Compute the expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
+    """Compute xIELU, the expanded integral of the exponential linear unit (arXiv:2411.13010).
 
-    With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p · x² + beta · x`` where ``x > 0``, else
-    ``(expm1(min(x, eps)) - x) · n + beta · x``.
+    Elementwise (Huang and Schlag). With ``p = softplus(alpha_p)`` and ``n = beta +
+    softplus(alpha_n)``, the result is ``p · x² + beta · x`` for ``x > 0``, else ``(expm1(min(x,
+    eps)) - x) · n + beta · x``.
 
     Args:
         x: any shape.
-        alpha_p: one element, what the parameter is stored as.
-        alpha_n: likewise.
+        alpha_p: one element, the stored parameter.
+        alpha_n: one element, the stored parameter.
         beta: the slope at zero.
         eps: upper bound of the argument of the exponential, a small negative number.
 
     Raises:
-        ValueError: a dtype is not a floating-point one, or a parameter has more than one element or another device.
+        ValueError: a dtype is no floating-point dtype, or a parameter has several elements or
+            another device.
     """
     expect_parameters_of_xielu(x, alpha_p, alpha_n)
     t = x.to(compute_dtype(x.dtype))
-    positive, negative = F.softplus(alpha_p.to(t.dtype)), beta + F.softplus(alpha_n.to(t.dtype))
-    below = (torch.expm1(torch.clamp(t, max=eps)) - t) * negative + beta * t
-    return torch.where(t > 0, positive * t * t + beta * t, below).to(x.dtype)
+    positive = F.softplus(alpha_p.to(t.dtype))
+    negative = beta + F.softplus(alpha_n.to(t.dtype))
+    # The bound keeps the branch that torch.where drops finite, and with it the gradients.
+    exponential = torch.expm1(torch.clamp(t, max=eps))
+    below = (exponential - t) * negative + beta * t
+    above = positive * t * t + beta * t
+    return torch.where(t > 0, above, below).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Activations, plain and gated: modules around the forms of ``functional``, which hold the maths.
+"""Activations, plain and gated, as modules. The forms of ``functional`` have the maths.
 
-A gated activation takes ``[..., 2·d]`` and returns ``[..., d]`` in any floating-point dtype; a plain one keeps shape
-and dtype.
+A gated activation takes ``[..., 2·d]`` and returns ``[..., d]`` in any floating-point dtype. A
+plain activation keeps shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor, nn
 
+# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from this table.
 TRITON = on_triton("opgraft.ops.activation.triton")
 
 
@@ -25,48 +26,59 @@ class SiluAndMul(CustomOp):
     """SwiGLU's gate, ``silu(gate) · up`` (arXiv:2002.05202).
 
     Args:
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        compile_native: ignored; callers of vLLM's class pass the argument. The native definition
+            compiles with the caller.
     """
 
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
+    # vLLM's is static too, and some callers use the class without an instance.
     @staticmethod
     @calls_functional
     def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.silu_and_mul(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("mul_and_silu")
 class MulAndSilu(CustomOp):
     """SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
 
-    ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
+    ``custom_ops`` switches the op on every platform. vLLM's constructor overrides the switch on
+    some.
     """
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.mul_and_silu(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("gelu_and_mul")
 class GeluAndMul(CustomOp):
     """GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202).
 
-    ``approximate`` is honoured on every platform; in vLLM the native definition takes the exact form for ``"tanh"`` on
-    one of them.
+    Every platform honours ``approximate``. On one platform vLLM's native definition takes the exact
+    form for ``"tanh"``.
 
     Args:
         approximate: ``"none"`` for the exact GELU, ``"tanh"`` for its tanh approximation.
 
     Raises:
-        ValueError: another ``approximate``.
+        ValueError: ``approximate`` is unknown.
     """
 
     def __init__(self, approximate: str = "none") -> None:
@@ -76,10 +88,14 @@ class GeluAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.gelu_and_mul(x, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -90,12 +106,12 @@ class GeluAndMulSparse(CustomOp):
     """GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
 
     Args:
-        activation_sparsity: the fraction of normally distributed gates that becomes zero, between 0 and 1.
+        activation_sparsity: the fraction between 0 and 1 of normally distributed gates to cut.
         approximate: ``"none"`` for the exact GELU, ``"tanh"`` for its tanh approximation.
 
     Raises:
-        ValueError: ``activation_sparsity`` is not between 0 and 1 (at 0 it is ``GeluAndMul``), or another
-            ``approximate``.
+        ValueError: ``activation_sparsity`` is not between 0 and 1, or ``approximate`` is unknown.
+            For 0 use ``GeluAndMul``.
     """
 
     def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
@@ -107,10 +123,14 @@ class GeluAndMulSparse(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
@@ -118,12 +138,13 @@ class GeluAndMulSparse(CustomOp):
 
 @CustomOp.register("fatrelu_and_mul")
 class FatreluAndMul(CustomOp):
-    """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517), so that NaN stays NaN.
+    """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517).
 
-    ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
+    NaN stays NaN. ``custom_ops`` switches the op on every platform. vLLM's constructor overrides
+    the switch on some.
 
     Args:
-        threshold: gates up to it become zero.
+        threshold: the largest gate that becomes zero.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -132,10 +153,14 @@ class FatreluAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.fatrelu_and_mul(x, self.threshold)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}"
@@ -147,7 +172,7 @@ class SwigluOAIAndMul(CustomOp):
 
     Args:
         alpha: steepness of the sigmoid.
-        limit: gates are clipped to at most it, ups to between minus and plus it.
+        limit: the largest gate; ups are clipped to ``±limit``.
 
     Raises:
         ValueError: ``limit`` is negative.
@@ -161,10 +186,14 @@ class SwigluOAIAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, limit={self.limit}"
@@ -172,13 +201,16 @@ class SwigluOAIAndMul(CustomOp):
 
 @CustomOp.register("silu_and_mul_with_clamp")
 class SiluAndMulWithClamp(CustomOp):
-    """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
+    """SwiGLU's gate over clipped inputs (arXiv:2002.05202).
 
-    ``alpha`` multiplies the gate within ``silu``'s sigmoid, ``beta`` is added to the up; kernels are for 1 and 0.
+    The result is ``silu(min(gate, limit)) · clip(up, ±limit)``. There are kernels for the defaults
+    of ``alpha`` and ``beta``.
 
     Args:
-        swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
-        compile_native: as that of ``SiluAndMul``.
+        swiglu_limit: the largest gate; ups are clipped to ``±swiglu_limit``.
+        alpha: factor of the gate inside the sigmoid of ``silu``.
+        beta: added to the up.
+        compile_native: ignored, as in ``SiluAndMul``.
 
     Raises:
         ValueError: ``swiglu_limit`` is negative.
@@ -194,41 +226,46 @@ class SiluAndMulWithClamp(CustomOp):
     ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit, self.alpha, self.beta, self.is_plain = (
-            swiglu_limit,
-            alpha,
-            beta,
-            (alpha, beta) == (1.0, 0.0),
-        )
+        self.swiglu_limit = swiglu_limit
+        self.alpha = alpha
+        self.beta = beta
+        self.is_plain = alpha == 1.0 and beta == 0.0
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
+        # No kernel takes other factors, so the definition stands here.
         if self.is_plain:
             return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
-        gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
-        gate, up = (
-            gate.clamp(max=self.swiglu_limit),
-            up.clamp(-self.swiglu_limit, self.swiglu_limit),
-        )
-        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
+        gate, up = halves("silu_and_mul_with_clamp", "x", x)
+        dtype = compute_dtype(x.dtype)
+        limit = self.swiglu_limit
+        gate = gate.to(dtype).clamp(max=limit)
+        up = up.to(dtype).clamp(-limit, limit)
+        y = gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
+        return y.to(x.dtype)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"swiglu_limit={self.swiglu_limit}" + (
-            "" if self.is_plain else f", alpha={self.alpha}, beta={self.beta}"
-        )
+        limit = f"swiglu_limit={self.swiglu_limit}"
+        if self.is_plain:
+            return limit
+        return f"{limit}, alpha={self.alpha}, beta={self.beta}"
 
 
 @CustomOp.register("swiglustep_and_mul")
 class SwigluStepAndMul(CustomOp):
     """SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
 
-    The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202.
+    This is the gate of the model Step-3.5, from SwiGLU's gate (arXiv:2002.05202).
 
     Args:
-        limit: activated gates are clipped to at most it, ups to between minus and plus it.
+        limit: the largest activated gate; ups are clipped to ``±limit``.
 
     Raises:
         ValueError: ``limit`` is negative.
@@ -241,10 +278,14 @@ class SwigluStepAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Return the gated activation.
+
+        Raises:
+            ValueError: the last dimension of ``x`` is odd.
+        """
         return functional.swiglustep_and_mul(x, self.limit)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"limit={self.limit}"
@@ -252,51 +293,51 @@ class SwigluStepAndMul(CustomOp):
 
 @CustomOp.register("gelu_new")
 class NewGELU(CustomOp):
-    """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """The tanh approximation of GELU as GPT-2 writes it (arXiv:1606.08415)."""
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_new(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("gelu_fast")
 class FastGELU(CustomOp):
-    """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """The tanh approximation of GELU with a factored argument (arXiv:1606.08415)."""
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_fast(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("quick_gelu")
 class QuickGELU(CustomOp):
-    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415)."""
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.quick_gelu(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("gelu_tanh")
 class GELUTanh(CustomOp):
-    """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """The tanh approximation of GELU, by torch's own function (arXiv:1606.08415)."""
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_tanh(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("gelu")
 class GELU(CustomOp, nn.GELU):
-    """GELU, a drop-in for ``torch.nn.GELU``, of which it is a subclass (arXiv:1606.08415).
+    """GELU, a subclass of ``torch.nn.GELU`` and a drop-in for that class (arXiv:1606.08415).
 
     Raises:
         ValueError: ``approximate`` is neither ``"none"`` nor ``"tanh"``.
@@ -310,14 +351,14 @@ class GELU(CustomOp, nn.GELU):
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("silu")
 class SiLU(CustomOp, nn.SiLU):
-    """SiLU or swish, ``x · sigmoid(x)``, a drop-in for ``torch.nn.SiLU``, of which it is a subclass (arXiv:1702.03118).
+    """SiLU or swish, ``x · sigmoid(x)``, a drop-in for ``torch.nn.SiLU`` (arXiv:1702.03118).
 
-    With ``inplace=True`` it writes to its input, as torch's does.
+    The class is a subclass of torch's. With ``inplace=True`` a call writes to the input.
     """
 
     def __init__(self, inplace: bool = False) -> None:
@@ -330,14 +371,15 @@ class SiLU(CustomOp, nn.SiLU):
         functional.silu_(input)
         return input
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("relu")
 class ReLU(CustomOp, nn.ReLU):
-    """Rectified linear unit, ``max(x, 0)``, a drop-in for ``torch.nn.ReLU``, of which it is a subclass.
+    """Rectified linear unit, ``max(x, 0)``, a drop-in for ``torch.nn.ReLU``.
 
-    From Nair and Hinton, ICML 2010. With ``inplace=True`` it writes to its input, as torch's does.
+    The source is Nair and Hinton, ICML 2010. The class is a subclass of torch's. With
+    ``inplace=True`` a call writes to the input.
     """
 
     def __init__(self, inplace: bool = False) -> None:
@@ -345,7 +387,9 @@ class ReLU(CustomOp, nn.ReLU):
 
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        return input.relu_() if self.inplace else functional.relu(input)
+        if self.inplace:
+            return input.relu_()
+        return functional.relu(input)
 
 
 @CustomOp.register("relu2")
@@ -353,7 +397,8 @@ class ReLUSquaredActivation(CustomOp):
     """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668).
 
     Args:
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        compile_native: ignored; callers of vLLM's class pass the argument. The native definition
+            compiles with the caller.
     """
 
     def __init__(self, *, compile_native: bool = True) -> None:
@@ -363,4 +408,4 @@ class ReLUSquaredActivation(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.relu2(x)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON

@@ -1,4 +1,4 @@
-"""Specs of the activations, each told once more from its formula."""
+"""Specs of the activations. Each reference follows the formula of a paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate == "none":
         below: Tensor = torch.special.ndtr(x)
         return x * below
-    return x / (1 + torch.exp(-2 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+    inner = SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
+    return x / (1 + torch.exp(-2 * inner))
 
 
 def _one_input(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -37,47 +38,49 @@ def _gated_input(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _wide(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Draw values that reach beyond the limits of the clipped gates."""
+    """Draw values beyond the limits of the clipped gates."""
     return {"x": draw(*lead, 2 * size) * 4}
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2).unbind(-2)
+    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    first, second = halves.unbind(-2)
     return first, second
 
 
 def _sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
     gate, up = _split(x)
-    mean = gate.sum(-1, keepdim=True) / gate.shape[-1]
-    variance = ((gate - mean) ** 2).sum(-1, keepdim=True) / gate.shape[-1]
-    cut = mean + torch.sqrt(variance) * torch.special.ndtri(
-        torch.tensor(activation_sparsity, dtype=torch.float64)
-    )
-    return gelu(torch.where(gate > cut, gate - cut, torch.zeros_like(gate)), approximate) * up
+    size = gate.shape[-1]
+    mean = gate.sum(-1, keepdim=True) / size
+    variance = ((gate - mean) ** 2).sum(-1, keepdim=True) / size
+    quantile = torch.special.ndtri(torch.tensor(activation_sparsity, dtype=torch.float64))
+    cut = mean + torch.sqrt(variance) * quantile
+    kept = torch.where(gate > cut, gate - cut, torch.zeros_like(gate))
+    return gelu(kept, approximate) * up
 
 
 def _swigluoai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     gate, up = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
-    gate = torch.minimum(gate, torch.tensor(limit, dtype=x.dtype))
-    up = torch.maximum(
-        torch.minimum(up, torch.tensor(limit, dtype=x.dtype)), torch.tensor(-limit, dtype=x.dtype)
-    )
+    most = torch.tensor(limit, dtype=x.dtype)
+    gate = torch.minimum(gate, most)
+    up = torch.maximum(torch.minimum(up, most), -most)
     return (up + 1) * silu(alpha * gate) / alpha
+
+
+def _clipped(up: Tensor, limit: float) -> Tensor:
+    return torch.where(up.abs() > limit, limit * up.sign(), up)
 
 
 def _clamp(x: Tensor, limit: float) -> Tensor:
     gate, up = _split(x)
-    return silu(torch.where(gate > limit, limit, gate)) * torch.where(
-        up.abs() > limit, limit * up.sign(), up
-    )
+    gate = torch.where(gate > limit, limit, gate)
+    return silu(gate) * _clipped(up, limit)
 
 
 def _step(x: Tensor, limit: float = 7.0) -> Tensor:
     gate, up = _split(x)
     activated = silu(gate)
-    return torch.where(activated > limit, limit, activated) * torch.where(
-        up.abs() > limit, limit * up.sign(), up
-    )
+    return torch.where(activated > limit, limit, activated) * _clipped(up, limit)
 
 
 def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
@@ -88,8 +91,10 @@ def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
 def _xielu(
     x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
-    positive, negative = torch.log1p(torch.exp(alpha_p)), beta + torch.log1p(torch.exp(alpha_n))
-    below = negative * (torch.exp(torch.where(x < eps, x, eps)) - 1 - x) + beta * x
+    positive = torch.log1p(torch.exp(alpha_p))
+    negative = beta + torch.log1p(torch.exp(alpha_n))
+    exponential = torch.exp(torch.where(x < eps, x, eps)) - 1
+    below = negative * (exponential - x) + beta * x
     return torch.where(x > 0, positive * x**2 + beta * x, below)
 
 
@@ -100,7 +105,7 @@ def _xielu_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 def _activation_op(
     build: Callable[..., nn.Module],
 ) -> Callable[..., tuple[nn.Module, tuple[Any, ...]]]:
-    """Build the module of an activation: settings go to its constructor, ``x`` to its call."""
+    """Build the module of an activation from the settings, and call the module with ``x``."""
     return lambda x, **settings: (build(**settings), (x,))
 
 

@@ -1,10 +1,11 @@
-"""Triton kernels for activations, plain and gated. Their maths and arguments are in ``functional``.
+"""Triton kernels for activations, plain and gated. ``functional`` has the maths and arguments.
 
-Both tanh forms of GELU are computed as ``t · sigmoid(2u)``, which equals ``0.5 · t · (1 + tanh(u))`` without its
-cancellation. Comparisons stand where a NaN must pass: ``where(t > a, a, t)`` keeps it, ``minimum`` would not.
+The kernels compute both tanh forms of GELU as ``t · sigmoid(2u)``, which equals ``0.5 · t · (1 +
+tanh(u))`` without cancellation. They clip by comparisons: ``where(t > a, a, t)`` keeps a NaN, and
+``minimum`` would not.
 """
 
-# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def load_float32(pointer, exists):
 
 @triton.jit
 def activated(t, function: tl.constexpr, threshold):
-    """Compute one of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
+    """Compute an activation of a float32 tile. Only ``fatrelu`` reads ``threshold``."""
     if function == "silu":
         result = t * tl.sigmoid(t)
     elif function == "gelu":
@@ -71,12 +72,16 @@ def activated(t, function: tl.constexpr, threshold):
 
 @triton.jit
 def clipped(t, limit):
+    """Clip to the range from ``-limit`` to ``limit``."""
     return tl.where(t > limit, limit, tl.where(t < -limit, -limit, t))
 
 
 @triton.jit
 def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
-    """Multiply an activated gate by ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
+    """Multiply an activated gate by ``up``.
+
+    ``first`` is ``alpha`` of ``swigluoai``, and the threshold of ``fatrelu``.
+    """
     if function == "swigluoai":
         low = tl.where(gate > limit, limit, gate)
         result = (clipped(up, limit) + 1.0) * low * tl.sigmoid(first * low)
@@ -86,14 +91,16 @@ def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
         act = activated(gate, "silu", first)
         result = tl.where(act > limit, limit, act) * clipped(up, limit)
     else:
-        # Rounded before the product, as by an activation that is followed by one.
-        result = activated(gate, function, first).to(dtype).to(tl.float32) * up
+        # Two ops, an activation and a product, round the activation to the dtype between them.
+        act = activated(gate, function, first).to(dtype).to(tl.float32)
+        result = act * up
     return result
 
 
 @triton.jit
 def expm1(t):
-    """Compute ``exp(t) - 1`` for ``t <= 0``: near zero by the series, whose terms do not cancel."""
+    """Compute ``exp(t) - 1`` for ``t <= 0``."""
+    # Near zero the difference would cancel, and the terms of the series do not.
     series = 1.0 + t / 6.0 * (1.0 + t / 7.0 * (1.0 + t / 8.0))
     series = 1.0 + t / 2.0 * (1.0 + t / 3.0 * (1.0 + t / 4.0 * (1.0 + t / 5.0 * series)))
     return tl.where(t > -0.5, t * series, tl.exp(t) - 1.0)
@@ -101,10 +108,9 @@ def expm1(t):
 
 @triton.jit
 def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    """Give rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
-
-    Widths up to the last of 32 bits: nothing here exceeds the width but columns that the mask leaves out.
-    """
+    """Return the rows, with the 64 bits of offsets, the columns and the mask of tile ``index``."""
+    # Any width of 32 bits works: only columns outside of the mask exceed the width, so no sum
+    # overflows inside of the mask.
     blocks = (width - 1) // tile_columns + 1
     start = (index % blocks) * tile_columns
     row = (index // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
@@ -125,12 +131,8 @@ def plain_kernel(
     tile_columns: tl.constexpr,
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
-    t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    tl.store(
-        out + row * out_stride + column,
-        activated(t, function, 0.0).to(out.dtype.element_ty),
-        inside,
-    )
+    t = load_float32(x + row * stride + column, inside)
+    tl.store(out + row * out_stride + column, activated(t, function, 0.0), inside)
 
 
 @triton.jit
@@ -149,22 +151,25 @@ def xielu_kernel(
     tile_columns: tl.constexpr,
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
-    t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    t = load_float32(x + row * stride + column, inside)
     positive = softplus(tl.load(alpha_p).to(tl.float32))
     negative = beta + softplus(tl.load(alpha_n).to(tl.float32))
-    below = (expm1(tl.where(t > eps, eps, t)) - t) * negative
+    clipped_t = tl.where(t > eps, eps, t)
+    below = (expm1(clipped_t) - t) * negative
     result = tl.where(t > 0.0, positive * t * t, below) + beta * t
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
+    tl.store(out + row * out_stride + column, result, inside)
 
 
 @triton.jit
 def softplus(t):
-    """Compute ``log(1 + exp(t))``; the logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
+    """Compute ``log(1 + exp(t))``."""
     small = tl.exp(-tl.abs(t))
     total = 1.0 + small
-    logarithm = tl.where(
-        total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0)
-    )
+    # The sum rounds a small exponential away. The factor ``small / (total - 1)`` corrects the
+    # logarithm for that rounding (Goldberg, 1991).
+    is_one = total == 1.0
+    rounded = tl.where(is_one, 1.0, total - 1.0)
+    logarithm = tl.where(is_one, small, tl.log(total) * small / rounded)
     return tl.where(t > 0.0, t, 0.0) + logarithm
 
 
@@ -183,11 +188,13 @@ def gated_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
+    """Compute gated activations. Gates begin at ``gate_at`` of each row, and ups at ``up_at``."""
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
-    gate = tl.load(x + row * stride + gate_at + column, inside, 0.0).to(tl.float32)
-    up = tl.load(x + row * stride + up_at + column, inside, 0.0).to(tl.float32)
+    x_row = x + row * stride
+    gate = load_float32(x_row + gate_at + column, inside)
+    up = load_float32(x_row + up_at + column, inside)
     result = gated(gate, up, function, first, limit, x.dtype.element_ty)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+    tl.store(out + row * width + column, result, inside)
 
 
 @triton.jit
@@ -203,13 +210,14 @@ def interleaved_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute as ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
+    """Compute as ``gated_kernel``, with gates at even elements and ups at odd elements."""
+    # Neighbours are loaded together and split in registers, so that memory is read in order.
     row, both, inside = tile_at(tl.program_id(0), rows, 2 * width, tile_rows, 2 * tile_columns)
-    pairs = tl.load(x + row * stride + both, inside, 0.0).to(tl.float32)
+    pairs = load_float32(x + row * stride + both, inside)
     gate, up = tl.split(tl.reshape(pairs, (tile_rows, tile_columns, 2)))
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     result = gated(gate, up, function, first, limit, x.dtype.element_ty)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+    tl.store(out + row * width + column, result, inside)
 
 
 @triton.jit
@@ -224,30 +232,35 @@ def sparse_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Compute whole rows: statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
+    """Compute whole rows: the statistics of a row block by block, then the gates above the cut."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    exists = row < rows
+    gate_row = x + row * stride
+    up_row = gate_row + width
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        gate = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-        mean, squares = merged(
-            mean, squares, start, gate, inside, tl.minimum(tile_columns, width - start)
-        )
+        inside = exists & (column < width)
+        gate = load_float32(gate_row + column, inside)
+        count = tl.minimum(tile_columns, width - start)
+        mean, squares = merged(mean, squares, start, gate, inside, count)
     cut = mean + quantile * tl.sqrt(squares / width)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
-        inside = (row < rows) & (column < width)
-        gate = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32) - cut
-        up = tl.load(x + row * stride + width + column, inside, 0.0).to(tl.float32)
+        inside = exists & (column < width)
+        gate = load_float32(gate_row + column, inside) - cut
+        up = load_float32(up_row + column, inside)
         result = activated(tl.where(gate < 0.0, 0.0, gate), function, 0.0) * up
-        tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+        tl.store(out + row * width + column, result, inside)
 
 
 @triton.jit
 def merged(mean, squares, count, block, inside, block_count):
-    """Add a block to the mean and the sum of squared deviations of ``count`` elements per row."""
+    """Add a block to the mean and the sum of squared deviations of ``count`` elements per row.
+
+    The formula by Chan et al. does not subtract large sums.
+    """
     block_mean = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True) / block_count
     deviation = tl.where(inside, block - block_mean, 0.0)
     block_squares = tl.sum(deviation * deviation, 1, keep_dims=True)
@@ -257,12 +270,21 @@ def merged(mean, squares, count, block, inside, block_count):
 
 
 def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: Any) -> None:
-    """Launch a kernel that takes ``x``, ``out``, ``others``, rows, width and both row strides, on all elements."""
+    """Launch a kernel on all elements.
+
+    The kernel takes ``x``, ``out``, ``others``, the number of rows, the width, and both row
+    strides.
+    """
     if x.is_contiguous() and out.is_contiguous():
-        x, out, tile = x.view(1, -1), out.view(1, -1), Tile(1, 2048, 4)
+        # One row of all elements has no partly filled tile but the last.
+        x = x.view(1, -1)
+        out = out.view(1, -1)
+        tile = Tile(1, 2048, 4)
     else:
-        tile = tile_of(x.shape[-1], 2048, 2048)
-        x, out = as_rows(x, x.shape[-1]), as_rows(out, x.shape[-1])
+        width = x.shape[-1]
+        tile = tile_of(width, 2048, 2048)
+        x = as_rows(x, width)
+        out = as_rows(out, width)
     rows, width = x.shape
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns)
     sizes = (rows, width, x.stride(0), out.stride(0))
@@ -342,35 +364,32 @@ def _launch_gated(
     limit: float = 0.0,
     activated_half: int = 0,
 ) -> Tensor:
-    """Return the gated activation of ``x``, whose half number ``activated_half`` is the gate."""
+    """Return the gated activation of ``x``. The gate is the half number ``activated_half``."""
     halves(op, "x", x)
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
-        at = (activated_half * width, (1 - activated_half) * width)
-        _row_tiles(gated_kernel, x, out, *at, first, limit, function=function)
+        gate_at = activated_half * width
+        up_at = width - gate_at
+        _row_tiles(gated_kernel, x, out, gate_at, up_at, first, limit, function=function)
     return out
 
 
 def _row_tiles(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: Any) -> None:
-    """Launch a kernel that takes ``x``, ``out``, rows, width, the row stride of ``x``, and ``others``."""
+    """Launch a kernel on tiles of rows.
+
+    The kernel takes ``x``, ``out``, the number of rows, the width, the row stride of ``x``, and
+    ``others``.
+    """
     width = out.shape[-1]
     rows = as_rows(x, x.shape[-1])
+    count = rows.shape[0]
     tile_rows, tile_columns, _ = tile_of(width, 1024, 1024)
-    tile = Tile(tile_rows, tile_columns, warps=4)  # twice as many as for one operand
-    programs = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(width, tile.columns)
-    launch(
-        kernel,
-        programs,
-        tile,
-        rows,
-        out,
-        rows.shape[0],
-        width,
-        rows.stride(0),
-        *others,
-        **constants,
-    )
+    # Twice the warps of one operand: a tile loads two.
+    tile = Tile(tile_rows, tile_columns, warps=4)
+    programs = triton.cdiv(count, tile.rows) * triton.cdiv(width, tile.columns)
+    sizes = (count, width, rows.stride(0))
+    launch(kernel, programs, tile, rows, out, *sizes, *others, **constants)
 
 
 def _gelu(op: str, approximate: str) -> str:
@@ -425,14 +444,15 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
     definitions.expect_sparsity(activation_sparsity)
     function = _gelu("gelu_and_mul_sparse", approximate)
     halves("gelu_and_mul_sparse", "x", x)
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    if out.numel():
-        rows, width = as_rows(x, x.shape[-1]), out.shape[-1]
-        tile = tile_of(width, 2048, WIDEST)
-        quantile = definitions.normal_quantile(activation_sparsity).item()
-        sizes, programs = (
-            (rows.shape[0], width, rows.stride(0)),
-            triton.cdiv(rows.shape[0], tile.rows),
-        )
-        launch(sparse_kernel, programs, tile, rows, out, *sizes, quantile, function=function)
+    width = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], width))
+    if not out.numel():
+        return out
+    rows = as_rows(x, x.shape[-1])
+    count = rows.shape[0]
+    tile = tile_of(width, 2048, WIDEST)
+    programs = triton.cdiv(count, tile.rows)
+    quantile = definitions.normal_quantile(activation_sparsity).item()
+    sizes = (count, width, rows.stride(0))
+    launch(sparse_kernel, programs, tile, rows, out, *sizes, quantile, function=function)
     return out

@@ -1,4 +1,4 @@
-"""The activation with learnt parameters: a module around the functional form ``xielu``, which holds the maths."""
+"""The activation with learnt parameters. The functional form ``xielu`` has the maths."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class XIELU(CustomOp):
     """The expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010).
 
     Args:
-        alpha_p_init: the quadratic coefficient of positive inputs; stored in ``alpha_p`` by the inverse of softplus.
-        alpha_n_init: that of negative inputs plus ``beta``; stored in ``alpha_n`` likewise.
+        alpha_p_init: the coefficient of positive inputs. ``alpha_p`` stores the inverse softplus.
+        alpha_n_init: the coefficient of negative inputs plus ``beta``. ``alpha_n`` stores the
+            inverse softplus of the coefficient.
         beta: the slope at zero.
         eps: upper bound of the argument of the exponential, a small negative number.
         dtype: dtype of the parameters.
-        with_vector_loads: for kernels that load several elements at once; not read here.
+        with_vector_loads: kept for kernels that load several elements at once.
 
     Raises:
-        ValueError: ``alpha_p_init`` is not positive, or ``alpha_n_init`` not above ``beta``.
+        ValueError: ``alpha_p_init`` is not positive, or ``alpha_n_init`` is not above ``beta``.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class XIELU(CustomOp):
         with_vector_loads: bool = False,
     ) -> None:
         super().__init__()
-        self.alpha_p = nn.Parameter(_inverse_softplus("alpha_p_init", alpha_p_init, dtype))
-        self.alpha_n = nn.Parameter(
-            _inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype)
-        )
+        alpha_p = _inverse_softplus("alpha_p_init", alpha_p_init, dtype)
+        alpha_n = _inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype)
+        self.alpha_p = nn.Parameter(alpha_p)
+        self.alpha_n = nn.Parameter(alpha_n)
         self.beta = beta
         self.eps = eps
         self.with_vector_loads = with_vector_loads
@@ -50,7 +51,7 @@ class XIELU(CustomOp):
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, eps={self.eps}"
