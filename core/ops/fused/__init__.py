@@ -1,1 +1,1 @@
-"""Functional forms that compute several ops at once: with collectives, with quantization, with rotation."""
+"""Functional forms of several ops at once: with collectives, quantization and rotation."""

@@ -1,1 +1,1 @@
-"""Collectives of a group of ranks together with what follows or precedes them: functional forms of other ops."""
+"""Forms of norms and linear maps together with collectives of a group of ranks."""

@@ -1,10 +1,13 @@
-"""Collectives with what follows or precedes them: norms, quantised too, and linear maps.
+"""Norms and linear maps together with collectives of a group of ranks.
 
-Each is what its name says, one after the other. ``all_reduce_rms_norm`` sums ``x`` over the ranks of a group, rounds to
-its dtype, adds a residual, and norms that sum (arXiv:1909.08053), which is quantised (arXiv:2209.05433,
-arXiv:2509.25149). Of what is computed for parts of the rows (arXiv:2205.05198), each rank has as many of the first
-dimension, the last ones padded with zeros. A kernel may round once, and send what is done while it computes the rest.
-Every rank calls with the same shapes. A rank that is alone exchanges nothing. No gradients.
+A form computes its parts one after the other, in the order of its name. ``all_reduce_rms_norm``
+sums ``x`` over the ranks of a group, rounds the sum to its dtype, adds a residual, and norms the
+result (arXiv:1909.08053). Other forms quantise the norm (arXiv:2209.05433, arXiv:2509.25149). With
+parts of rows (arXiv:2205.05198), each rank has equally many rows of the first dimension; zeros fill
+up the last part.
+
+A kernel may round once, and may send finished parts while it computes the rest. Every rank calls
+with the same shapes. A rank alone exchanges nothing. The forms have no gradients.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ __all__ = [
 FP8 = torch.float8_e4m3fn
 
 
-def _summed(x: Tensor, kind: str) -> Tensor:
-    """Sum over the ranks of a group, into new memory; by the registered op, which whoever traces this sees."""
+def _sum_over_ranks(x: Tensor, kind: str) -> Tensor:
+    """Return the sum over the ranks of a group, in new memory."""
     expect_choice("all_reduce", "kind", kind, KINDS)
     if parallelism().groups[kind].communicator is None:
         return x.clone()
+    # A graph needs the registered op: a tracer cannot look into a communicator.
     summed: Tensor = torch.ops.opgraft.all_reduce(x, kind)
     return summed
 
@@ -54,22 +58,22 @@ def _summed(x: Tensor, kind: str) -> Tensor:
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the sum of ``x`` over ranks and of ``residual``, and its ``rms_norm`` (arXiv:1909.08053, section 3).
+    """Sum ``x`` over ranks, add ``residual``, and compute ``rms_norm`` (arXiv:1909.08053).
 
     Args:
         x: ``[..., hidden_size]``, the part of this rank.
-        residual: the same, whole on every rank; nothing is added without one.
+        residual: like ``x``, whole on every rank; optional.
         weight: ``[hidden_size]``.
         eps: added to the mean square.
-        kind: of the group that sums.
+        kind: the kind of the group of ranks.
 
     Returns:
         The norm, and the sum in the dtype of ``x``.
 
     Raises:
-        ValueError: as ``fused_add_rms_norm`` does, or there is no such kind of group.
+        ValueError: ``fused_add_rms_norm`` raises, or there is no such kind of group.
     """
-    summed = _summed(x, kind)
+    summed = _sum_over_ranks(x, kind)
     if residual is None:
         return rms_norm.native(summed, weight, eps), summed
     return fused_add_rms_norm.native(summed, residual, weight, eps)
@@ -79,12 +83,12 @@ def all_reduce_rms_norm(
 def all_reduce_gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
-    """Compute what ``all_reduce_rms_norm`` does with Gemma's norm (arXiv:2403.08295).
+    """Compute ``all_reduce_rms_norm`` with Gemma's norm (arXiv:2403.08295).
 
     Raises:
-        ValueError: as ``fused_add_gemma_rms_norm`` does, or there is no such kind of group.
+        ValueError: ``fused_add_gemma_rms_norm`` raises, or there is no such kind of group.
     """
-    summed = _summed(x, kind)
+    summed = _sum_over_ranks(x, kind)
     if residual is None:
         return gemma_rms_norm.native(summed, weight, eps), summed
     return fused_add_gemma_rms_norm.native(summed, residual, weight, eps)
@@ -100,7 +104,8 @@ def _fake_static(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
-    return quant_fp8_static.fake(x, scale, group_shape, dtype), x.new_empty(x.shape)
+    quantised = quant_fp8_static.fake(x, scale, group_shape, dtype)
+    return quantised, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_static, differentiable=False)
@@ -114,13 +119,17 @@ def all_reduce_rms_norm_quant_fp8_static(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``all_reduce_rms_norm`` with its norm quantised by ``quant_fp8_static`` (arXiv:2209.05433).
+    """Compute ``all_reduce_rms_norm``, and quantise by ``quant_fp8_static`` (arXiv:2209.05433).
+
+    Returns:
+        The quantised norm, and the sum in the dtype of ``x``.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``all_reduce_rms_norm`` or ``quant_fp8_static`` raises.
     """
     normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
-    return quant_fp8_static.native(normed, scale, group_shape, dtype), summed
+    quantised = quant_fp8_static.native(normed, scale, group_shape, dtype)
+    return quantised, summed
 
 
 def _fake_dynamic(
@@ -134,7 +143,8 @@ def _fake_dynamic(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype), x.new_empty(x.shape)
+    quantised, scales = quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_dynamic, differentiable=False)
@@ -149,16 +159,17 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``all_reduce_rms_norm`` with its norm quantised by ``quant_fp8_dynamic`` (arXiv:2209.05433).
+    """Compute ``all_reduce_rms_norm``, and quantise by ``quant_fp8_dynamic`` (arXiv:2209.05433).
 
     Returns:
-        The quantised norm, its scales, and the sum in the dtype of ``x``.
+        The quantised norm, the scales, and the sum in the dtype of ``x``.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``all_reduce_rms_norm`` or ``quant_fp8_dynamic`` raises.
     """
     normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
-    return *quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype), summed
+    quantised, scales = quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales, summed
 
 
 def _fake_fp4(
@@ -169,7 +180,8 @@ def _fake_fp4(
     eps: float,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *quant_fp4.fake(x, scale), x.new_empty(x.shape)
+    quantised, scales = quant_fp4.fake(x, scale)
+    return quantised, scales, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_fp4, differentiable=False)
@@ -181,16 +193,19 @@ def all_reduce_rms_norm_quant_fp4(
     eps: float,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``all_reduce_rms_norm`` with its norm quantised by ``quant_fp4`` (arXiv:2509.25149, arXiv:2310.10537).
+    """Compute ``all_reduce_rms_norm``, and quantise by ``quant_fp4``.
+
+    The sources of the quantization are arXiv:2509.25149 and arXiv:2310.10537.
 
     Returns:
-        The quantised norm, the scales of its groups, and the sum in the dtype of ``x``.
+        The quantised norm, the scales of groups, and the sum in the dtype of ``x``.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``all_reduce_rms_norm`` or ``quant_fp4`` raises.
     """
     normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
-    return *quant_fp4.native(normed, scale), summed
+    quantised, scales = quant_fp4.native(normed, scale)
+    return quantised, scales, summed
 
 
 def _expect_rows(op: str, x: Tensor, world_size: int, kind: str) -> None:
@@ -204,31 +219,33 @@ def _expect_rows(op: str, x: Tensor, world_size: int, kind: str) -> None:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected [rows, ..., in_features]")
 
 
-def _fake_scattered(
+def _fake_part_of_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor"
 ) -> Tensor:
+    # Rounded up: zeros fill up the last part.
     rows = (x.shape[0] + world_size - 1) // world_size
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
-@register_functional("linear", _fake_scattered, differentiable=False)
+@register_functional("linear", _fake_part_of_rows, differentiable=False)
 def linear_reduce_scatter_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor"
 ) -> Tensor:
-    """Compute ``linear(x, weight, bias)``, summed over ranks, of which each has a part of the rows (arXiv:2205.05198).
+    """Sum ``linear(x, weight, bias)`` over ranks, and return this rank's rows (arXiv:2205.05198).
 
     Args:
-        x: ``[rows, ..., in_features]``, the part of this rank of all features.
-        weight: ``[out_features, in_features]``, likewise.
-        bias: ``[out_features]``; of one rank, as all are summed.
-        world_size: of the group, as whoever traces this must know it.
-        kind: of the group.
+        x: ``[rows, ..., in_features]``, this rank's part of the features.
+        weight: ``[out_features, in_features]``, this rank's part of the features.
+        bias: ``[out_features]``, on one rank only, because the ranks are summed.
+        world_size: the number of ranks, as a graph needs the number for shapes.
+        kind: the kind of the group of ranks.
 
     Returns:
         ``[ceil(rows / world_size), ..., out_features]``.
 
     Raises:
-        ValueError: as ``linear`` does; there is no such kind of group, or it has another size; or ``x`` has no rows.
+        ValueError: ``linear`` raises; there is no such kind of group, or the group has another
+            size; or ``x`` has no rows.
     """
     _expect_rows("linear_reduce_scatter_rows", x, world_size, kind)
     mapped = linear.native(x, weight, bias)
@@ -238,31 +255,31 @@ def linear_reduce_scatter_rows(
     return part
 
 
-def _fake_gathered(
+def _fake_all_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, world_size: int, kind: str = "tensor"
 ) -> Tensor:
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
-@register_functional("linear", _fake_gathered, differentiable=False)
+@register_functional("linear", _fake_all_rows, differentiable=False)
 def all_gather_rows_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, world_size: int, kind: str = "tensor"
 ) -> Tensor:
-    """Compute ``linear(x, weight, bias)`` of the rows of all ranks (arXiv:2205.05198).
+    """Compute ``linear(x, weight, bias)`` for the rows of all ranks (arXiv:2205.05198).
 
     Args:
         x: ``[ceil(rows / world_size), ..., in_features]``, the rows of this rank.
-        weight: ``[out_features, in_features]``, which ranks may have parts of.
-        bias: ``[out_features]``, likewise.
-        rows: of all ranks, without those that were padded.
-        world_size: of the group, as whoever traces this must know it.
-        kind: of the group.
+        weight: ``[out_features, in_features]``, whole or this rank's part.
+        bias: ``[out_features]``, whole or this rank's part.
+        rows: the rows of all ranks, without the zeros that fill up the last part.
+        world_size: the number of ranks, as a graph needs the number for shapes.
+        kind: the kind of the group of ranks.
 
     Returns:
         ``[rows, ..., out_features]``.
 
     Raises:
-        ValueError: as ``linear_reduce_scatter_rows`` does.
+        ValueError: as ``linear_reduce_scatter_rows``.
     """
     _expect_rows("all_gather_rows_linear", x, world_size, kind)
     if parallelism().groups[kind].communicator is not None:

@@ -1,4 +1,4 @@
-"""Specs of collectives with what follows or precedes them, as far as one process can prove them: a rank alone."""
+"""Specs of norms and linear maps with collectives, for a rank alone: one process has no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opgraft.ops.spec import Arguments, Draw, OpSpec
 from torch import Tensor
 
 _SUMS: dict[Any, OpSpec] = {spec.functional: spec for spec in (*norms.SPECS, *quantised.SPECS)}
-"""By form of a norm after a sum: what is computed of the part of a rank that is alone."""
+"""The specs of norms after a sum, by their forms. A rank alone computes the same as such a norm."""
 
 (_LINEAR,) = linear.SPECS
 
@@ -35,27 +35,30 @@ _ROWS = (
 
 def _reference_after_sum(after_sum: Callable[..., Any]) -> Callable[..., Any]:
     def reference(x: Tensor, residual: Tensor | None, kind: str = "tensor", **others: Any) -> Any:
-        return after_sum(x, x * 0 if residual is None else residual, **others)
+        if residual is None:
+            residual = torch.zeros_like(x)
+        return after_sum(x, residual, **others)
 
     return reference
 
 
 def _inputs_of_ranks(after_sum: OpSpec) -> Callable[[Draw, Sequence[int], int], Arguments]:
-    return lambda draw, lead, size: {
-        "eps": 1e-5,
-        **after_sum.inputs(draw, lead, size),
-        "kind": "tensor",
-    }
+    def draw_with_kind(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+        return {"eps": 1e-5, **after_sum.inputs(draw, lead, size), "kind": "tensor"}
+
+    return draw_with_kind
 
 
 def _variants(after_sum: OpSpec) -> dict[str, Arguments]:
+    # The collectives have no variance_size.
     known = {
         name: given for name, given in after_sum.variants.items() if "variance_size" not in given
     }
-    return {**known, "no residual": {**next(iter(known.values())), "residual": None}}
+    first = next(iter(known.values()))
+    return {**known, "no residual": {**first, "residual": None}}
 
 
-def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, **others: Any) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, **others: Any) -> Tensor:
     y = torch.einsum("...i,oi->...o", x, weight)
     return y if bias is None else y + bias
 
@@ -68,26 +71,27 @@ def _gathered_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {**_map_inputs(draw, lead, size), "rows": lead[0]}
 
 
-_OF_NORMS = tuple(
-    OpSpec(
+def _spec_of_norm(form: Any, after_sum: OpSpec) -> OpSpec:
+    return OpSpec(
         form,
-        _inputs_of_ranks(_SUMS[after_sum]),
-        _reference_after_sum(_SUMS[after_sum].reference),
-        _SUMS[after_sum].flops,
-        variants=_variants(_SUMS[after_sum]),
-        sizes=_SUMS[after_sum].sizes,
-        large=_SUMS[after_sum].large,
-        tolerances=_SUMS[after_sum].tolerances,
+        _inputs_of_ranks(after_sum),
+        _reference_after_sum(after_sum.reference),
+        after_sum.flops,
+        variants=_variants(after_sum),
+        sizes=after_sum.sizes,
+        large=after_sum.large,
+        tolerances=after_sum.tolerances,
         differentiable=False,
     )
-    for form, after_sum in _ROWS
-)
+
+
+_OF_NORMS = tuple(_spec_of_norm(form, _SUMS[after_sum]) for form, after_sum in _ROWS)
 
 _OF_MAPS = tuple(
     OpSpec(
         form,
         inputs,
-        _mapped,
+        _linear,
         _LINEAR.flops,
         variants={"": {}, "no bias": {"bias": None}},
         tolerances=_LINEAR.tolerances,

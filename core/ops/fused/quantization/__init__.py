@@ -1,1 +1,1 @@
-"""Norms and gated activations whose result is quantised: functional forms of other ops."""
+"""Forms of norms and gated activations with a quantised result."""

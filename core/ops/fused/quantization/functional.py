@@ -1,8 +1,9 @@
-"""Norms and gated activations whose result is quantised to floating point of 8 (arXiv:2209.05433) or 4 bits.
+"""Norms and gated activations, quantised to floating point of 8 bits (arXiv:2209.05433) or 4 bits.
 
-Each is what its name says, one after the other: the result of the first is rounded to the dtype of ``x``, and that is
-quantised. A kernel may leave the first rounding out. Groups, scales and dtypes are those of ``quant_fp8_static``,
-``quant_fp8_dynamic`` and ``quant_fp4``. No gradients.
+A form computes its parts one after the other, in the order of its name: the first part rounds its
+result to the dtype of ``x``, and the second part quantises the rounded result. A kernel may skip
+the rounding between. Groups, scales and dtypes are those of ``quant_fp8_static``,
+``quant_fp8_dynamic`` and ``quant_fp4``. The forms have no gradients.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def rms_norm_quant_fp8_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
-    """Compute ``quant_fp8_static(rms_norm(x, weight, eps), scale, group_shape, dtype)`` (arXiv:2209.05433).
+    """Compute ``rms_norm``, and quantise by ``quant_fp8_static`` (arXiv:2209.05433).
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``rms_norm`` or ``quant_fp8_static`` raises.
     """
-    return quant_fp8_static.native(rms_norm.native(x, weight, eps), scale, group_shape, dtype)
+    normed = rms_norm.native(x, weight, eps)
+    return quant_fp8_static.native(normed, scale, group_shape, dtype)
 
 
 def _fake_norm_dynamic(
@@ -69,10 +71,8 @@ def _fake_norm_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(
-        x, group_shape, scale_ub, use_ue8m0, dtype
-    )
-    return found
+    quantised, scales = quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales
 
 
 @register_functional("rms_norm", _fake_norm_dynamic, differentiable=False)
@@ -85,15 +85,16 @@ def rms_norm_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quant_fp8_dynamic(rms_norm(x, weight, eps), group_shape, scale_ub, use_ue8m0, dtype)``
-    (arXiv:2209.05433).
+    """Compute ``rms_norm``, and quantise by ``quant_fp8_dynamic`` (arXiv:2209.05433).
+
+    Returns:
+        The quantised norm and the scales.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``rms_norm`` or ``quant_fp8_dynamic`` raises.
     """
-    return quant_fp8_dynamic.native(
-        rms_norm.native(x, weight, eps), group_shape, scale_ub, use_ue8m0, dtype
-    )
+    normed = rms_norm.native(x, weight, eps)
+    return quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype)
 
 
 def _fake_sum_static(
@@ -105,7 +106,8 @@ def _fake_sum_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    return quant_fp8_static.fake(x, scale, group_shape, dtype), x.new_empty(x.shape)
+    quantised = quant_fp8_static.fake(x, scale, group_shape, dtype)
+    return quantised, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_sum_static, differentiable=False)
@@ -118,14 +120,17 @@ def fused_add_rms_norm_quant_fp8_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``rms_norm_quant_fp8_static`` of the exact sum of ``x`` and ``residual``, and that sum, rounded
-    (arXiv:2209.05433).
+    """Compute ``fused_add_rms_norm``, and quantise by ``quant_fp8_static`` (arXiv:2209.05433).
+
+    Returns:
+        The quantised norm, and the rounded sum of ``x`` and ``residual``.
 
     Raises:
-        ValueError: as ``fused_add_rms_norm`` or ``quant_fp8_static`` does.
+        ValueError: ``fused_add_rms_norm`` or ``quant_fp8_static`` raises.
     """
     normed, summed = fused_add_rms_norm.native(x, residual, weight, eps)
-    return quant_fp8_static.native(normed, scale, group_shape, dtype), summed
+    quantised = quant_fp8_static.native(normed, scale, group_shape, dtype)
+    return quantised, summed
 
 
 def _fake_sum_dynamic(
@@ -138,9 +143,8 @@ def _fake_sum_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_norm_dynamic(
-        x, group_shape, weight, eps, scale_ub, use_ue8m0, dtype
-    ), x.new_empty(x.shape)
+    quantised, scales = quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_sum_dynamic, differentiable=False)
@@ -154,14 +158,19 @@ def fused_add_rms_norm_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``rms_norm_quant_fp8_dynamic`` of the exact sum of ``x`` and ``residual``, and that sum, rounded
-    (arXiv:2209.05433).
+    """Compute ``fused_add_rms_norm``, and quantise by ``quant_fp8_dynamic``.
+
+    The source of the quantization is arXiv:2209.05433.
+
+    Returns:
+        The quantised norm, the scales, and the rounded sum of ``x`` and ``residual``.
 
     Raises:
-        ValueError: as ``fused_add_rms_norm`` or ``quant_fp8_dynamic`` does.
+        ValueError: ``fused_add_rms_norm`` or ``quant_fp8_dynamic`` raises.
     """
     normed, summed = fused_add_rms_norm.native(x, residual, weight, eps)
-    return *quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype), summed
+    quantised, scales = quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales, summed
 
 
 def _fake_gate_static(
@@ -174,12 +183,13 @@ def _fake_gate_static(
 def silu_and_mul_quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
 ) -> Tensor:
-    """Compute ``quant_fp8_static(silu_and_mul(x), scale, group_shape, dtype)`` (arXiv:2209.05433).
+    """Compute ``silu_and_mul``, and quantise by ``quant_fp8_static`` (arXiv:2209.05433).
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``silu_and_mul`` or ``quant_fp8_static`` raises.
     """
-    return quant_fp8_static.native(silu_and_mul.native(x), scale, group_shape, dtype)
+    gated = silu_and_mul.native(x)
+    return quant_fp8_static.native(gated, scale, group_shape, dtype)
 
 
 def _fake_gate_dynamic(
@@ -189,10 +199,9 @@ def _fake_gate_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp8_dynamic.fake(
-        half_of(x), group_shape, scale_ub, use_ue8m0, dtype
-    )
-    return found
+    gated = half_of(x)
+    quantised, scales = quant_fp8_dynamic.fake(gated, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales
 
 
 @register_functional("silu_and_mul", _fake_gate_dynamic, differentiable=False)
@@ -203,63 +212,83 @@ def silu_and_mul_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quant_fp8_dynamic(silu_and_mul(x), group_shape, scale_ub, use_ue8m0, dtype)`` (arXiv:2209.05433).
+    """Compute ``silu_and_mul``, and quantise by ``quant_fp8_dynamic`` (arXiv:2209.05433).
+
+    Returns:
+        The quantised result and the scales.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``silu_and_mul`` or ``quant_fp8_dynamic`` raises.
     """
-    return quant_fp8_dynamic.native(silu_and_mul.native(x), group_shape, scale_ub, use_ue8m0, dtype)
+    gated = silu_and_mul.native(x)
+    return quant_fp8_dynamic.native(gated, group_shape, scale_ub, use_ue8m0, dtype)
 
 
 def _fake_norm_fp4(
     x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp4.fake(x, scale)
-    return found
+    quantised, scales = quant_fp4.fake(x, scale)
+    return quantised, scales
 
 
 @register_functional("rms_norm", _fake_norm_fp4, differentiable=False)
 def rms_norm_quant_fp4(
     x: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quant_fp4(rms_norm(x, weight, eps), scale)`` (arXiv:2509.25149, arXiv:2310.10537).
+    """Compute ``rms_norm``, and quantise by ``quant_fp4`` (arXiv:2509.25149, 2310.10537).
+
+    Returns:
+        The quantised norm and the scales of groups.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``rms_norm`` or ``quant_fp4`` raises.
     """
-    return quant_fp4.native(rms_norm.native(x, weight, eps), scale)
+    normed = rms_norm.native(x, weight, eps)
+    return quant_fp4.native(normed, scale)
 
 
 def _fake_sum_fp4(
     x: Tensor, residual: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *quant_fp4.fake(x, scale), x.new_empty(x.shape)
+    quantised, scales = quant_fp4.fake(x, scale)
+    return quantised, scales, x.new_empty(x.shape)
 
 
 @register_functional("rms_norm", _fake_sum_fp4, differentiable=False)
 def fused_add_rms_norm_quant_fp4(
     x: Tensor, residual: Tensor, scale: Tensor | None, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``rms_norm_quant_fp4`` of the exact sum of ``x`` and ``residual``, and that sum, rounded
-    (arXiv:2509.25149, arXiv:2310.10537).
+    """Compute ``fused_add_rms_norm``, and quantise by ``quant_fp4``.
+
+    The sources of the quantization are arXiv:2509.25149 and arXiv:2310.10537.
+
+    Returns:
+        The quantised norm, the scales of groups, and the rounded sum of ``x`` and ``residual``.
 
     Raises:
-        ValueError: as ``fused_add_rms_norm`` or ``quant_fp4`` does.
+        ValueError: ``fused_add_rms_norm`` or ``quant_fp4`` raises.
     """
     normed, summed = fused_add_rms_norm.native(x, residual, weight, eps)
-    return *quant_fp4.native(normed, scale), summed
+    quantised, scales = quant_fp4.native(normed, scale)
+    return quantised, scales, summed
 
 
 def _fake_gate_fp4(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = quant_fp4.fake(half_of(x), scale)
-    return found
+    quantised, scales = quant_fp4.fake(half_of(x), scale)
+    return quantised, scales
 
 
 @register_functional("silu_and_mul", _fake_gate_fp4, differentiable=False)
 def silu_and_mul_quant_fp4(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute ``quant_fp4(silu_and_mul(x), scale)`` (arXiv:2509.25149, arXiv:2310.10537).
+    """Compute ``silu_and_mul``, and quantise by ``quant_fp4``.
+
+    The sources of the quantization are arXiv:2509.25149 and arXiv:2310.10537.
+
+    Returns:
+        The quantised result and the scales of groups.
 
     Raises:
-        ValueError: as either does.
+        ValueError: ``silu_and_mul`` or ``quant_fp4`` raises.
     """
-    return quant_fp4.native(silu_and_mul.native(x), scale)
+    gated = silu_and_mul.native(x)
+    return quant_fp4.native(gated, scale)

@@ -1,4 +1,4 @@
-"""Specs of norms and gated activations whose result is quantised, made of those of quantisation."""
+"""Specs of norms and gated activations with a quantised result, made from specs of quantisation."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ Reference = Callable[..., Any]
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    normed = x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    mean = (x * x).sum(-1, keepdim=True) / x.shape[-1]
+    normed = x / torch.sqrt(mean + eps)
     return normed if weight is None else normed * weight
 
 
-def _normed(quantised: Reference) -> Reference:
-    return lambda x, weight, eps, **others: quantised(_norm(x, weight, eps), **others)
+def _norm_reference(quantise: Reference) -> Reference:
+    return lambda x, weight, eps, **others: quantise(_norm(x, weight, eps), **others)
 
 
-def _summed(quantised: Reference) -> Reference:
+def _sum_reference(quantise: Reference) -> Reference:
     def reference(
         x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **others: Any
     ) -> tuple[Tensor, ...]:
-        found = quantised(_norm(x + residual, weight, eps), **others)
-        return (found, x + residual) if isinstance(found, Tensor) else (*found, x + residual)
+        summed = x + residual
+        quantised = quantise(_norm(summed, weight, eps), **others)
+        # A static quantisation returns one tensor, the others a tensor and scales.
+        if isinstance(quantised, Tensor):
+            return quantised, summed
+        return *quantised, summed
 
     return reference
 
 
-def _gated_reference(quantised: Reference) -> Reference:
+def _gate_reference(quantise: Reference) -> Reference:
     def reference(x: Tensor, **others: Any) -> Any:
         gate, up = x.chunk(2, -1)
-        return quantised(silu(gate) * up, **others)
+        return quantise(silu(gate) * up, **others)
 
     return reference
 
@@ -45,12 +50,13 @@ def _gated_reference(quantised: Reference) -> Reference:
 Inputs = Callable[[Draw, Sequence[int], int], Arguments]
 
 
-def _quantised(inputs: Inputs, spec: OpSpec) -> Inputs:
-    """Draw arguments for rows as long as those that are quantised, and beside them those of quantisation."""
+def _joint_inputs(inputs: Inputs, spec: OpSpec) -> Inputs:
+    """Draw the arguments of quantisation, and with ``inputs`` those of rows of the same length."""
 
     def draw_both(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
         given = spec.inputs(draw, lead, size)
-        return {**given, **inputs(draw, lead, given["x"].shape[-1])}
+        width = given["x"].shape[-1]
+        return {**given, **inputs(draw, lead, width)}
 
     return draw_both
 
@@ -73,38 +79,39 @@ ROWS = (
         functional.rms_norm_quant_fp8_dynamic,
         functional.rms_norm_quant_fp4,
         _norm_inputs,
-        _normed,
+        _norm_reference,
     ),
     (
         functional.fused_add_rms_norm_quant_fp8_static,
         functional.fused_add_rms_norm_quant_fp8_dynamic,
         functional.fused_add_rms_norm_quant_fp4,
         _sum_inputs,
-        _summed,
+        _sum_reference,
     ),
     (
         functional.silu_and_mul_quant_fp8_static,
         functional.silu_and_mul_quant_fp8_dynamic,
         functional.silu_and_mul_quant_fp4,
         _gate_inputs,
-        _gated_reference,
+        _gate_reference,
     ),
 )
-# In MXFP4 rounding may double the scale of a group, and so move all its numbers.
+# Not MXFP4: rounding may double the scale of a group, which moves all numbers of the group.
 VARIANTS = (("tensor", "e5m2"), ("token", "bounded", "group"), ("NVFP4",))
 QUANTISATIONS = tuple(zip(quantization.SPECS, VARIANTS, strict=True))
-"""The specs of quantisation, each with those of its variants that are told apart here."""
+"""The specs of quantisation, each with the variants that are compared here."""
 
 SPECS = tuple(
     OpSpec(
-        form,  # type: ignore[arg-type]  # mypy knows no more of what a star takes than that these are objects
-        _quantised(inputs, spec),
+        # mypy takes what a star unpacks for objects.
+        form,  # type: ignore[arg-type]
+        _joint_inputs(inputs, spec),
         reference(spec.reference),
         spec.flops,
         variants={name: spec.variants[name] for name in names},
         sizes=spec.sizes,
         large=spec.large,
-        # Scales follow from what is rounded to a half type first.
+        # Scales follow from numbers that were rounded to a half type.
         tolerances={
             **spec.tolerances,
             torch.float32: (1e-5, 1.3e-6),

@@ -1,1 +1,1 @@
-"""Norms of the heads of query and key with their rotation: a functional form of the rotary embedding."""
+"""A form of the rotary embedding that first normalises the heads of query and key."""

@@ -1,4 +1,4 @@
-"""The spec of normed and rotated heads, made of that of the rotary embedding."""
+"""The spec of normalised and rotated heads, made from the spec of the rotary embedding."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments
 
 def _normed(x: Tensor, head_size: int, weight: Tensor, eps: float) -> Tensor:
     heads = x.reshape(-1, head_size)
-    squares = (heads * heads).sum(-1, keepdim=True)
-    return (heads / (squares / head_size + eps).sqrt() * weight).reshape(x.shape)
+    mean = (heads * heads).sum(-1, keepdim=True) / head_size
+    normed = heads / (mean + eps).sqrt()
+    return (normed * weight).reshape(x.shape)
 
 
 def _normed_and_rotated(
@@ -36,9 +37,16 @@ def _normed_and_rotated(
     is_neox_style: bool = True,
     one_plus_weight: bool = False,
 ) -> Any:
-    pairs = ((query, query_weight + one_plus_weight), (key, key_weight + one_plus_weight))
-    normed = (_normed(x, head_size, weight, eps) for x, weight in pairs)
-    return ROTARY.reference(positions, *normed, head_size, cos_sin_cache, is_neox_style)
+    if one_plus_weight:
+        query_weight = 1 + query_weight
+        key_weight = 1 + key_weight
+    query = _normed(query, head_size, query_weight, eps)
+    key = _normed(key, head_size, key_weight, eps)
+    return ROTARY.reference(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+
+
+def _flops(query: Tensor, key: Tensor, **others: Any) -> int:
+    return 7 * (query.numel() + key.numel())
 
 
 SPECS = (
@@ -47,6 +55,6 @@ SPECS = (
         _rotary_inputs,
         _normed_and_rotated,
         variants={**rotary.STYLES, "gemma": {"one_plus_weight": True}},
-        **{**rotary.HEADS, "flops": lambda query, key, **others: 7 * (query.numel() + key.numel())},
+        **{**rotary.HEADS, "flops": _flops},
     ),
 )
