@@ -17,7 +17,6 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor, nn
 
-# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from this table.
 TRITON = on_triton("opgraft.ops.activation.triton")
 
 
@@ -44,7 +43,7 @@ class SiluAndMul(CustomOp):
         """
         return functional.silu_and_mul(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("mul_and_silu")
@@ -64,7 +63,7 @@ class MulAndSilu(CustomOp):
         """
         return functional.mul_and_silu(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_and_mul")
@@ -95,7 +94,7 @@ class GeluAndMul(CustomOp):
         """
         return functional.gelu_and_mul(x, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -130,7 +129,7 @@ class GeluAndMulSparse(CustomOp):
         """
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
@@ -160,7 +159,7 @@ class FatreluAndMul(CustomOp):
         """
         return functional.fatrelu_and_mul(x, self.threshold)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"threshold={self.threshold}"
@@ -193,7 +192,7 @@ class SwigluOAIAndMul(CustomOp):
         """
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, limit={self.limit}"
@@ -249,7 +248,7 @@ class SiluAndMulWithClamp(CustomOp):
         y = gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
         return y.to(x.dtype)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         limit = f"swiglu_limit={self.swiglu_limit}"
@@ -285,7 +284,7 @@ class SwigluStepAndMul(CustomOp):
         """
         return functional.swiglustep_and_mul(x, self.limit)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"limit={self.limit}"
@@ -299,7 +298,7 @@ class NewGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_new(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_fast")
@@ -310,7 +309,7 @@ class FastGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_fast(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("quick_gelu")
@@ -321,7 +320,7 @@ class QuickGELU(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.quick_gelu(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu_tanh")
@@ -332,7 +331,7 @@ class GELUTanh(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_tanh(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("gelu")
@@ -351,7 +350,7 @@ class GELU(CustomOp, nn.GELU):
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("silu")
@@ -371,7 +370,7 @@ class SiLU(CustomOp, nn.SiLU):
         functional.silu_(input)
         return input
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("relu")
@@ -408,4 +407,4 @@ class ReLUSquaredActivation(CustomOp):
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.relu2(x)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu

@@ -51,7 +51,7 @@ class XIELU(CustomOp):
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, eps={self.eps}"

@@ -13,7 +13,6 @@ from opgraft.ops.layernorm import functional
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
 
-# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from this table.
 TRITON = on_triton("opgraft.ops.layernorm.triton")
 
 
@@ -134,7 +133,7 @@ class RMSNorm(_EpsOfInput, CustomOp):
             return functional.rms_norm(x, weight, eps, size)
         return functional.fused_add_rms_norm(x, residual, weight, eps, size)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, has_weight={self.has_weight}"
@@ -205,7 +204,7 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
             return functional.gemma_rms_norm(x, self.weight, self.variance_epsilon)
         return functional.fused_add_gemma_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
@@ -245,7 +244,7 @@ class LayerNorm(CustomOp, nn.LayerNorm):
         """
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
 
 @CustomOp.register("rms_norm_gated")
@@ -315,7 +314,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
             self.activation,
         )
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, group_size={self.group_size}"

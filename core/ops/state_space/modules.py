@@ -11,8 +11,6 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from torch import Tensor
 
-# A class with functional_cuda and functional_xpu gets forward_cuda and forward_xpu from these
-# tables.
 CHUNKS = on_triton("opgraft.ops.state_space.triton_chunks")
 SCANS = on_triton("opgraft.ops.state_space.triton_scan")
 CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")
@@ -29,7 +27,7 @@ class CausalConv1d(CustomOp):
         ValueError: the activation is unknown.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS
+    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -66,7 +64,7 @@ class CausalConv1dUpdate(CustomOp):
         ValueError: the activation is unknown.
     """
 
-    functional_cuda = functional_xpu = CONVOLUTIONS
+    functional_cuda = functional_xpu = CONVOLUTIONS  # makes forward_cuda, forward_xpu
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -97,7 +95,7 @@ class SelectiveScan(CustomOp):
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS
+    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -137,7 +135,7 @@ class MambaChunkScan(CustomOp):
         ValueError: the size of chunks is no positive integer.
     """
 
-    functional_cuda = functional_xpu = CHUNKS
+    functional_cuda = functional_xpu = CHUNKS  # makes forward_cuda, forward_xpu
 
     def __init__(self, chunk_size: int, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -177,7 +175,7 @@ class SelectiveStateUpdate(CustomOp):
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
 
-    functional_cuda = functional_xpu = SCANS
+    functional_cuda = functional_xpu = SCANS  # makes forward_cuda, forward_xpu
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
