@@ -52,6 +52,9 @@ _OF_PYTHON = (
 
 _MOST_NAMED = 3
 
+_VALUES = operator.methodcaller("values")
+_BASES = operator.attrgetter("__bases__")
+
 _CODE = (
     FunctionType,
     BuiltinFunctionType,
@@ -89,6 +92,52 @@ _Owners = dict[int, _Owner]
 
 
 @dataclass(frozen=True)
+class _Things:
+    """Modules, classes and objects, sorted for quick readings.
+
+    Attributes:
+        modules: the names of the imported modules when the things were found.
+        all: the things, each once.
+        spaces: the modules and classes, which count with all their names.
+        objects: the other things, which may count with some of their names.
+        classes: the classes among the things.
+    """
+
+    modules: tuple[str, ...]
+    all: tuple[Any, ...]
+    spaces: tuple[Any, ...]
+    objects: tuple[Any, ...]
+    classes: tuple[type, ...]
+
+    @classmethod
+    def sorted(cls, modules: tuple[str, ...], things: Iterable[Any]) -> _Things:
+        by_identity = {id(thing): thing for thing in things}
+        found = tuple(by_identity.values())
+        spaces = tuple(thing for thing in found if not _is_object(thing))
+        objects = tuple(thing for thing in found if _is_object(thing))
+        classes = tuple(thing for thing in spaces if not isinstance(thing, ModuleType))
+        return cls(modules, found, spaces, objects, classes)
+
+
+class _Reading:
+    """The values of all names, classes and bases of things, in order."""
+
+    def __init__(self, things: _Things) -> None:
+        # Without a loop of Python's, as there are 20,000 values and more.
+        names = [*map(vars, things.spaces), *map(_names_of, things.objects)]
+        # Tuples, as another thread may add a name to a module meanwhile.
+        self._values = [*map(tuple, map(_VALUES, names))]
+        self._values += [tuple(map(type, things.all)), tuple(map(_BASES, things.classes))]
+        self._sizes = [*map(len, self._values)]
+
+    def is_same(self, other: _Reading) -> bool:
+        """Return True if both have the very same objects."""
+        here = chain.from_iterable(self._values)
+        there = chain.from_iterable(other._values)
+        return self._sizes == other._sizes and all(map(operator.is_, here, there))
+
+
+@dataclass(frozen=True)
 class _Seen:
     """The definitions of one look.
 
@@ -122,7 +171,9 @@ class Definitions:
         self._prefixes = prefixes
         # Threads of an engine may construct ops of a plugin at the same time.
         self._lock = threading.RLock()
-        self._found: tuple[tuple[str, ...], tuple[Any, ...]] = ((), ())
+        self._imports: tuple[str, ...] = ()
+        self._found = _Things.sorted((), ())
+        self._reading = _Reading(self._found)
         self._known: _Owners = {}
         self._imported: _Owners = {}
         self._code = CodeReader()
@@ -134,33 +185,31 @@ class Definitions:
         with self._lock:
             imported, self._imported = self._imported, {}
             imported_code, self._imported_code = self._imported_code, {}
-            # Unchanged names are not copied again: there are 16,000 and more.
-            now = [*map(_names_of, things), *map(_shape_of, things)]
-            owners = self._known.values()
-            known = [owner.names for owner in owners] + [owner.shape for owner in owners]
-            if not _alike(known, now):
-                self._known = {id(thing): self._owner(thing) for thing in things}
+            reading = _Reading(things)
+            # Unchanged names are not copied again.
+            if not reading.is_same(self._reading):
+                self._known = {id(thing): self._owner(thing) for thing in things.all}
                 self._names = tuple(owner.names for owner in self._known.values())
+                self._reading = reading
             code = self._code.read(self._names)
             return _Seen(self._known, imported, code, imported_code)
 
-    def _present_things(self) -> tuple[Any, ...]:
+    def _present_things(self) -> _Things:
         """Return the modules with their classes and objects, found anew after each import."""
         # Without the lock, as the search may call finders of plugins, and these may import.
-        modules, things = self._found
         # A tuple, as another thread may import meanwhile.
-        names = tuple(sys.modules)
-        present = tuple(name for name in names if name.startswith(self._prefixes))
-        if present != modules:
-            by_identity = {id(thing): thing for thing in self._things_now()}
-            things = tuple(by_identity.values())
-            # Both in one step, as another thread may read between two.
-            self._found = (present, things)
-        return things
+        imported = tuple(sys.modules)
+        if imported != self._imports:
+            modules = tuple(name for name in imported if name.startswith(self._prefixes))
+            if modules != self._found.modules:
+                self._found = _Things.sorted(modules, self._things_now())
+            # Last, as another thread may ask meanwhile.
+            self._imports = imported
+        return self._found
 
     def _owner(self, thing: Any) -> _Owner:
         known, names, shape = self._known.get(id(thing)), _names_of(thing), _shape_of(thing)
-        if known is not None and _alike([known.names, known.shape], [names, shape]):
+        if known is not None and _alike(known.names, names) and _alike(known.shape, shape):
             return known
         return _Owner(thing, *_described(thing, known), dict(names), shape)
 
@@ -452,13 +501,15 @@ def _is_defined_in(module: ModuleType, value: Any) -> bool:
     return kind is SimpleNamespace or hasattr(kind, "DEFINED_BY")
 
 
-def _alike(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if namespaces hold the very same objects in the same order, as most do."""
+def _is_object(thing: Any) -> bool:
+    return not isinstance(thing, ModuleType) and not issubclass(type(thing), type)
+
+
+def _alike(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return True if two namespaces hold the very same objects in the same order, as most do."""
     # Tuples, as another thread may add a name to a module meanwhile.
-    then, here = ([tuple(each.values()) for each in spaces] for spaces in (was, now))
-    if [*map(len, then)] != [*map(len, here)]:
-        return False
-    return all(map(operator.is_, chain.from_iterable(then), chain.from_iterable(here)))
+    then, here = tuple(was.values()), tuple(now.values())
+    return [*map(id, then)] == [*map(id, here)]
 
 
 def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:

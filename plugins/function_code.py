@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +16,11 @@ from opgraft.plugins.changes import Change, equal
 
 _CODE = operator.attrgetter("__code__")
 _DEFAULTS = operator.attrgetter("__defaults__")
+_KEYWORDS = operator.attrgetter("__kwdefaults__")
+_FIXED = ("__code__", "__defaults__")
+_IN_PLACE = "__kwdefaults__"
+"""The attribute with a dictionary, which a plugin can change without an assignment."""
+
 _Parts = Mapping[str, Any]
 
 Code = dict[FunctionType, _Parts]
@@ -26,26 +32,49 @@ class CodeReader:
 
     def __init__(self) -> None:
         self._names: tuple[Mapping[str, Any], ...] = ()
+        self._found: dict[int, tuple[Mapping[str, Any], tuple[FunctionType, ...]]] = {}
         self._functions: tuple[FunctionType, ...] = ()
         self._with_keywords: tuple[FunctionType, ...] = ()
         self._columns: list[list[Any]] = []
         self._code: Code = {}
 
     def read(self, names: tuple[Mapping[str, Any], ...]) -> Code:
-        """Return the code of all functions among definitions by name."""
+        """Return the code of all functions among definitions by name.
+
+        Args:
+            names: the definitions of each thing. A thing with other definitions has another mapping.
+        """
         if names is not self._names:  # a definition was added, removed or replaced
             self._names = names
-            self._functions = tuple(_functions_of(names))
-            self._with_keywords = tuple(filter(_takes_keywords, self._functions))
+            self._find_functions()
         # Lists are compared without a loop of Python's: there are 6,000 functions and more.
         codes = [*map(_CODE, self._functions)]
         defaults = [*map(_DEFAULTS, self._functions)]
-        keywords = [*map(_keywords_of, self._with_keywords)]
-        columns = [codes, defaults, keywords]
-        if not equal(columns, self._columns):
-            self._columns = columns
-            self._code = code_of(names)
+        keywords: list[Any] = [*map(_KEYWORDS, self._with_keywords)]
+        if not equal([codes, defaults, keywords], self._columns):
+            self._columns = [codes, defaults, [*map(_keywords_of, self._with_keywords)]]
+            self._code = {function: self._parts(function) for function in self._functions}
         return self._code
+
+    def _find_functions(self) -> None:
+        """Find the functions of changed definitions; those of the others are known."""
+        found = {}
+        for each in self._names:
+            known = self._found.get(id(each))
+            found[id(each)] = known or (each, tuple(_functions_of([each])))
+        self._found = found
+        functions = chain.from_iterable(functions for _, functions in found.values())
+        self._functions = tuple(dict.fromkeys(functions))
+        self._with_keywords = tuple(filter(_takes_keywords, self._functions))
+
+    def _parts(self, function: FunctionType) -> _Parts:
+        """Return the known parts of a function, or a copy of the present ones."""
+        known = self._code.get(function)
+        if known is None or any(known[name] is not getattr(function, name) for name in _FIXED):
+            return _parts_of(function)
+        if not equal(known[_IN_PLACE], function.__kwdefaults__):
+            return _parts_of(function)
+        return known
 
 
 def code_of(names: Iterable[Mapping[str, Any]]) -> Code:
@@ -89,7 +118,7 @@ def _parts_of(function: FunctionType) -> _Parts:
     return {
         "__code__": function.__code__,
         "__defaults__": function.__defaults__,
-        "__kwdefaults__": _keywords_of(function),
+        _IN_PLACE: _keywords_of(function),
     }
 
 
