@@ -69,13 +69,15 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
         show_idle_plugins,
         show_stream,
     )
+    from opgraft.models.build import generates
+    from opgraft.serving.engine_settings import engine_config
 
-    llm = open_llm(model)
-    show_idle_plugins()
-    if llm.embeds:
+    if not generates(engine_config(model, None, {})):
         raise RequestError(
             f"{model} is an encoder, and embeds texts: 'opgraft run MODEL TEXT…' compares them"
         )
+    llm = open_llm(model)
+    show_idle_plugins()
     if not llm.chats:
         raise RequestError(
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft "

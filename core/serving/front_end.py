@@ -10,12 +10,13 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.workers.executor import Executor
 from opgraft.errors import ModelError
+from opgraft.models.build import generates
 from opgraft.serving.embedding_engine import EmbeddingEngine
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.replicas import Replicas
 from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep
-from opgraft.serving.template_file import expect_template
+from opgraft.serving.template_file import checked_template
 from opgraft.serving.text_engine import TextEngine
 
 END_SECONDS = 2.0
@@ -29,7 +30,7 @@ class FrontEnd:
     """A model, and the engines that share the requests.
 
     Args:
-        model, opgraft_config, on_step, **settings: as for ``LLM``.
+        model, opgraft_config, on_step, runner, **settings: as for ``LLM``.
     """
 
     def __init__(
@@ -38,16 +39,33 @@ class FrontEnd:
         *,
         opgraft_config: OpgraftConfig | None = None,
         on_step: OnStep | None = None,
+        runner: str = "auto",
         **settings: Any,
     ) -> None:
         self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
-        expect_template(self.opgraft_config.model.chat_template)
-        self._replicas = Replicas(self.opgraft_config, on_step)
+        template = checked_template(self.opgraft_config.model.chat_template)
+        self._expect_kind(runner)
+        self._replicas = Replicas(self.opgraft_config, on_step, template)
         self._first: RequestEngine = self._replicas.first
         self._pools: list[ThreadPoolExecutor] = []
         self._finalizer = weakref.finalize(
             self, _shutdown, self._replicas, self._pools, END_SECONDS
         )
+
+    def _expect_kind(self, runner: str) -> None:
+        """Refuse a model of another kind, before its weights are loaded.
+
+        Raises:
+            ModelError: the model is an encoder, and ``runner`` names a decoder, or the reverse.
+        """
+        if runner == "auto":
+            return
+        kind = "generate" if generates(self.opgraft_config) else "pooling"
+        if runner != kind:
+            raise ModelError(
+                f"runner is {runner!r}, and {self.opgraft_config.model.name} is a model for "
+                f"{kind!r}: leave runner out, or give another model"
+            )
 
     @property
     def engine(self) -> TextEngine:

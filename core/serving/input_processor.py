@@ -25,7 +25,7 @@ from opgraft.serving.open_request import Answer, OpenRequest
 from opgraft.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
 from opgraft.serving.stop_tokens import stop_tokens, suppressed_tokens
-from opgraft.serving.template_file import with_template
+from opgraft.serving.template_file import checked_template, with_template
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -35,6 +35,8 @@ class InputProcessor:
     Args:
         opgraft_config: resolved.
         max_model_len: tokens of prompt and output together, at most.
+        template: the template in the file of ``model.chat_template``. By default, the file is read
+            and checked.
 
     Attributes:
         eos: tokens that end an output.
@@ -43,13 +45,17 @@ class InputProcessor:
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        ConfigError: the file of ``model.chat_template`` is no template.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig, max_model_len: int) -> None:
+    def __init__(
+        self, opgraft_config: OpgraftConfig, max_model_len: int, template: str | None = None
+    ) -> None:
         self.opgraft_config = opgraft_config
         self.max_model_len = max_model_len
         weights = open_weights(str(opgraft_config.model.name))
         self._unread: VocabularyError | None = None
+        self._template = template
         self.tokenizer = self._find_tokenizer(weights)
         config = read_config(weights, plain=True)
         self.vocab_size = int(config.get_text_config().vocab_size)
@@ -68,8 +74,13 @@ class InputProcessor:
         except VocabularyError as error:
             self._unread = error
             return None
+        if found is None:
+            return None
         file = self.opgraft_config.model.chat_template
-        return None if found is None else with_template(found, file)
+        source = self._template
+        if source is None:
+            source = checked_template(file)
+        return with_template(found, file, source)
 
     def share_with(self, executor: Executor) -> None:
         """Share the grammars compiled from now on with the workers of an executor."""

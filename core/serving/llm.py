@@ -16,7 +16,7 @@ from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import ConfigError, EngineError, ModelError, RequestError, close_matches
+from opgraft.errors import ConfigError, EngineError, RequestError, close_matches
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.arguments import (
     listed_chats,
@@ -98,14 +98,8 @@ class LLM(FrontEnd):
     ) -> None:
         if runner not in _RUNNERS:
             raise ConfigError(f"runner is {runner!r:.80}: {close_matches(str(runner), _RUNNERS)}")
-        super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
-        kind = "pooling" if self.embeds else "generate"
-        if runner not in ("auto", kind):
-            self.shutdown()
-            raise ModelError(
-                f"runner is {runner!r}, and {self.opgraft_config.model.name} is a model for "
-                f"{kind!r}: leave runner out, or give another model"
-            )
+        given: Any = {"on_step": on_step, "runner": runner, **settings}
+        super().__init__(model, opgraft_config=opgraft_config, **given)
         self._numbers = count()
         self._answering = Lock()
         self._answering_thread: int | None = None

@@ -312,6 +312,7 @@ class Replicas:
     Args:
         opgraft_config: the engines' settings.
         on_step: see ``OnStep``; called in the threads of the engines, one call at a time.
+        template: see ``InputProcessor``.
 
     Attributes:
         each: the replicas.
@@ -321,11 +322,17 @@ class Replicas:
         ModelError, ConfigError, CheckpointError: as ``TextEngine``.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
+    def __init__(
+        self,
+        opgraft_config: OpgraftConfig,
+        on_step: OnStep | None = None,
+        template: str | None = None,
+    ) -> None:
         self._parallel = opgraft_config.parallel
         self._lock = threading.RLock()
         self._arrivals = count()
         self._making_inputs = threading.Lock()
+        self._make_inputs = partial(InputProcessor, template=template)
         self._inputs: InputProcessor | None = None
         watched = None if on_step is None else _one_at_a_time(on_step)
         self.each: list[Replica] = []
@@ -336,7 +343,7 @@ class Replicas:
         # The first error of a start.
         self._failed: BaseException | None = None
         if not is_replicated(self._parallel):
-            make = partial(_engine, opgraft_config, watched)
+            make = partial(_engine, opgraft_config, watched, self._make_inputs)
             self.each.append(Replica(0, make))
         else:
             self._start(opgraft_config, watched)
@@ -364,7 +371,7 @@ class Replicas:
     def _shared_inputs(self, opgraft_config: OpgraftConfig, max_model_len: int) -> InputProcessor:
         with self._making_inputs:
             if self._inputs is None:
-                self._inputs = InputProcessor(opgraft_config, max_model_len)
+                self._inputs = self._make_inputs(opgraft_config, max_model_len)
             return self._inputs
 
     @contextmanager

@@ -15,31 +15,37 @@ _SETTING = "model.chat_template"
 _LARGEST = 1 << 20  # bytes
 
 
-def expect_template(file: str | None) -> None:
-    """Check a file, before a model is loaded.
+def checked_template(file: str | None) -> str | None:
+    """Return the template of a file, or None if there is no file.
+
+    The file is read once, so that the checked template is the one in use.
 
     Raises:
         ConfigError: the file cannot be read, is no regular file, or is no template. The message has the line.
         ChildError: the process that reads templates could not be started.
     """
     if file is None:
-        return
+        return None
+    source = _read(file)
     # Templates are compiled in the helper alone, within its limits.
-    kind, text = TemplateRenderer().render(_read(file), {})
+    kind, text = TemplateRenderer().render(source, {})
     # Without messages, most templates refuse to render.
     if kind is AnswerKind.INVALID:
         raise ConfigError(f"{_SETTING}, {file}{text}. Correct the file, or leave the setting out.")
+    return source
 
 
-def with_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
+def with_template(tokenizer: Tokenizer, file: str | None, source: str | None) -> Tokenizer:
     """Return a tokenizer with the template of a file, or the same tokenizer if there is no file.
 
-    Raises:
-        ConfigError: the file cannot be read.
+    Args:
+        tokenizer: of the checkpoint.
+        file: the file of the template, for errors.
+        source: the template, from ``checked_template``.
     """
-    if file is None:
+    if source is None:
         return tokenizer
-    return replace(tokenizer, chat_templates={"default": _read(file)}, template_file=file)
+    return replace(tokenizer, chat_templates={"default": source}, template_file=file)
 
 
 def _read(file: str) -> str:

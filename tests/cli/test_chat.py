@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.small_words import WORDS, word_llama
+
+transformers = pytest.importorskip("transformers")
 
 SETTINGS = ("--cache.num_blocks", "200", "--load.progress", "false")
 
@@ -97,9 +100,22 @@ def test_a_model_without_template_is_refused(chat, causal_folder: Path) -> None:
     assert "opgraft run MODEL PROMPT" in stderr
 
 
-def test_an_encoder_is_refused_with_what_it_is_for(chat) -> None:
-    """A model that embeds texts is an error that says so."""
-    code, stdout, stderr = piped(chat, "the cat\n", "minilm")
+def test_an_encoder_is_refused_with_what_it_is_for(chat, tmp_path: Path) -> None:
+    """A model that embeds texts is an error that says so, before weights are loaded."""
+    config = transformers.BertConfig(
+        vocab_size=32,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    folder = tmp_path / "encoder"
+    transformers.BertModel(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    # Without this one, no loading succeeds.
+    del weights["encoder.layer.0.output.dense.weight"]
+    save_file(weights, folder / "model.safetensors")
+    code, stdout, stderr = piped(chat, "the cat\n", str(folder))
     assert (code, stdout) == (2, "")
     assert "is an encoder, and embeds texts: 'opgraft run MODEL TEXT" in stderr
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opgraft import LLM, SamplingParams
-from opgraft.errors import ConfigError, ModelError, RequestError
+from opgraft.base.files import read_regular
+from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
+from opgraft.serving import template_file
+from safetensors.torch import load_file, save_file
 from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
@@ -96,6 +100,26 @@ def test_a_template_in_a_file(folder: Path, tmp_path: Path) -> None:
             refusing.chat(CHAT, GREEDY, chat_template="{{ raise_exception('no') }}")
 
 
+def test_a_template_is_read_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template in use is the checked one, whatever somebody writes into the file meanwhile."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0].content }} sleeps", encoding="utf-8")
+
+    def read_and_edit(path: str, largest: int) -> bytes:
+        content = read_regular(path, largest)
+        Path(path).write_text("{% if", encoding="utf-8")
+        return content
+
+    monkeypatch.setattr(template_file, "read_regular", read_and_edit)
+    for engines in (1, 2):
+        file.write_text("{{ messages[0].content }} sleeps", encoding="utf-8")
+        given = {"model.chat_template": str(file), "parallel.data": engines}
+        with LLM(str(folder), **SMALL, **given) as other:
+            assert other.chat(CHAT, GREEDY)[0].prompt == "the cat sleeps"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -157,9 +181,27 @@ def test_vectors() -> None:
     assert tokenizer("A cat.")["input_ids"] == outputs[0].prompt_token_ids
 
 
-def test_another_kind_of_model(folder: Path) -> None:
-    """A runner is a name of vLLM, and that of the model."""
+def damaged(folder: Path, tmp_path: Path) -> str:
+    """Return a copy of a checkpoint without one of its weights, which ends every loading."""
+    copy = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[max(tensors)]
+    save_file(tensors, file)
+    return str(copy)
+
+
+def test_another_kind_of_model(folder: Path, tmp_path: Path) -> None:
+    """A runner is a name of vLLM. A model of another kind is refused before its weights are read."""
+    model = damaged(folder, tmp_path)
+    with pytest.raises(CheckpointError, match="missing"):
+        LLM(model, runner="generate", **SMALL)
     with pytest.raises(ModelError, match=r"runner is 'pooling', and .* is a model for 'generate'"):
-        LLM(str(folder), runner="pooling", **SMALL)
+        LLM(model, runner="pooling", **SMALL)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=32, intermediate_size=8, **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ModelError, match=r"runner is 'generate', and .* is a model for 'pooling'"):
+        LLM(damaged(tmp_path / "bert", tmp_path / "other"), runner="generate", **SMALL)
     with pytest.raises(ConfigError, match=r"runner is 'poling': did you mean 'pooling'\?"):
         LLM(str(folder), runner="poling", **SMALL)
