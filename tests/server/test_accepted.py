@@ -246,8 +246,22 @@ def test_forms_by_the_names_of_vllm(server: Server, form: dict[str, Any], patter
         assert re.fullmatch(pattern, text, re.DOTALL), text
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "guided_json": {"guided_json": {"const": 1}},
+    "guided_regex": {"guided_regex": "a+"},
+    "guided_choice": {"guided_choice": ["a", "b"]},
+    "guided_grammar": {"guided_grammar": 'start: "a"'},
+    "structured_outputs.json": {"structured_outputs": {"json": {"const": 1}}},
+    "structured_outputs.json_object": {"structured_outputs": {"json_object": True}},
+    "structured_outputs.regex": {"structured_outputs": {"regex": "a+"}},
+    "structured_outputs.choice": {"structured_outputs": {"choice": ["a"]}},
+    "structured_outputs.grammar": {"structured_outputs": {"grammar": 'start: "a"'}},
+}
+"""By field, a form of vLLM."""
+
+
 def test_forms_that_exclude_each_other(server: Server) -> None:
-    """Two forms are refused, and so is one beside functions that is no JSON."""
+    """Two forms are refused, one beside functions that is no JSON, and one beside a forced call."""
     form = {"type": "json_object"}
     error = error_of(server.chat(response_format=form, guided_regex="a"))
     assert error["param"] == "guided_regex"
@@ -255,6 +269,14 @@ def test_forms_that_exclude_each_other(server: Server) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     error = error_of(server.chat(tools=[tool], structured_outputs={"choice": ["a"]}))
     assert (error["param"], error["code"]) == ("structured_outputs.choice", "unsupported_value")
+    named = {"type": "function", "function": {"name": "f"}}
+    for field, form in FORMS.items():
+        for choice in ("required", named):
+            response = server.chat(tools=[tool], tool_choice=choice, **form)
+            assert response.status_code == 400
+            error = error_of(response)
+            assert error["param"] == field
+            assert error["message"].startswith(f"{field} stands beside a tool_choice that forces")
     beside = {"tools": [tool], "guided_regex": "a{3}", "tool_choice": "none"}
     assert server.chat(**beside).json()["choices"][0]["message"]["content"] == "aaa"
     schema = {"const": {"a": 1}}

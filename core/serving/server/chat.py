@@ -9,6 +9,7 @@ from opgraft.errors import HTTPError
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
 from opgraft.serving.server.call_reader import CallReader
+from opgraft.serving.server.forms import OF_OPENAI
 from opgraft.serving.server.generating import Generating
 from opgraft.serving.server.messages import for_template, template_values
 from opgraft.serving.server.passing import Passing
@@ -41,8 +42,10 @@ class Chat(Generating[ChatRequest]):
         """Return the structured output of an answer, or of a call in place of the answer.
 
         Raises:
-            HTTPError: the answer may be a call, and the form is no JSON.
+            HTTPError: the answer may be a call, and the form is no JSON; or the answer must be a
+                call, and a form of vLLM has no effect.
         """
+        self._expect_effect()
         schema = None if self.form is None else self.form.spec.get("json")
         may_call = self.tools.functions is not None and self.tools.forced is None
         if may_call and self.form is not None and schema is None:
@@ -58,6 +61,28 @@ class Chat(Generating[ChatRequest]):
         if held is not None or self.form is None:
             return held
         return self.form.spec
+
+    def _expect_effect(self) -> None:
+        """Refuse a form of vLLM beside a forced call.
+
+        Clients send OpenAI's ``response_format`` beside every choice of tools. OpenAI applies that
+        form to answers without a call only.
+
+        Raises:
+            HTTPError: the answer must be a call, and cannot have the form.
+        """
+        if self.form is None or self.tools.forced is None:
+            return
+        field = self.form.field
+        if field == OF_OPENAI:
+            return
+        raise HTTPError(
+            400,
+            f"{field} stands beside a tool_choice that forces a call, and the answer cannot have "
+            "both forms: leave one of the two out",
+            field=field,
+            code="unsupported_value",
+        )
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""

@@ -11,6 +11,9 @@ from opgraft.errors import HTTPError
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.protocol import Generation, ResponseFormat, StructuredOutputs
 
+OF_OPENAI = "response_format"
+"""The field of OpenAI with the form of an answer."""
+
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -59,7 +62,7 @@ def _forms(body: Generation) -> Iterator[Form]:
 
 
 def _of_openai(given: ResponseFormat) -> Iterator[Form]:
-    field = "response_format"
+    field = OF_OPENAI
     if given.type == "json_object":
         yield Form(field, {"json": _ANY_OBJECT})
     if given.type != "json_schema":

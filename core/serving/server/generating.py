@@ -132,7 +132,9 @@ class Generating(ABC, Generic[_B]):
             self.prompt_ids = await self.prompts()
         sampling.expect_prompts(self.body, self.prompt_ids, self.service)
         settled = self.structured()
-        self.params = sampling.params_of(self.body, self.prompt_ids, self.service, settled)
+        self.params = sampling.params_of(
+            self.body, self.prompt_ids, self.service, self.form, settled
+        )
         if self.params.structured_output is not None:
             with at(self.grammar_field):
                 await self.service.llm.compile(self.params)

@@ -7,7 +7,7 @@ from typing import Any
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import HTTPError
-from opgraft.serving.server.forms import form_of
+from opgraft.serving.server.forms import Form
 from opgraft.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -75,9 +75,20 @@ def scores_only(body: Generation) -> bool:
 
 
 def params_of(
-    body: Generation, prompts: Sequence[Sequence[int]], service: Service, settled: Mapping[str, Any]
+    body: Generation,
+    prompts: Sequence[Sequence[int]],
+    service: Service,
+    form: Form | None,
+    settled: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the sampling that a request asks for; ``settled`` goes before that.
+    """Return the sampling settings of a request.
+
+    Args:
+        body: the request.
+        prompts: the token ids of its prompts.
+        service: has the limits.
+        form: the form of the answer, from ``form_of``.
+        settled: settings in place of those of the request.
 
     Raises:
         HTTPError: it asks for more than the server allows, or for what it has not.
@@ -88,7 +99,6 @@ def params_of(
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     _expect_few(body.allowed_token_ids or (), service.vocab_size, "allowed_token_ids")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
-    form = form_of(body)
     if body.seed is not None and body.seed < 0:
         given["seed"] = body.seed % (1 << 64)  # of clients that draw from all whole numbers
     given |= {
