@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import backend_registration
+from torch.utils import _python_dispatch, backend_registration
 
 _set_up: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 """Gives the backend in Python what torch asks of it, a guard and hooks; older versions take them in C++ only."""
@@ -15,6 +15,9 @@ _set_up: Any = getattr(backend_registration, "_setup_privateuseone_for_python_ba
 _no_functions: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
 
 _wrap: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
+
+_is_traceable: Any = getattr(_python_dispatch, "is_traceable_wrapper_subclass", None)
+"""Dynamo's own question about a tensor of a subclass, which has no public name."""
 
 _KEY = "PrivateUse1"
 
@@ -106,6 +109,17 @@ def stores_values(x: torch.Tensor) -> bool:
     The class of a fake tensor or of a vendor's wrapper may have none.
     """
     return type(x) in _classes
+
+
+def follows_tensor(x: torch.Tensor) -> bool:
+    """Return True if ``torch.compile`` follows tensors of this class.
+
+    Dynamo follows ``torch.Tensor``, and subclasses that describe their parts by
+    ``__tensor_flatten__``. If a release of torch lacks the private name, no subclass counts.
+    """
+    if type(x) is torch.Tensor:
+        return True
+    return _is_traceable is not None and bool(_is_traceable(x))
 
 
 def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:

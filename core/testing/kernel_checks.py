@@ -20,6 +20,7 @@ import torch
 from opgraft.binding.functional import binding_of
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.specialisation import bind
+from opgraft.compat.python_device import follows_tensor
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.ops.spec import Arguments, OpSpec, in_float64, tensors
 from opgraft.ops.weights import default_weight_loader
@@ -312,7 +313,7 @@ def _large_inputs(spec: OpSpec, *drawn: Any) -> Arguments:
 def check_compilation(trial: Trial) -> str | None:
     """The op compiles without a graph break, once for all sizes, to the same results."""
     made = torch.empty(0, device=trial.spec.device)
-    if type(made) is not Tensor:
+    if not follows_tensor(made):
         kind = type(made).__name__
         return f"torch.compile follows no tensors of class {kind}, such as this device has"
     if trial.subject.function is not None:

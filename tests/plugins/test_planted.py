@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+from typing import Any
 
 import pytest
+import torch
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.testing.conformance import Conformance, alone
 from plugins.planted import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 STREAMS = """
 import sys, opgraft
@@ -36,6 +40,54 @@ def test_a_defect_of_an_op_is_found(site, name: str) -> None:
     """The question that it concerns is asked, and answered by a failure with a reason that tells it."""
     site.plugin("acme", BEGINNING + DEFECTS[name].source)
     expect_found("acme", DEFECTS[name])
+
+
+class Bare(Tensor):
+    """A tensor of a class that no compiler follows."""
+
+
+class Followed(Tensor):
+    """A tensor of a class that describes its parts, which a compiler follows."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class MadeOf(TorchFunctionMode):
+    """Makes empty tensors of another class, as a device in Python does."""
+
+    def __init__(self, kind: type[Tensor]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.as_subclass(self.kind) if func is torch.empty else made
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        (Tensor, "failed", "item"),
+        (Followed, "failed", "item"),
+        (Bare, "skipped", "torch.compile follows no tensors of class Bare"),
+    ],
+)
+def test_compilation_on_a_device_in_python(
+    site, kind: type[Tensor], status: str, words: str
+) -> None:
+    """Tensors of a device's own class excuse a graph break only if no compiler follows them."""
+    site.plugin("acme", BEGINNING + DEFECTS["a graph break"].source)
+    with alone("acme"):
+        conformance = Conformance("acme")
+        (case,) = (case for case in conformance.cases if str(case) == "gelu-compilation")
+        with MadeOf(kind):
+            outcome = conformance.judge(case)
+    assert (outcome.status, words in outcome.reason) == (status, True), outcome.reason
 
 
 @pytest.mark.parametrize("name", OF_PLATFORMS)
