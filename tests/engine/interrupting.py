@@ -11,8 +11,9 @@ from typing import Any
 class InterruptAt:
     """Raises ``KeyboardInterrupt`` at the n-th line that runs in files of some names.
 
-    Lines that begin with ``with`` are left out. A trace sees them a second time at the end of the
-    block, before the lock of the block is free, where no signal is handled.
+    Lines that begin with ``with`` or ``try`` are left out, since no signal is handled there. A trace
+    sees the first a second time at the end of the block, before the lock of the block is free, and
+    the second before the block of a ``with`` line above has begun.
     """
 
     def __init__(self, number: int, files: tuple[str, ...]) -> None:
@@ -29,7 +30,7 @@ class InterruptAt:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self.files):
             return None
-        if event == "line" and not _is_with(frame):
+        if event == "line" and not _handles_no_signal(frame):
             self.left -= 1
             if not self.left:
                 sys.settrace(None)
@@ -37,6 +38,6 @@ class InterruptAt:
         return self._trace
 
 
-def _is_with(frame: FrameType) -> bool:
+def _handles_no_signal(frame: FrameType) -> bool:
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return line.lstrip().startswith("with ")
+    return line.lstrip().startswith(("with ", "try:"))

@@ -245,7 +245,9 @@ def hear(number):
     channel = Channel(ours[number])
     try:
         if number == 2:
-            RemoteWorkers(Started([Link(0, channel, Channel(ours[3]))]), 30.0).reply(20)
+            RemoteWorkers(Started([Link(0, channel, Channel(ours[3]))]), 30.0).reply(
+                20, lambda link: link.calls.receive()
+            )
         if number == 4:
             RemoteWorkers(Started([Link(0, Channel(ours[5]), channel)]), 30.0).ask_beside(encoded(()))
         if number:

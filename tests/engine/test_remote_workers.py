@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ from opgraft.engine.workers import worker_link
 from opgraft.engine.workers.executors import executor_of
 from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
 from opgraft.engine.workers.remote_workers import RemoteWorkers, Started
+from opgraft.engine.workers.worker_link import WorkerLink
+from opgraft.engine.workers.worker_process import _answer
 from opgraft.errors import ConfigError, EngineError
-from opgraft.machine.channel import Channel, encoded
+from opgraft.machine.channel import Channel, PipeSender, encoded
 from support.small_tokenizers import trained_tokenizer
 from support.warm.interpreter import process_of
 
@@ -252,6 +255,82 @@ def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
             interrupted += 1
         executor.shutdown()
     assert interrupted > 5, interrupted
+
+
+MESSAGES = ("channel.py", "remote_workers.py", "remote_executor.py")
+"""Files that send calls and take replies in."""
+
+
+INTERRUPTED = "an interrupt came while the process of the worker was asked, which was ended"
+
+
+class InThread(WorkerLink):
+    """The link to a worker in a thread, which keeps what it is told."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.others = socket.socketpair()
+        reading, self.writing = os.pipe()
+        super().__init__(0, PipeSender(ours, self.writing), Channel(self.others[0]))
+        channel = Channel(theirs, pipe=reading)
+        kept = SimpleNamespace()
+
+        def answer(method: str, args: tuple[Any, ...], everyone: bool) -> Any:
+            return getattr(kept, method)(*args)
+
+        def run() -> None:
+            _answer(channel, answer)
+            channel.close()
+            os.close(reading)
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def ended(self, patience: float = 0.0) -> str | None:
+        self.thread.join(patience)
+        return None if self.thread.is_alive() else "with its thread"
+
+    def kill(self) -> None:
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        super().hang_up()
+        writing, self.writing = self.writing, -1
+        if writing >= 0:
+            os.close(writing)
+
+    def close(self) -> None:
+        super().close()
+        self.others[1].close()
+
+
+def test_an_interrupt_within_a_call(make: Make) -> None:
+    """Wherever it comes, the next calls have their own answers, or an error names the interrupt."""
+    number = answered = 0
+    reasons: list[str] = []
+    interrupted = True
+    while interrupted:
+        number += 1
+        interrupted = False
+        executor = make()
+        executor._take(RemoteWorkers(Started([InThread()]), 30.0))
+        executor.call("__setattr__", "kept", "before")
+        try:
+            with InterruptAt(number, MESSAGES):
+                executor.call("__setattr__", "kept", "after")
+        except KeyboardInterrupt:
+            interrupted = True
+        try:
+            assert executor.call("__getattribute__", "kept") in ("before", "after")
+            executor.call("__setattr__", "kept", number)
+            assert executor.call("__getattribute__", "kept") == number
+            answered += 1
+        except EngineError as error:
+            reasons.append(str(error))
+        executor.shutdown()
+    assert len(reasons) > 10
+    assert answered > 10
+    assert {reason.partition(":")[0] for reason in reasons} == {INTERRUPTED}
 
 
 def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) -> None:

@@ -25,12 +25,13 @@ from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
     STAGES_OF_START,
     WorkerJob,
+    WorkerLink,
     expect_greeting,
     hanging,
     output_rank,
 )
 from opgraft.logger import logger, writes_json
-from opgraft.machine.channel import Channel, encoded, encoded_plain
+from opgraft.machine.channel import encoded, encoded_plain
 from opgraft.plugins.host import load_plugins
 
 _SETTLE_SECONDS = 2.5
@@ -111,14 +112,15 @@ class RemoteExecutor(Executor):
         """
         limit = self.opgraft_config.parallel.start_seconds
         silent, deadline = dict(enumerate(self.workers.links)), time.monotonic() + limit
+
+        def greeted(link: WorkerLink) -> None:
+            expect_greeting(link.calls.receive_bytes(), link.rank)
+            del silent[link.rank]
+
         while silent:
             left = max(0.0, deadline - time.monotonic())
-            found = self.workers.reply(left, Channel.receive_bytes)
-            if found is None:
+            if not self.workers.reply(left, greeted):
                 raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
-            rank, said = found
-            expect_greeting(said, rank)
-            del silent[rank]
 
     def _take(self, workers: RemoteWorkers) -> None:
         """Have others be the workers.
@@ -224,11 +226,18 @@ class RemoteExecutor(Executor):
         return self._send(encoded((method, args, True)))
 
     def _send(self, data: memoryview) -> int:
-        number = self._calls
-        self._calls += 1
-        self._awaited[number] = {}
-        self.workers.post(number, data)
-        return number
+        try:
+            number = self._calls
+            self._calls += 1
+            self._awaited[number] = {}
+            self.workers.post(number, data)
+            return number
+        except Exception:
+            raise
+        except BaseException:
+            # Workers count calls, too, and a call may have reached some ranks only.
+            self.workers.interrupted()
+            raise
 
     def _limit(self, method: str) -> float:
         """Return the seconds of a call after which a rank counts as hanging."""
@@ -242,22 +251,18 @@ class RemoteExecutor(Executor):
             EngineError: a process has ended.
         """
         while not is_done():
-            if not self._take_reply(max(0.0, deadline - time.monotonic())):
+            if not self.workers.reply(max(0.0, deadline - time.monotonic()), self._take_reply):
                 return False
         return True
 
-    def _take_reply(self, seconds: float) -> bool:
-        found = self.workers.reply(seconds)
-        if found is None:
-            return False
-        rank, (number, done, answer) = found
+    def _take_reply(self, link: WorkerLink) -> None:
+        number, done, answer = link.calls.receive()
         if number in self._awaited:
-            self._awaited[number][rank] = done, answer
+            self._awaited[number][link.rank] = done, answer
         elif not done:
             raise self.workers.ended(
-                f"rank {rank} has failed in a step that the others have completed: {described(answer)}"
+                f"rank {link.rank} has failed in a step that the others have completed: {described(answer)}"
             )
-        return True
 
     def _results(self, replies: Replies, ranks: Sequence[int] = ()) -> list[Any]:
         """Return the results of ranks, of all if none are named, or raise the first failure."""

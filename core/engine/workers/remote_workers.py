@@ -22,12 +22,16 @@ from opgraft.engine.workers.worker_link import (
     hanging,
 )
 from opgraft.errors import EngineError
-from opgraft.machine.channel import Channel
 
 _LOOK_SECONDS = 1.0
 """Seconds between two looks at processes that do not reply."""
 
 SHUT_DOWN = "the engine was shut down, or not started, and has no worker"
+
+_INTERRUPTED = (
+    "an interrupt came while the process of the worker was asked, which was ended: half a message "
+    "may be on its way"
+)
 
 
 def _nothing() -> None:
@@ -148,6 +152,10 @@ class RemoteWorkers:
             for link in self.links:
                 self._send(link, number, data)
 
+    def interrupted(self) -> None:
+        """End the processes after an interrupt in the middle of a message to or from a worker."""
+        self.end(_INTERRUPTED)
+
     def begin(self, rank: int, job: memoryview) -> None:
         """Send a rank its job.
 
@@ -166,30 +174,34 @@ class RemoteWorkers:
         except OSError as error:
             raise self._ended_by(link, error) from error
 
-    def reply(
-        self, seconds: float, read: Callable[[Channel], Any] = Channel.receive
-    ) -> tuple[int, Any] | None:
-        """Wait for a reply, and return its rank and its message; ``None`` if none comes in time.
+    def reply(self, seconds: float, take: Callable[[WorkerLink], object]) -> bool:
+        """Wait for a reply, and take the reply in. Return False if none comes in time.
 
         Args:
             seconds: to wait.
-            read: takes it from a channel.
+            take: takes the reply from the link of a worker.
 
         Raises:
-            EngineError: they are there no more.
+            EngineError: the workers are lost.
         """
         with self._calling:
             self._expect_going()
             link = self._replying(seconds)
             if link is None:
-                return None
+                return False
             try:
-                return link.rank, read(link.calls)
+                take(link)
+                return True
             except TimeoutError:
                 reason = f"{link.told()} did not come to the end of its reply within {self._seconds:g} seconds"
                 raise self.ended(f"{reason}: all were ended", at_once=True) from None
             except (EOFError, OSError) as error:
                 raise self._ended_by(link, error) from error
+            except Exception:
+                raise
+            except BaseException:
+                self.interrupted()
+                raise
 
     def _replying(self, seconds: float) -> WorkerLink | None:
         for link in self.links:
@@ -241,7 +253,7 @@ class RemoteWorkers:
         except Exception:
             raise
         except BaseException:
-            self.end("an interrupt came while the process of the worker was asked, which was ended")
+            self.interrupted()
             raise
         for _, done, answer in answers:
             if not done:
