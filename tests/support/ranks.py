@@ -5,22 +5,31 @@ They are forked by a server that has imported what takes seconds, opgraft too, w
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-PATIENCE = 120.0
-"""Seconds that a rank has for an answer."""
+PATIENCE = 600.0
+"""Seconds of the ranks for their answers: on a busy machine, a compiler takes minutes."""
+
+_SETTLING = 20.0
+"""Seconds of the other ranks for their answers, after one has failed."""
+
+_STACKS = 2.0
+"""Seconds of a process to write its stack."""
 
 IMPORTED = (
     *("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama"),
@@ -66,25 +75,49 @@ class Ranks:
         """Call a function of a test module on every rank; return what each returned.
 
         Raises:
-            TimeoutError: one does not answer in time. All are ended, as a late answer would be taken for the next one,
-                and others take their place.
+            AssertionError: a rank has failed. The message has the traceback.
+            TimeoutError: a rank does not answer in time. The message has the stack. Other ranks
+                take the place of all, as a late answer would be taken for the next one.
         """
         request = pickle.dumps((function.__code__.co_filename, function.__name__, args))
         for end in self.ends:
             end.send_bytes(request)
-        answers = []
-        for rank, end in enumerate(self.ends):
-            if not end.poll(PATIENCE):
-                self._end(0)
-                self._start()
-                raise TimeoutError(f"rank {rank} does not answer")
-            answers.append(pickle.loads(end.recv_bytes()))  # noqa: S301  # of our own process
-        failed = [
-            f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good
-        ]
-        if failed:
-            raise AssertionError("\n".join(failed))
-        return [answer for _, answer in answers]
+        answers = self._answers()
+        silent = [rank for rank in range(self.size) if rank not in answers]
+        failed = [f"rank {rank}: {answer}" for rank, (good, answer) in answers.items() if not good]
+        told = [*failed, *(f"rank {rank} does not answer:\n{self._stack(rank)}" for rank in silent)]
+        if silent:
+            self._end(0)
+            self._start()
+        if told:
+            raise (AssertionError if failed else TimeoutError)("\n".join(told))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _answers(self) -> dict[int, tuple[bool, Any]]:
+        """Return the answers by rank. Nobody waits long for ranks that a failed one has left alone."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + PATIENCE
+        while len(answers) < self.size:
+            open_ends = [end for rank, end in enumerate(self.ends) if rank not in answers]
+            ready = wait(open_ends, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for end in ready:
+                assert isinstance(end, Connection)
+                answer = _answer_of(end)
+                answers[self.ends.index(end)] = answer
+                if not answer[0]:
+                    deadline = min(deadline, time.monotonic() + _SETTLING)
+        return answers
+
+    def _stack(self, rank: int) -> str:
+        """Return the stacks of the threads of a rank."""
+        process = self.processes[rank]
+        if not process.is_alive():
+            return f"its process has ended with {process.exitcode}"
+        os.kill(process.pid or 0, signal.SIGUSR1)
+        time.sleep(_STACKS)
+        return Path(self.folder.name, f"stack-{rank}").read_text()
 
     def _end(self, patience: float) -> None:
         while self.ends:
@@ -107,6 +140,14 @@ class Ranks:
         self._end(10)
 
 
+def _answer_of(end: Connection) -> tuple[bool, Any]:
+    try:
+        answer: tuple[bool, Any] = pickle.loads(end.recv_bytes())  # noqa: S301  # of our own process
+    except EOFError:
+        return False, "its process has ended"
+    return answer
+
+
 def _serve(
     end: Connection,
     rank: int,
@@ -124,6 +165,10 @@ def _serve(
 
     opgraft.reset()
     torch.set_num_threads(1)
+    folder = Path(store.removeprefix("file://")).parent
+    # The file stays open as long as the process lives.
+    stacks = os.open(folder / f"stack-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
+    faulthandler.register(signal.SIGUSR1, stacks)
     from opgraft.distributed import destroy_distributed, init_distributed
 
     init_distributed(**sizes, rank=rank, init_method=store)
