@@ -153,6 +153,8 @@ def setting(
 ) -> Any:
     """Return a setting of a checkpoint, in small letters. Null counts as missing.
 
+    A number may be written in another way, such as 4.0 for 4.
+
     Raises:
         QuantizationError: the value is none of the choices.
     """
@@ -170,7 +172,8 @@ def setting(
             "quantization"
         )
 
-    return value
+    # The choice itself: 4.0 equals 4, and is no size of a tensor.
+    return choices[list(choices).index(value)]
 
 
 def group_size(

@@ -94,6 +94,7 @@ ROWS: Mapping[str, tuple[Mapping[str, Any], Form]] = {
         {**GPTQ, "checkpoint_format": None, "desc_act": None, "dynamic": None, "sym": None},
         gptq,
     ),
+    "a number with a point": ({**GPTQ, "bits": 4.0}, gptq),
     "awq in capitals": ({**AWQ, "quant_method": "AWQ", "version": "GEMM"}, awq),
     "awq, layout by format": (
         {"quant_method": "awq", "group_size": GROUP, "format": "GEMM", "backend": "auto"},
