@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-COVERED = {"opgraft", "torch", *sys.stdlib_module_names} - {"__main__"}
+COVERED = frozenset({"opgraft", "torch", *sys.stdlib_module_names}) - {"__main__"}
 """Packages in the key of the cache by version or by all sources."""
 
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))

@@ -255,8 +255,16 @@ VOCABULARIES: Mapping[str, VocabularyCuts] = MappingProxyType(
 )
 """By name. "default" is what llama.cpp takes if a file names none."""
 
-REFUSED: Mapping[str, str] = dict.fromkeys(
-    ("gemma4", "granite-embed-multi-311m", "sarvam-moe"),
-    "it merges characters instead of bytes, for models that are not read from GGUF files here",
-) | {"whitespace": "it takes words apart by a trie, for an encoder that is not read here"}
+_CHARACTERS = (
+    "it merges characters instead of bytes, for models that are not read from GGUF files here"
+)
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma4": _CHARACTERS,
+        "granite-embed-multi-311m": _CHARACTERS,
+        "sarvam-moe": _CHARACTERS,
+        "whitespace": "it takes words apart by a trie, for an encoder that is not read here",
+    }
+)
 """Names of llama.cpp that are not read, each with the reason."""

@@ -39,15 +39,17 @@ from torch import Tensor
 NAME = "compressed-tensors"
 LINEAR = "Linear"
 """The target for every linear layer."""
-READ = {"quant_method", "format", "config_groups", "ignore", "sparsity_config"}
+READ = frozenset({"quant_method", "format", "config_groups", "ignore", "sparsity_config"})
 """Settings with an effect."""
-WITHOUT_EFFECT = {
-    "quantization_status",
-    "global_compression_ratio",
-    "version",
-    "run_compressed",
-    "kv_cache_scheme",
-}
+WITHOUT_EFFECT = frozenset(
+    {
+        "quantization_status",
+        "global_compression_ratio",
+        "version",
+        "run_compressed",
+        "kv_cache_scheme",
+    }
+)
 """Settings without an effect on numbers: ``cache.dtype`` decides about the cache."""
 
 

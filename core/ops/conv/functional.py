@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_same_device, expect_same_dtype
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 __all__ = ["conv2d", "conv3d"]
 
-DIMENSIONS = {"conv2d": 2, "conv3d": 3}
+DIMENSIONS = MappingProxyType({"conv2d": 2, "conv3d": 3})
 """Dimensions that the kernel of an op moves over."""
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import (
@@ -19,13 +20,15 @@ from torch.nn import functional as F
 
 __all__ = ["linear"]
 
-ACTIVATIONS = {
-    "none": None,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = MappingProxyType(
+    {
+        "none": None,
+        "relu": F.relu,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+)
 """The activations of ``linear`` by name."""
 
 

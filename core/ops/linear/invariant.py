@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN_BLOCKS = {"amx_bf16": torch.bfloat16}
+IN_BLOCKS = MappingProxyType({"amx_bf16": torch.bfloat16})
 """Instruction set → dtype: there, the order of oneDNN's sums depends on the number of rows."""
 
 BLOCK = 32

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -65,11 +66,13 @@ _ALWAYS = (RowRange(1 << 14, 1),)
 
 Table = Mapping[str, Mapping[torch.dtype, Sequence[RowRange]]]
 
-PACKED: Table = {
-    "avx512_fp16": {torch.float32: _FAST_PLAIN, torch.bfloat16: _ALWAYS},
-    "avx512_bf16": {torch.float32: _SLOW_PLAIN, torch.bfloat16: _ALWAYS},
-    "avx2": {torch.float32: _FAST_PLAIN},
-}
+PACKED: Table = MappingProxyType(
+    {
+        "avx512_fp16": MappingProxyType({torch.float32: _FAST_PLAIN, torch.bfloat16: _ALWAYS}),
+        "avx512_bf16": MappingProxyType({torch.float32: _SLOW_PLAIN, torch.bfloat16: _ALWAYS}),
+        "avx2": MappingProxyType({torch.float32: _FAST_PLAIN}),
+    }
+)
 """Instruction set → dtype → the ranges in which a packed weight pays, large weights first.
 
 The first instruction set that the CPU has counts, and the first range that a weight fits.
@@ -83,7 +86,12 @@ million weights on. Others were measured with both libraries held to AVX2: 1.0 t
 none of these were not measured, and do not pack.
 """
 
-DIRECT: Table = {"avx512_fp16": {}, "avx512_bf16": {torch.float32: _SLOW_PLAIN}}
+DIRECT: Table = MappingProxyType(
+    {
+        "avx512_fp16": MappingProxyType({}),
+        "avx512_bf16": MappingProxyType({torch.float32: _SLOW_PLAIN}),
+    }
+)
 """Likewise, the ranges in which oneDNN over a plain weight pays.
 
 Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,12 +27,14 @@ from torch.nn import functional as F
 
 __all__ = ["quant_fp8_dynamic", "quant_fp8_static"]
 
-FP8_MAX = {
-    torch.float8_e4m3fn: 448.0,
-    torch.float8_e4m3fnuz: 224.0,
-    torch.float8_e5m2: 57344.0,
-    torch.float8_e5m2fnuz: 57344.0,
-}
+FP8_MAX = MappingProxyType(
+    {
+        torch.float8_e4m3fn: 448.0,
+        torch.float8_e4m3fnuz: 224.0,
+        torch.float8_e5m2: 57344.0,
+        torch.float8_e5m2fnuz: 57344.0,
+    }
+)
 """The largest quantised magnitude by dtype.
 
 e4m3fnuz reaches 240, but checkpoints use 224, half of 448.

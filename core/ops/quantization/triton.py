@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 import triton
@@ -28,12 +29,14 @@ from triton.runtime import driver
 
 __all__ = ["quant_fp8_static", "quant_fp8_dynamic"]
 
-NAMES = {
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e4m3fnuz: "fp8e4b8",
-    torch.float8_e5m2: "fp8e5",
-    torch.float8_e5m2fnuz: "fp8e5b16",
-}
+NAMES = MappingProxyType(
+    {
+        torch.float8_e4m3fn: "fp8e4nv",
+        torch.float8_e4m3fnuz: "fp8e4b8",
+        torch.float8_e5m2: "fp8e5",
+        torch.float8_e5m2fnuz: "fp8e5b16",
+    }
+)
 """Triton's names of the dtypes."""
 
 PARTIALS = 1024

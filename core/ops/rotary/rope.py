@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import Parameter, signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,30 +27,34 @@ from opgraft.ops.rotary.variants import (
 )
 from opgraft.ops.rotary.vision import Llama4VisionRotaryEmbedding
 
-_TYPES: Mapping[str, Any] = {
-    "default": RotaryEmbedding,
-    "llama3": Llama3RotaryEmbedding,
-    "mllama4": Llama4VisionRotaryEmbedding,
-    "linear": LinearScalingRotaryEmbedding,
-    "ntk": NTKScalingRotaryEmbedding,
-    "dynamic": DynamicNTKScalingRotaryEmbedding,
-    "yarn": YaRNScalingRotaryEmbedding,
-    "deepseek_yarn": DeepseekScalingRotaryEmbedding,
-    "deepseek_llama_scaling": DeepseekScalingRotaryEmbedding,
-    "longrope": Phi3LongRoPEScaledRotaryEmbedding,
-}
+_TYPES: Mapping[str, Any] = MappingProxyType(
+    {
+        "default": RotaryEmbedding,
+        "llama3": Llama3RotaryEmbedding,
+        "mllama4": Llama4VisionRotaryEmbedding,
+        "linear": LinearScalingRotaryEmbedding,
+        "ntk": NTKScalingRotaryEmbedding,
+        "dynamic": DynamicNTKScalingRotaryEmbedding,
+        "yarn": YaRNScalingRotaryEmbedding,
+        "deepseek_yarn": DeepseekScalingRotaryEmbedding,
+        "deepseek_llama_scaling": DeepseekScalingRotaryEmbedding,
+        "longrope": Phi3LongRoPEScaledRotaryEmbedding,
+    }
+)
 """The class for each rope type; its constructor names the parameters that a model gives."""
 
 _TRAINED = "original_max_position_embeddings"
-_PARAMETER_OF = {
-    "scaling_factor": "factor",
-    "scaling_factors": "factor",
-    "scaling_alpha": "alpha",
-    "orig_max_position": _TRAINED,
-}
+_PARAMETER_OF = MappingProxyType(
+    {
+        "scaling_factor": "factor",
+        "scaling_factors": "factor",
+        "scaling_alpha": "alpha",
+        "orig_max_position": _TRAINED,
+    }
+)
 """Parameters of models whose arguments of constructors have other names, by argument."""
 
-_OWN_SCALE = {"attention_factor", "truncate"}
+_OWN_SCALE = frozenset({"attention_factor", "truncate"})
 """Parameters that ``DeepseekScalingRotaryEmbedding`` does not take."""
 
 

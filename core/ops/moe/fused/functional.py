@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from opgraft.binding.functional import register_functional
@@ -23,11 +24,13 @@ from torch.nn import functional as F
 
 __all__ = ["fused_experts"]
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": activations.silu_and_mul.native,
-    "gelu": activations.gelu_and_mul.native,
-    "swigluoai": activations.swigluoai_and_mul.native,
-}
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "silu": activations.silu_and_mul.native,
+        "gelu": activations.gelu_and_mul.native,
+        "swigluoai": activations.swigluoai_and_mul.native,
+    }
+)
 """Gated activations by their names in models; each maps ``[..., 2·d]`` to ``[..., d]``."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.errors import WeightError
@@ -16,8 +17,8 @@ Part = tuple[int, str] | None
 ``"w1"`` is the gate, ``"w3"`` up, ``"w2"`` down.
 """
 
-_GATE_UP = {"gate_proj": "w1", "up_proj": "w3", "w1": "w1", "w3": "w3"}
-_DOWN = {"down_proj": "w2", "w2": "w2"}
+_GATE_UP = MappingProxyType({"gate_proj": "w1", "up_proj": "w3", "w1": "w1", "w3": "w3"})
+_DOWN = MappingProxyType({"down_proj": "w2", "w2": "w2"})
 
 
 def checkpoint_parts(name: str, experts: Iterable[int]) -> Mapping[str, Part]:
