@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
-from opgraft.models.decoder_config import DecoderFamily, DecoderShape
+from opgraft.models.decoder_config import PARTIAL_ROPE, DecoderFamily, DecoderShape
 from opgraft.models.decoder_mlp import DecoderMLP
 from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, expect_mixers, expect_unlimited
 from opgraft.models.names import ShardId, WeightsMapper
@@ -44,7 +44,8 @@ class BambaForCausalLM(HybridForCausalLM):
             *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")),
         )
         expect_unlimited(config)
-        family, kinds = DecoderFamily(), config.layers_block_type
+        family = DecoderFamily(reads=frozenset({PARTIAL_ROPE}))
+        kinds = config.layers_block_type
         longest, attends = self.opgraft_config.model.max_model_len, ["full_attention"] * len(kinds)
         shape = DecoderShape.of(config, family, longest, layer_types=attends)
         self.max_position = shape.max_position

@@ -25,6 +25,20 @@ ACTIVATIONS = MappingProxyType(
 """Names of gated activations in configs, to those of the ops."""
 
 
+GRANITE_SCALES = frozenset(
+    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+"""Settings of Granite."""
+
+GEMMA_SCALES = frozenset(
+    {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+)
+"""Settings of Gemma 2 and 3."""
+
+PARTIAL_ROPE = "partial_rotary_factor"
+"""The share of a head that a rope rotates."""
+
+
 @dataclass(frozen=True)
 class DecoderFamily:
     """The ways in which a family of decoders differs from Llama that its config does not tell.
@@ -45,6 +59,8 @@ class DecoderFamily:
         sinks: attention has one more score per head, which takes a share of the softmax.
         experts: of the feed-forward layers, ``None``: they are dense.
         latent: attention is multi-head latent attention, and layers may have the experts of DeepSeek.
+        reads: the settings of scales, caps and partial ropes that have an effect. Another one of
+            these in a config is an error, because models of the family go on without it.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -60,6 +76,7 @@ class DecoderFamily:
     sinks: bool = False
     experts: ExpertsFamily | None = None
     latent: bool = False
+    reads: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,7 @@ class DecoderShape:
         layers, ropes = _layers(given, family)
         latent = _latent(given) if family.latent else None
         _expect_written(given)
+        _expect_read(given, family, ropes)
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -188,9 +206,36 @@ def _expect_written(given: GivenSettings) -> None:
         raise ModelError(
             f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only"
         )
+    if not given("is_causal", True):
+        raise ModelError(
+            f"{given.name}: is_causal is set to false, and decoders attend causally only"
+        )
     if given("clip_qkv", None) is not None:
         raise ModelError(
             f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here"
+        )
+
+
+def _expect_read(
+    given: GivenSettings, family: DecoderFamily, ropes: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Refuse settings that models of the family go on without.
+
+    Raises:
+        ModelError: the config has such a setting, with an effect in another family.
+    """
+    found = {name: given(name, None) for name in GRANITE_SCALES | GEMMA_SCALES}
+    # A latent head is rotated in a part of its own.
+    if not family.latent:
+        shares = [rope.get(PARTIAL_ROPE) for rope in ropes.values()]
+        found[PARTIAL_ROPE] = next((share for share in shares if share not in (None, 1)), None)
+    for name, value in sorted(found.items()):
+        neutral = (None,) if name in GEMMA_SCALES else (None, 1)
+        if name in family.reads or value in neutral:
+            continue
+        raise ModelError(
+            f"{given.name}: {name} is {value!r:.40}, which models of this family do not read: take "
+            "it out of the config, or name the architecture that has it"
         )
 
 

@@ -6,7 +6,12 @@ import dataclasses
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import DecoderForCausalLM
-from opgraft.models.decoder_config import DecoderFamily
+from opgraft.models.decoder_config import (
+    GEMMA_SCALES,
+    GRANITE_SCALES,
+    PARTIAL_ROPE,
+    DecoderFamily,
+)
 from opgraft.models.decoder_experts import ExpertsFamily
 from opgraft.models.names import WeightsMapper
 
@@ -16,6 +21,7 @@ _GEMMA2 = DecoderFamily(
     after_mlp="post_feedforward_layernorm",
     gemma_norm=True,
     scaled_embedding=True,
+    reads=GEMMA_SCALES,
 )
 
 
@@ -49,7 +55,7 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Phi-3 (arXiv:2404.14219): checkpoints have query, key and value, and gate and up, in one."""
 
-    family = DecoderFamily(windowed=True)
+    family = DecoderFamily(windowed=True, reads=frozenset({PARTIAL_ROPE}))
 
 
 @PluggableClass.register("GemmaForCausalLM")
@@ -76,6 +82,8 @@ class Gemma3ForCausalLM(DecoderForCausalLM):
 @PluggableClass.register("GraniteForCausalLM")
 class GraniteForCausalLM(DecoderForCausalLM):
     """Granite 3: Llama with scales of embeddings, residuals, scores and logits."""
+
+    family = DecoderFamily(reads=GRANITE_SCALES)
 
 
 @PluggableClass.register("Olmo2ForCausalLM")

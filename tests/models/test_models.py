@@ -365,6 +365,12 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
         ({"max_position_embeddings": 10**13}, "set model.max_model_len"),
         ({"max_position_embeddings": 10**9}, "set model.max_model_len"),
         ({"logits_scaling": 0}, "logits_scaling is 0"),
+        ({"is_causal": False}, "is_causal is set to false, and decoders attend causally only"),
+        ({"embedding_multiplier": 2.0}, r"embedding_multiplier is 2\.0, which models of this fam"),
+        ({"attention_multiplier": 0.3}, r"attention_multiplier is 0\.3, which models of this fam"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0, which models of"),
+        ({"query_pre_attn_scalar": 24}, r"query_pre_attn_scalar is 24, which models of"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, which models of this"),
         (
             {"num_key_value_heads": 3},
             "num_attention_heads is 4, which num_key_value_heads, 3, does not divide",
