@@ -17,8 +17,9 @@ from typing import Any
 
 import importlib_metadata
 from opgraft.base.text import described, printable
-from opgraft.config import NATIVE_CHOICE
+from opgraft.config import FIELDS, NATIVE_CHOICE, Field
 from opgraft.config.environment import read_simulated
+from opgraft.config.plugin_settings import SETTINGS_GROUP
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.plugins.metadata import (
@@ -32,6 +33,7 @@ from opgraft.plugins.metadata import (
     text_of,
 )
 from opgraft.plugins.namesakes import installed
+from opgraft.plugins.settings_file import fields_of_package
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue, host_state
 from opgraft.version import __version__
@@ -62,7 +64,7 @@ HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
 """The distributions that a plugin must fit in their version."""
 
-_OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *FOR_OTHER_HOSTS)
+_OWN = (PLATFORM_GROUP, PLUGIN_GROUP, SETTINGS_GROUP, *FOR_OTHER_HOSTS)
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FOREIGN = "other characters than letters, digits, '_', '.' and '-', such as a space"
@@ -140,6 +142,7 @@ class Discovery:
         distributions: the distributions with offers, without opgraft itself.
         groups: every group of entry points with its distributions, for any host.
         providers: the answers of ``provider_of``.
+        settings: the settings that distributions declare, by dotted name.
     """
 
     offers: list[Offer] = field(default_factory=list)
@@ -147,6 +150,7 @@ class Discovery:
     distributions: dict[Provider, importlib_metadata.Distribution] = field(default_factory=dict)
     groups: dict[str, list[importlib_metadata.Distribution]] = field(default_factory=dict)
     providers: dict[str, Provider] = field(default_factory=dict)
+    settings: dict[str, Field] = field(default_factory=dict)
 
     def of_group(self, group: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == group]
@@ -311,6 +315,8 @@ class _Scan:
             reason = self._refusal(offer, known)
             if reason:
                 self._report(Problem(offer.provider, reason))
+        for offer in discovery.of_group(SETTINGS_GROUP):
+            self._add_settings(offer)
         # A folder may be on sys.path twice.
         discovery.problems = list(dict.fromkeys(discovery.problems))
         for problem in discovery.problems:
@@ -318,6 +324,16 @@ class _Scan:
             words = "plugin metadata of %s is ignored: %s"
             logger.warning(words, provider, reason, extra=provider.attributes())
         return discovery
+
+    def _add_settings(self, offer: Offer) -> None:
+        """Add the settings that a distribution declares. A faulty file adds none."""
+        settings = self.discovery.settings
+        known = {**FIELDS, **settings}
+        try:
+            settings.update(fields_of_package(offer.value, offer.name, str(offer.provider), known))
+        except Exception as error:  # a file may be anything, and finders are somebody's code
+            reason = f"its settings {offer.name!r} in {offer.value} are not used: {error}"
+            self._report(Problem(offer.provider, printable(reason)))
 
     def _report(self, problem: Problem) -> None:
         self.discovery.problems.append(problem)

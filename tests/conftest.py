@@ -120,7 +120,14 @@ def fresh_host(
         lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in entries)
         found = _lasting(tuple(sys.path)) if lasts else _scan()
         own = [offer for offer in found.offers if offer.provider.name not in _FOREIGN]
-        return discovery.Discovery(own, [*found.problems], found.distributions, found.groups)
+        settings = {
+            name: field
+            for name, field in found.settings.items()
+            if field.provider.partition(" ")[0] not in _FOREIGN
+        }
+        return discovery.Discovery(
+            own, [*found.problems], found.distributions, found.groups, settings=settings
+        )
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     with isolated_host(forget_plugins=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
-from opgraft.config import FIELDS, FLAG_WORDS
+from opgraft.config import FLAG_WORDS, known_fields
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 
 Completion = Callable[[click.Context, click.Parameter, str], list[str]]
@@ -54,15 +54,18 @@ def _choices(names: tuple[str, ...]) -> Completion:
     return _quietly(lambda: names)
 
 
-COMPLETIONS = {
-    **{
-        field.name: _choices(field.bounds.choices)
-        for field in FIELDS.values()
-        if field.bounds.choices
-    },
-    **{field.name: flag_words for field in FIELDS.values() if field.kind.metavar == "FLAG"},
+_OF_NAMES = {
     "platform": platform_names,
     "plugins": plugin_names,
     "plugins_disable": plugin_names,
 }
-"""Completions of values, by setting."""
+
+
+def completion_of(name: str) -> Completion | None:
+    """Return the completion of the values of a setting, or ``None``."""
+    field = known_fields()[name]
+    if field.bounds.choices:
+        return _choices(field.bounds.choices)
+    if field.kind.metavar == "FLAG":
+        return flag_words
+    return _OF_NAMES.get(name)

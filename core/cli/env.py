@@ -12,7 +12,7 @@ from opgraft.base.text import printable
 from opgraft.cli.offers import KINDS, admission, shown_offers
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
 from opgraft.config import resolve
-from opgraft.config.environment import VARIABLES
+from opgraft.config.environment import known_variables
 from opgraft.errors import ConfigError, OpgraftError
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
@@ -58,7 +58,7 @@ def command(as_json: bool) -> None:
 def _report() -> dict[str, dict[str, str]]:
     versions = {"opgraft": __version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
-    names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
+    names = [name for name in (*known_variables(), *_FURTHER_VARIABLES) if name in os.environ]
     scrubber = Scrubber()
     return {
         "Versions": versions,

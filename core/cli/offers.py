@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from opgraft.config import Settings
+from opgraft.config.plugin_settings import SETTINGS_GROUP
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import (
@@ -96,7 +97,7 @@ def misspelt_groups() -> Iterator[Problem]:
     for provider, groups in _groups():
         for group in groups:
             near = _meant(group)
-            if not near or group in (*KINDS, *FOR_OTHER_HOSTS):
+            if not near or group in (*KINDS, SETTINGS_GROUP, *FOR_OTHER_HOSTS):
                 continue
             meant = " or ".join(map(repr, near))
             reason = f"nothing reads its entry-point group {group!r}: did you mean {meant}?"
@@ -148,4 +149,4 @@ def _meant(group: str) -> list[str]:
     host = re.split(r"\W|_", group.lower(), maxsplit=1)[0]
     if not near_matches(host, [HOST_DISTRIBUTION]):
         return []
-    return near_matches(group.lower(), KINDS)
+    return near_matches(group.lower(), [*KINDS, SETTINGS_GROUP])

@@ -8,6 +8,7 @@ import os
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,9 @@ from opgraft.config import (
     FIELDS,
     Field,
     config_from_fields,
+    known_fields,
     parse_text,
+    plugin_fields,
     read_file,
     set_config,
     text_of,
@@ -29,7 +32,9 @@ from opgraft.config.engine_arguments import (
     level_of_eager,
 )
 from opgraft.config.environment import CONFIG, VARIABLES
+from opgraft.config.whole import check_known, settings_beside
 from opgraft.errors import ConfigError, OpgraftError
+from opgraft.registry.state import host_state
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text."
@@ -61,6 +66,9 @@ COMMAND_LINE = "the command line"
 _EAGER, _COMPILATION = "--enforce-eager", "--compilation-config"
 """Options with vLLM's spelling."""
 
+_OF_PLUGINS = "opgraft.cli.options_of_plugins"
+"""The key of the options of plugins in the context of a command."""
+
 _FILE = "config_file"
 """The parameter of the option ``--config``."""
 
@@ -91,10 +99,15 @@ class SettingsCommand(click.Command):
         with answers_apart():
             return super().invoke(ctx)
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters of the command, and an option for each setting of a plugin."""
+        return [*super().get_params(ctx), *_options_of_plugins(ctx)]
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments.
 
         Raises:
+            ConfigError: an option is no setting of the plugin that the option begins with.
             UsageError: an option is vLLM's; the message names the one to use here.
         """
         given = list(args)
@@ -105,27 +118,28 @@ class SettingsCommand(click.Command):
             option = next(
                 (each for each in given if each.startswith(error.option_name)), error.option_name
             )
+            name = option.partition("=")[0]
+            if settings_beside(name.removeprefix("--")):
+                check_known(name.removeprefix("--"))
             advice = advice_about_option(option)
             if advice is None:
                 raise
-            name = option.partition("=")[0]
             raise click.UsageError(f"{name} is an option of vLLM: {advice}", ctx) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, with a heading for each section."""
+        owners = [f"Settings of {field.provider}" for field in plugin_fields().values()]
         rows: dict[str, list[tuple[str, str]]] = {
-            heading: [] for heading in ("Options", *_GROUPS.values(), "Host")
+            heading: [] for heading in ("Options", *_GROUPS.values(), "Host", *owners)
         }
-        settings = {_parameter(name): name for name in FIELDS}
+        settings = {_parameter(field.name): field for field in known_fields().values()}
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         for option in options:
             record = option.get_help_record(ctx)
             if record is None:
                 continue
-            name = settings.get(str(option.name))
-            heading = "Options"
-            if name is not None:
-                heading = _GROUPS.get(name.partition(".")[0], "Host")
+            field = settings.get(str(option.name))
+            heading = _heading(field) if field is not None else "Options"
             if {_EAGER, _COMPILATION} & {*option.opts}:
                 heading = _GROUPS["compilation_config"]
             rows[heading].append(record)
@@ -138,6 +152,35 @@ class SettingsCommand(click.Command):
             formatter.write_text(
                 "All other settings are options, too: 'opgraft serve --help' lists them."
             )
+
+
+def _heading(field: Field) -> str:
+    """Return the heading of the help that a setting stands below."""
+    if field.provider:
+        return f"Settings of {field.provider}"
+    return _GROUPS.get(field.name.partition(".")[0], "Host")
+
+
+def _options_of_plugins(ctx: click.Context) -> Sequence[click.Option]:
+    """Return an option for each setting of a plugin, made once for each call of a command."""
+    made: list[click.Option] | None = ctx.meta.get(_OF_PLUGINS)
+    if made is None:
+        # OPGRAFT_LOG counts from the first warning on. Wrong variables are told later.
+        with suppress(ConfigError):
+            host_state().known_environment()
+        made = [_option(field) for field in plugin_fields().values()]
+        ctx.meta[_OF_PLUGINS] = made
+    return made
+
+
+def _option(field: Field) -> click.Option:
+    """Return the option of a plugin's setting."""
+    return click.Option(
+        [f"--{field.name}", _parameter(field.name)],
+        metavar=field.metavar,
+        help=_help(field),
+        shell_complete=functools.partial(_complete, field.name),
+    )
 
 
 def with_settings(
@@ -173,8 +216,9 @@ def with_settings(
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Take the settings out of the options of a command; return those that are given, by dotted name."""
     values = {}
-    for name in FIELDS:
-        text = options.pop(_parameter(name))
+    for name in known_fields():
+        # A program that calls the function itself gives no options of plugins.
+        text = options.pop(_parameter(name), None)
         if text is not None:
             values[name] = parse_text(name, text)
     for option in (_EAGER, _COMPILATION):
@@ -255,9 +299,9 @@ def _complete(
 ) -> list[Any]:
     """Complete the value of a setting for a shell."""
     # Only completion needs this module.
-    from opgraft.cli.completion import COMPLETIONS
+    from opgraft.cli.completion import completion_of
 
-    complete = COMPLETIONS.get(name)
+    complete = completion_of(name)
     return complete(context, parameter, incomplete) if complete else []
 
 

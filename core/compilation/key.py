@@ -152,6 +152,7 @@ def _host_settings() -> Iterator[str]:
     yield f"providers={sorted((config.providers or {}).items())!r}"
     yield f"check_values={config.check_values!r}"
     yield f"shadow={config.shadow!r}"
+    yield f"of_plugins={sorted(config.of_plugins.items())!r}"
 
 
 def _providers(sources: Sources) -> Iterator[str]:

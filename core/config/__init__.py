@@ -10,6 +10,7 @@ from __future__ import annotations
 from opgraft.config.compilation import CompilationConfig, CompilationMode, CustomOpsSetting
 from opgraft.config.declaration import FLAG_WORDS, Field, Section, setting
 from opgraft.config.files import ConfigFile, Layers, read_file
+from opgraft.config.plugin_settings import plugin_fields
 from opgraft.config.scope import CURRENT_SCOPE, Scope, set_config
 from opgraft.config.sections import (
     CacheConfig,
@@ -27,6 +28,7 @@ from opgraft.config.whole import (
     OpgraftConfig,
     Settings,
     config_from_fields,
+    known_fields,
     parse_text,
     resolve,
     text_of,
@@ -56,7 +58,9 @@ __all__ = [
     "Settings",
     "ShadowConfig",
     "config_from_fields",
+    "known_fields",
     "parse_text",
+    "plugin_fields",
     "read_file",
     "resolve",
     "set_config",

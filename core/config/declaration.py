@@ -111,6 +111,7 @@ class Field(NamedTuple):
         default: the built-in default; ``None`` if the reading code decides, as ``unset`` tells.
         help: the effect.
         variable: the environment variable.
+        provider: the distribution that declares the setting; empty for opgraft.
     """
 
     name: str
@@ -120,6 +121,12 @@ class Field(NamedTuple):
     unset: str
     help: str
     variable: str
+    provider: str = ""
+
+    @property
+    def owned_name(self) -> str:
+        """The name for messages: with the distribution, unless opgraft declares the setting."""
+        return f"{self.name} of {self.provider}" if self.provider else self.name
 
     @property
     def words(self) -> str:
@@ -142,7 +149,7 @@ class Field(NamedTuple):
         kept = self.kind.prepare(value)
         if not (self.kind.accepts(kept) and self.bounds.hold(kept)):
             known = isinstance(value, str) and self.bounds.instead.get(value)
-            raise ConfigError(f"{self.name} is {value!r}: use {known or self.words}")
+            raise ConfigError(f"{self.owned_name} is {value!r}: use {known or self.words}")
         return kept
 
     def parse(self, text: str, source: str) -> Any:
@@ -151,7 +158,14 @@ class Field(NamedTuple):
         Raises:
             ConfigError: the text has another form.
         """
-        return self.kind.parse(text, source)
+        try:
+            return self.kind.parse(text, source)
+        except ConfigError as error:
+            if not self.provider:
+                raise
+            # The user may not know this setting: name the plugin and the allowed values.
+            words = f"{error}: {self.owned_name} takes {self.words}"
+            raise ConfigError(words) from error
 
 
 class Section:

@@ -7,12 +7,21 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from opgraft.config import FIELDS, ConfigFile, Layers, config_from_fields, parse_text, read_file
+from opgraft.config import (
+    FIELDS,
+    ConfigFile,
+    Field,
+    Layers,
+    config_from_fields,
+    parse_text,
+    plugin_fields,
+    read_file,
+)
 from opgraft.errors import ConfigError, close_matches
 
 PLATFORM = "OPGRAFT_PLATFORM"
@@ -35,7 +44,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         SIMULATED_DEVICE: "an accelerator to simulate: name=Acme X1,memory=64MiB, or default",
     }
 )
-"""Every variable with the meaning: one for each setting, and some for the whole process."""
+"""Each variable of opgraft with the meaning: one for each setting, some for the whole process."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 """The values of ``OPGRAFT_LOG``."""
@@ -97,24 +106,51 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the variables of ``VARIABLES`` from a mapping, by default from ``os.environ``.
+    """Read the variables of opgraft and of plugins, by default from ``os.environ``.
 
     Raises:
         ConfigError: a value is not allowed, or a variable with the prefix ``OPGRAFT_`` is unknown.
     """
     values = os.environ if variables is None else variables
-    for name in values:
-        if name.startswith("OPGRAFT_") and name not in VARIABLES:
-            raise ConfigError(
-                f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or "
-                "rename it."
-            )
+    further = {n for n in values if n.startswith("OPGRAFT_") and n not in VARIABLES}
+    # Few environments have variables of plugins. The others need not know the installed plugins.
+    of_plugins = plugin_fields() if further else {}
+    _expect_known(further, of_plugins)
     return Environment(
-        _layers(values),
+        _layers(values, [*FIELDS.values(), *of_plugins.values()]),
         values.get(CONFIG),
         _log_level(values.get(LOG)),
         _shared(values.get(DECISION)),
     )
+
+
+def known_variables() -> Mapping[str, str]:
+    """Return each variable of opgraft and of installed plugins with the meaning."""
+    return {**VARIABLES, **{field.variable: field.help for field in plugin_fields().values()}}
+
+
+def _expect_known(further: Iterable[str], of_plugins: Mapping[str, Field]) -> None:
+    """Check the variables that are none of opgraft.
+
+    Raises:
+        ConfigError: no plugin has a setting with such a variable.
+    """
+    owners = {field.variable: field for field in of_plugins.values()}
+    for variable in sorted(further):
+        if variable in owners:
+            continue
+        beside = [known for known in owners if variable.startswith(_prefix(owners[known]))]
+        owner = f" of {owners[beside[0]].provider}" if beside else ""
+        near = close_matches(variable, beside or {*VARIABLES, *owners})
+        raise ConfigError(
+            f"unknown environment variable {variable}{owner}: {near} Unset or rename it."
+        )
+
+
+def _prefix(field: Field) -> str:
+    """Return the beginning of the variables of a plugin's section, such as ``OPGRAFT_ACME_``."""
+    section = field.name.partition(".")[0]
+    return f"OPGRAFT_{section.upper()}_"
 
 
 def _shared(text: str | None) -> SharedDecision | None:
@@ -133,10 +169,10 @@ def _shared(text: str | None) -> SharedDecision | None:
         ) from error
 
 
-def _layers(values: Mapping[str, str]) -> Layers:
+def _layers(values: Mapping[str, str], fields: Iterable[Field]) -> Layers:
     """Return a layer per variable: the origin of a setting names the variable."""
     layers = []
-    for field in FIELDS.values():
+    for field in fields:
         # An empty text is a value for a list only.
         text = values.get(field.variable)
         if text == "" and field.variable == LOCKFILE:

@@ -11,7 +11,8 @@ from typing import Any
 
 from opgraft.base.files import read_regular
 from opgraft.config.declaration import subsections, without_duplicates
-from opgraft.config.whole import FIELDS, OpgraftConfig, check_known, config_from_fields
+from opgraft.config.plugin_settings import plugin_fields
+from opgraft.config.whole import OpgraftConfig, check_known, config_from_fields, known_fields
 from opgraft.errors import ConfigError, close_matches
 
 Layers = tuple[tuple[str, OpgraftConfig], ...]
@@ -67,14 +68,19 @@ def read_file(path: str) -> ConfigFile:
     return ConfigFile(path, tuple(layers))
 
 
+def _sections() -> set[str]:
+    """Return the names of all sections, those of plugins too."""
+    return {*subsections(OpgraftConfig), *(name.partition(".")[0] for name in plugin_fields())}
+
+
 def _layer(name: str, value: Any) -> OpgraftConfig:
-    sections = subsections(OpgraftConfig)
+    sections = _sections()
     if name in sections:
         raise ConfigError(
             f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it "
             "fields"
         )
-    if isinstance(value, dict) and name not in FIELDS and "." not in name:
+    if isinstance(value, dict) and name not in known_fields() and "." not in name:
         raise ConfigError(f"unknown section {name!r}: {close_matches(name, sections)}")
     check_known(name)
     if value is None:
@@ -86,7 +92,7 @@ def _content(path: str, text: str) -> Mapping[str, Any]:
     """Parse the whole file."""
     try:
         if path.lower().endswith(".toml"):
-            content = _parse_toml(text)
+            content = parse_toml(text)
         elif path.lower().endswith(".json"):
             content = json.loads(text, object_pairs_hook=without_duplicates)
         else:
@@ -102,7 +108,12 @@ def _content(path: str, text: str) -> Mapping[str, Any]:
     return content
 
 
-def _parse_toml(text: str) -> Any:
+def parse_toml(text: str) -> Any:
+    """Parse a text in TOML.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
     # A command without a file need not pay for the import.
     if sys.version_info >= (3, 11):
         import tomllib
@@ -113,7 +124,7 @@ def _parse_toml(text: str) -> Any:
 
 def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each setting."""
-    sections = subsections(OpgraftConfig)
+    sections = _sections()
     for name, value in content.items():
         if name in sections and isinstance(value, dict):
             yield from ((f"{name}.{inner}", item) for inner, item in value.items())

@@ -29,6 +29,7 @@ from opgraft.config.declaration import (
     subsections,
     values_of,
 )
+from opgraft.config.plugin_settings import plugin_fields
 from opgraft.config.sections import (
     CacheConfig,
     LoadConfig,
@@ -66,6 +67,7 @@ class OpgraftConfig(Section):
             mapping, or text as on the command line.
         compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server:
             sections, see the classes.
+        of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
     """
 
     platform: str | None = setting(
@@ -109,9 +111,20 @@ class OpgraftConfig(Section):
     )
     shadow: ShadowConfig = dataclasses.field(default_factory=ShadowConfig, kw_only=True)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
+    of_plugins: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict, kw_only=True, hash=False
+    )
 
     _scoped: ClassVar[Mapping[str, str] | None] = None
     """In a config of ``Settings.handed_down``, the scope of each field that a scope has set."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked = {}
+        for name, value in self.of_plugins.items():
+            field = _plugin_field(name)
+            checked[name] = None if value is None else field.check(value)
+        object.__setattr__(self, "of_plugins", checked)
 
     def op_names(self) -> dict[str, list[str]]:
         """Return the names of ops in each field with such names. The ops may not exist yet."""
@@ -131,13 +144,50 @@ class OpgraftConfig(Section):
         Raises:
             ConfigError: two settings contradict each other.
         """
-        if all(value is not None or field.default is None for field, value in values_of(self)):
+        if self._is_complete():
             return self
         return resolve([("the config", self)]).config
 
+    def _is_complete(self) -> bool:
+        """Return True if no default is missing."""
+        if not plugin_fields().keys() <= self.of_plugins.keys():
+            return False
+        return all(value is not None or field.default is None for field, value in all_values(self))
+
 
 FIELDS: Mapping[str, Field] = all_fields(OpgraftConfig)
-"""Every setting by its dotted name."""
+"""Every setting of opgraft by its dotted name."""
+
+
+def known_fields() -> Mapping[str, Field]:
+    """Return every setting by dotted name: those of opgraft, then those of installed plugins."""
+    return {**FIELDS, **plugin_fields()}
+
+
+def all_values(config: OpgraftConfig) -> Iterator[tuple[Field, Any]]:
+    """Yield each setting of a config with the value; ``None``: not set.
+
+    Settings of plugins that the config does not hold are left out.
+
+    Raises:
+        ConfigError: no installed plugin has a setting of the config.
+    """
+    yield from values_of(config)
+    for name, value in config.of_plugins.items():
+        yield _plugin_field(name), value
+
+
+def _plugin_field(name: str) -> Field:
+    """Return a setting of a plugin.
+
+    Raises:
+        ConfigError: no installed plugin has the setting, or the setting is one of opgraft.
+    """
+    field = plugin_fields().get(name)
+    if field is not None:
+        return field
+    check_known(name)
+    raise ConfigError(f"{name} is no setting of a plugin: set the field of that name instead")
 
 
 @dataclass(frozen=True)
@@ -165,7 +215,7 @@ class Settings:
         if name not in self.scoped:
             return ways
         what = f"add {addition}" if addition else "change it"
-        scope, variable = self.scoped[name], FIELDS[name].variable
+        scope, variable = self.scoped[name], known_fields()[name].variable
         return f"{name} is set by {scope}, which outranks {variable}: {what} there"
 
     def handed_down(self, whole: str = "") -> OpgraftConfig:
@@ -176,7 +226,7 @@ class Settings:
         Args:
             whole: the name of a scope for every field; empty if there is none.
         """
-        scoped = dict.fromkeys(FIELDS, whole) if whole else {}
+        scoped = dict.fromkeys(known_fields(), whole) if whole else {}
         scoped |= self.scoped
 
         # Not a field: two configs of equal settings are equal, whoever set them.
@@ -220,7 +270,7 @@ class Settings:
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield the dotted name, the value as text for the command line, and the origin of each."""
-        for field, value in values_of(self.config):
+        for field, value in all_values(self.config):
             yield field.name, text_of(value), self.origins[field.name]
 
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
@@ -293,26 +343,26 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     classes: dict[str, type[Section]] = dict(subsections(OpgraftConfig))
+    of_plugins = plugin_fields()
     within = tuple(scopes)
     for origin, config in (*layers, *within):
         for name, base in classes.items():
             given = type(getattr(config, name))
             classes[name] = given if issubclass(given, base) else base
-        for field, value in values_of(config):
+        for field, value in all_values(config):
             if value is not None:
                 # prepare() copies: a resolved config shares no mutable value with others.
                 values[field.name], origins[field.name] = field.kind.prepare(value), origin
     _fill_by_level(values, origins)
     _leave_out_defaults(values, origins)
     sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
-    for section in sections:
-        for field in own_fields(section).values():
-            if field.name not in values:
-                values[field.name], origins[field.name] = (
-                    field.kind.prepare(field.default),
-                    "default",
-                )
+    fields = [field for section in sections for field in own_fields(section).values()]
+    for field in (*fields, *of_plugins.values()):
+        if field.name not in values:
+            values[field.name] = field.kind.prepare(field.default)
+            origins[field.name] = "default"
     config = made_of(OpgraftConfig, values, classes)
+    vars(config)["of_plugins"] = {name: values[name] for name in of_plugins}
     _check_contradictions(config, origins)
     scoped: dict[str, str] = {}
     for origin, layer in within:
@@ -324,7 +374,7 @@ def _set_by_scope(origin: str, layer: OpgraftConfig) -> Mapping[str, str]:
     """Return the first scope of each field in a scope's layer."""
     if layer._scoped is not None:
         return layer._scoped
-    return {field.name: origin for field, value in values_of(layer) if value is not None}
+    return {field.name: origin for field, value in all_values(layer) if value is not None}
 
 
 def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -369,7 +419,9 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
         sections[section] = cls(
             **{n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
         )
-    return OpgraftConfig(**{n: v for n, v in values.items() if "." not in n}, **sections)  # type: ignore[arg-type]
+    own = {name: value for name, value in values.items() if name in FIELDS and "." not in name}
+    of_plugins = {name: value for name, value in values.items() if name not in FIELDS}
+    return OpgraftConfig(**own, **sections, of_plugins=of_plugins)  # type: ignore[arg-type]
 
 
 def check_known(name: str) -> None:
@@ -378,14 +430,27 @@ def check_known(name: str) -> None:
     Raises:
         ConfigError: no setting has the name. The message has close matches.
     """
-    if name not in FIELDS:
-        inner = [known for known in FIELDS if known.rpartition(".")[2] == name]
-        meant = (
-            f"did you mean {' or '.join(map(repr, inner))}?"
-            if inner
-            else close_matches(name, FIELDS)
-        )
-        raise ConfigError(f"unknown setting {name!r}: {meant}")
+    if name in FIELDS:
+        return
+    fields = known_fields()
+    if name in fields:
+        return
+    beside = settings_beside(name)
+    if beside:
+        owner = next(iter(beside.values())).provider
+        raise ConfigError(f"unknown setting {name!r} of {owner}: {close_matches(name, beside)}")
+    inner = [known for known in fields if known.rpartition(".")[2] == name]
+    meant = (
+        f"did you mean {' or '.join(map(repr, inner))}?" if inner else close_matches(name, fields)
+    )
+    raise ConfigError(f"unknown setting {name!r}: {meant}")
+
+
+def settings_beside(name: str) -> Mapping[str, Field]:
+    """Return the settings in the section of a plugin that a dotted name begins with, or none."""
+    section = name.partition(".")[0]
+    fields = plugin_fields().items()
+    return {known: field for known, field in fields if known.startswith(f"{section}.")}
 
 
 def parse_text(name: str, text: str, source: str = "") -> Any:
@@ -403,7 +468,7 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
     """
     check_known(name)
     option = f"--{name}"
-    value = FIELDS[name].parse(text, source or option)
+    value = known_fields()[name].parse(text, source or option)
     try:
         config_from_fields({name: value})
     except ConfigError as error:

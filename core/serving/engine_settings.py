@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opgraft.config import FIELDS, OpgraftConfig, set_config
+from opgraft.config import OpgraftConfig, known_fields, set_config
 from opgraft.config.engine_arguments import (
     COMPILATION,
     ENFORCE_EAGER,
@@ -63,7 +63,7 @@ def _settings_of(name: str, value: Any) -> dict[str, Any]:
         return level_of_eager(value)
     if name == COMPILATION:
         return compilation_settings(value)
-    if name in FIELDS:
+    if name in known_fields():
         return {name: value}
     if name in SHORT_NAMES:
         return {SHORT_NAMES[name]: value}

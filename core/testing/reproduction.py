@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opgraft.base.files import replace_file
 from opgraft.base.text import described, printable
+from opgraft.config import plugin_fields
 from opgraft.errors import InputError
 from opgraft.registry.state import host_state
 from opgraft.testing.verification import Departure
@@ -100,8 +101,11 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
 def _settings() -> Mapping[str, Any]:
     """Return the settings that choose kernels, as text by name."""
     chosen = {}
+    of_plugins = plugin_fields()
     for name, text, _ in host_state().settings().rows():
-        if text and ("." not in name or name in _DECIDING):
+        # A plugin's own setting may choose kernels, too.
+        decides = "." not in name or name in _DECIDING or name in of_plugins
+        if text and decides:
             chosen[name] = text
     return chosen
 

@@ -88,6 +88,7 @@ LATE_IMPORTS = {
     ("compilation.compiled", "compilation.shared_folder"): "few share a folder",
     ("compilation.compiled", "compilation.stock"): _PATHS,
     ("compilation.compiled", "compilation.verification"): _PATHS,
+    ("config.plugin_settings", "plugins.discovery"): "only installed distributions tell",
     ("compilation.lowering", "functional"): "registers forms that models seldom have",
     ("platforms.tpu.platform", "platforms.tpu.engine"): "needs the engine, which probes do without",
     ("plugins.admission", "plugins.locking"): "few have a lockfile",

@@ -1,0 +1,175 @@
+"""Settings of plugins, which a distribution declares as data.
+
+An entry point of the group ``opgraft.settings`` names a section and a package. The file
+``settings.toml`` in the package has a table for each setting. No code of the plugin runs, so that
+the command line and the environment know the settings before the plugin is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from opgraft.base.text import printable
+from opgraft.config.declaration import KINDS, Bounds, Field
+from opgraft.errors import ConfigError, close_matches
+
+SETTINGS_GROUP = "opgraft.settings"
+"""The group of entry points. The name is the section, the value is the package with the file."""
+
+SETTINGS_FILE = "settings.toml"
+"""The file in the package."""
+
+_TYPES = (
+    *("str", "bool", "int", "float"),
+    *("Sequence[str]", "Sequence[int]", "Mapping[str, str]", "Mapping[str, bool]"),
+)
+_KEYS = ("type", "help", "default", "unset", "choices", "minimum", "above", "maximum")
+_LIMITS = ("minimum", "above", "maximum")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_MOST = 200
+"""Settings of a distribution at most. Help lists all of them."""
+
+
+def plugin_fields() -> Mapping[str, Field]:
+    """Return the settings of installed plugins by dotted name. No plugin is imported."""
+    # The plugin host reads the installed distributions, and imports this package.
+    discovery: Any = importlib.import_module("opgraft.plugins.discovery")
+    fields: Mapping[str, Field] = discovery.discover().settings
+    return fields
+
+
+def declared_fields(
+    section: str,
+    tables: Mapping[str, Any],
+    provider: str,
+    taken: Mapping[str, Field],
+    variables: Collection[str],
+) -> dict[str, Field]:
+    """Return the settings of a section by dotted name.
+
+    Args:
+        section: the name of the section, the first part of each dotted name.
+        tables: setting → keys of the declaration, such as ``{"streams": {"type": "int", …}}``.
+        provider: the distribution.
+        taken: the settings of opgraft and of other distributions.
+        variables: the environment variables of opgraft.
+
+    Raises:
+        ConfigError: a name is taken or malformed, or a declaration has a wrong key or value.
+    """
+    _expect_free(section, taken)
+    if len(tables) > _MOST:
+        raise ConfigError(f"it declares {len(tables)} settings: declare {_MOST} at most")
+    fields = {}
+    readers = dict.fromkeys(variables, "opgraft")
+    readers |= {field.variable: name for name, field in taken.items()}
+    for attribute, table in tables.items():
+        name = f"{section}.{attribute}"
+        _expect_name(attribute, f"the setting {name!a}")
+        field = _field(name, table, provider)
+        rival = readers.setdefault(field.variable, name)
+        if rival != name:
+            raise ConfigError(
+                f"{name} and {rival} would share the variable {field.variable}: rename one"
+            )
+        fields[name] = field
+    return fields
+
+
+def _expect_free(section: str, taken: Mapping[str, Field]) -> None:
+    """Check the name of a section.
+
+    Raises:
+        ConfigError: the name is malformed, or the name of another section or setting.
+    """
+    _expect_name(section, f"the section {section!a}")
+    rival = next((field for name, field in taken.items() if _section(name) == section), None)
+    if rival is not None:
+        owner = rival.provider or "opgraft"
+        raise ConfigError(
+            f"{owner} has the name {section!r} already: give the entry point another name"
+        )
+
+
+def _expect_name(name: str, what: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} is no name: use small letters, digits and '_', with a letter first"
+        )
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _field(name: str, table: Any, provider: str) -> Field:
+    """Return the setting of one declaration.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is wrong.
+    """
+    if not isinstance(table, Mapping):
+        raise ConfigError(
+            f"{name} is {table!r:.80}: write a table with the keys type, help and default"
+        )
+    unknown = next((key for key in table if key not in _KEYS), None)
+    if unknown is not None:
+        raise ConfigError(f"{name} has the key {unknown!r}: {close_matches(unknown, _KEYS)}")
+    kind = table.get("type")
+    if kind not in _TYPES:
+        raise ConfigError(f"{name}.type is {kind!r:.80}: use one of {'; '.join(_TYPES)}")
+    help = printable(_text(name, table, "help"))
+    if not help:
+        raise ConfigError(f"{name} has no help: describe the effect in one line")
+    unset = printable(_text(name, table, "unset"))
+    variable = f"OPGRAFT_{name.replace('.', '_').upper()}"
+    bounds = _bounds(name, table, kind)
+    field = Field(name, KINDS[kind], bounds, table.get("default"), unset, help, variable, provider)
+    return field._replace(default=_default(field))
+
+
+def _text(name: str, table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}.{key} is {value!r:.80}: write a string")
+    return value.strip()
+
+
+def _bounds(name: str, table: Mapping[str, Any], kind: str) -> Bounds:
+    """Return the bounds of a declaration.
+
+    Raises:
+        ConfigError: the type has no such bounds, or a bound is no number.
+    """
+    choices = table.get("choices", [])
+    is_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+    if not is_texts or (choices and kind != "str"):
+        raise ConfigError(f"{name}.choices is {choices!r:.80}: write strings, for the type str")
+    limits: dict[str, Any] = {key: table.get(key) for key in _LIMITS}
+    for key, limit in limits.items():
+        if limit is None:
+            continue
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if not is_number or kind not in ("int", "float"):
+            raise ConfigError(
+                f"{name}.{key} is {limit!r:.80}: write a number, for the types int and float"
+            )
+    return Bounds(tuple(choices), **limits, instead={})
+
+
+def _default(field: Field) -> Any:
+    """Return the default in the kept form.
+
+    Raises:
+        ConfigError: the default is not allowed, or there is neither a default nor ``unset``.
+    """
+    if field.default is not None:
+        return field.check(field.default)
+    if not field.unset:
+        raise ConfigError(
+            f"{field.name} has no default: give one, or say in unset what the plugin does without"
+        )
+    return None
