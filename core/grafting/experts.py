@@ -61,12 +61,37 @@ class _Layout(NamedTuple):
     transposed: bool
 
 
+Recogniser = Callable[[nn.Module], Mapping[str, Any] | None]
+"""Returns the arguments for ``Experts``, or ``None`` for a module of another kind."""
+
+
 def experts_adapter() -> Adapter:
     """Return the row. The row keeps results of trials: use the row for one walk over a model."""
-    return Adapter("experts", Experts, partial(_experts, once_per_kind(_activation_of, _kind_of)))
+    return Adapter("experts", Experts, partial(_experts, experts_recogniser()))
 
 
-def _experts(
+def experts_recogniser() -> Recogniser:
+    """Return a function that recognises experts, with results of trials for one model."""
+    return partial(_arguments, once_per_kind(_activation_of, _kind_of))
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Return True if the parameters of a module have the layout of experts."""
+    return _layout_of(module) is not None
+
+
+def _experts(recognise: Recogniser, module: nn.Module) -> Mapping[str, Any] | None:
+    """Return the arguments for ``Experts``, with the parameters of the module.
+
+    Raises:
+        LeaveAlone: as ``_arguments``; or the active weight method looks for other parameters.
+    """
+    if has_experts(module):
+        _check_method()
+    return recognise(module)
+
+
+def _arguments(
     activation_of: Callable[[nn.Module], str | None], module: nn.Module
 ) -> Mapping[str, Any] | None:
     """Return the arguments for ``Experts`` if a module computes experts.
@@ -81,7 +106,6 @@ def _experts(
 
     _check_implementation(module)
     check_interface(type(module))
-    _check_method()
     activation = activation_of(module)
     if activation is None:
         raise LeaveAlone(

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from opgraft.base.text import described
@@ -17,6 +17,7 @@ from opgraft.errors import DistributedError, ModelError
 from opgraft.grafting import graft, ungraft
 from opgraft.grafting.report import LeftAlone
 from opgraft.logger import logger
+from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.extras import import_extra
 from opgraft.models.model import Model
@@ -28,6 +29,7 @@ from opgraft.models.transformers_attention import (
     detach_layer,
     own_attention,
 )
+from opgraft.models.transformers_experts import ExpertLayers, ExpertsRecorder
 from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
 from opgraft.models.transformers_names import TransformersNames
 from opgraft.models.transformers_report import TransformersReport
@@ -65,6 +67,7 @@ class Examination:
         uncached: why the model cannot run with a cache, empty if it can.
         names: changes of the names that checkpoints have.
         chain: its layers, which the stages of a pipeline share.
+        experts: path of a module of experts → experts of a token.
     """
 
     stack: str
@@ -73,6 +76,7 @@ class Examination:
     uncached: str
     names: TransformersNames
     chain: LayerChain
+    experts: Mapping[str, int]
 
 
 def examine(cls: type[nn.Module], config: Any) -> Examination:
@@ -89,34 +93,56 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         mask = torch.zeros(1, 1, 2, 2)
         try:
             try:
-                model, recorder, chain, stack = _called(cls, config, mask)
+                called = _called(cls, config, mask)
             except Exception:  # some models take no mask of that kind: they make their own
-                model, recorder, chain, stack = _called(cls, config, None)
+                called = _called(cls, config, None)
         except Exception as error:  # whatever the code of the model raises
             version = import_extra("transformers").__version__
             raise ModelError(
                 f"{cls.__name__} of transformers {version} cannot be examined without memory: "
                 f"{described(error)}. {GRAFT_INSTEAD}"
             ) from error
+    model = called.model
     paths = {module: path for path, module in model.named_modules()}
-    calls = {paths[module]: call for module, call in recorder.calls.items()}
-    return Examination(*stack, calls, _uncached(model, calls), TransformersNames.of(model), chain)
+    calls = {paths[module]: call for module, call in called.attention.calls.items()}
+    experts = {paths[module]: top_k for module, top_k in called.experts.choices.items()}
+    stack, output = called.stack
+    names = TransformersNames.of(model)
+    return Examination(stack, output, calls, _uncached(model, calls), names, called.chain, experts)
 
 
-def _called(
-    cls: type[nn.Module], config: Any, mask: Tensor | None
-) -> tuple[Any, Recorder, LayerChain, tuple[str, type[Any]]]:
-    """Construct a model and call it; return what its attention asked for, its layers, and what gives hidden states."""
+class _Called(NamedTuple):
+    """The findings of a call.
+
+    Attributes:
+        model: the called model.
+        attention: the calls of attention functions.
+        experts: the calls of modules of experts.
+        chain: the layers.
+        stack: the path of the module that gives hidden states, and the class of the result.
+    """
+
+    model: Any
+    attention: Recorder
+    experts: ExpertsRecorder
+    chain: LayerChain
+    stack: tuple[str, type[Any]]
+
+
+def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _Called:
+    """Construct a model, and call it with two tokens."""
     model: Any = cls(config).eval()
     model.get_input_embeddings()  # raises if transformers does not know which they are
     recorder = Recorder(mask)
     recorder.attach(model)
+    experts = ExpertsRecorder(model)
     stacks, layers = _called_stacks(model), LayerRecorder(model, mask)
     ids = torch.zeros(1, 2, dtype=torch.long)
     options = {"position_ids": ids} if _takes_positions(model) else {}
     with torch.no_grad():
         result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
-    return model, recorder, layers.chain(), stacks[-1] if stacks else ("", type(result))
+    stack = stacks[-1] if stacks else ("", type(result))
+    return _Called(model, recorder, experts, layers.chain(), stack)
 
 
 def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
@@ -217,7 +243,8 @@ class TransformersModel(Model):
         self.config = config
         self.examination = examine(cls, config)
         self.prefix = prefix
-        self.weights_mapper = self.examination.names
+        names = self.examination.names
+        self.weights_mapper = replace(names, experts=frozenset(self.examination.experts))
         with ParametersOnMeta():
             model = cls(config).eval().requires_grad_(False)
         if model.base_model is model:
@@ -251,11 +278,14 @@ class TransformersModel(Model):
             base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()
         }
         whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
-        replacer = Replacer(
-            model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix
-        )
+        quantization = quantization_config(self.opgraft_config, self)
+        replacer = Replacer(model, plan, whole, quantization, self.prefix)
         ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
         replacer.embeddings(*self._cut(model))
+        sharing = expert_sharing(self.opgraft_config)
+        replacer.experts(found.experts, ExpertLayers(quantization, sharing))
+        left = {row.path for row in replacer.left}
+        self.weights_mapper = replace(found.names, experts=found.experts.keys() - left)
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:

@@ -12,10 +12,13 @@ import torch
 from opgraft.grafting.obstacles import read_by_parents
 from opgraft.grafting.report import LeftAlone
 from opgraft.models.description import joined
+from opgraft.models.transformers_experts import ExpertLayers
 from opgraft.ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.moe.fused import FusedMoE
+from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -45,6 +48,11 @@ class ParametersOnMeta(TorchFunctionMode):
         return func(*args, **({**options, "device": "meta"} if func is torch.empty else options))
 
 
+def _pattern(path: str) -> str:
+    """Return a path as plans have it, with ``*`` for the number of a layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
 @dataclass(frozen=True)
 class Cut:
     """One layer of the model that became one of ours."""
@@ -64,6 +72,7 @@ class Replacer:
         kept_whole: paths of modules whose layers are not cut, with the reason.
         quant_config: chooses the weight methods.
         prefix: the path of the model in a larger one.
+        experts_paths: paths of the layers of experts, once they are replaced.
     """
 
     model: nn.Module
@@ -72,6 +81,7 @@ class Replacer:
     quant_config: QuantizationConfig | None
     prefix: str
     untouched: dict[nn.Module, str] = field(init=False)
+    experts_paths: list[str] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     left: list[LeftAlone] = field(default_factory=list)
 
@@ -80,7 +90,7 @@ class Replacer:
 
     def style(self, path: str) -> str | None:
         """Return the style that the plan has for a module or a parameter."""
-        return self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path))
+        return self.plan.get(_pattern(path))
 
     def is_cut(self, path: str) -> bool:
         """Say whether the outputs of a projection right below a module stay cut."""
@@ -95,12 +105,40 @@ class Replacer:
             if type(module) is nn.Linear and module not in self.untouched:
                 self.put(path, module, self._linear(path, module))
         for pattern, style in self.plan.items():
-            if style not in STYLES and style not in WHOLE and not style.startswith("embedding"):
-                self.left.append(
-                    LeftAlone(
-                        pattern, "plan", f"the style {style!r} is not served: whole on every rank"
-                    )
-                )
+            if self._is_served(pattern, style):
+                continue
+            reason = f"the style {style!r} is not served: whole on every rank"
+            self.left.append(LeftAlone(pattern, "plan", reason))
+
+    def _is_served(self, pattern: str, style: str) -> bool:
+        """Return True if the style of a pattern does not leave weights whole on every rank."""
+        # Layers of experts share the weights themselves.
+        served = {_pattern(path) for path in self.experts_paths}
+        if {pattern, pattern.rpartition(".")[0]} & served:
+            return True
+        return style in STYLES or style in WHOLE or style.startswith("embedding")
+
+    def experts(self, choices: Mapping[str, int], layers: ExpertLayers) -> None:
+        """Replace modules of experts; report those that compute something else.
+
+        Args:
+            choices: path of a module of experts → experts of a token.
+            layers: makes the layers.
+        """
+        modules = dict(self.model.named_modules())
+        for path, top_k in choices.items():
+            # Other stages of a pipeline have the others.
+            module = modules.get(path)
+            if module is None or module in self.untouched:
+                continue
+            try:
+                layer = layers.layer(module, top_k, joined(self.prefix, path))
+            except LeaveAlone as reason:
+                self.left.append(LeftAlone(path, type(module).__name__, str(reason)))
+                continue
+            if layer is not None:
+                self.put(path, module, layer)
+                self.experts_paths.append(path)
 
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
         served = STYLES.get(self.style(path) or "")
@@ -178,8 +216,9 @@ def materialise(model: nn.Module) -> Iterator[str]:
         return  # a model that is described only
     made: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, LinearBase):
-            continue  # which has memory, but for a weight that is quantized as it is loaded
+        # They have memory, but for a weight that is quantized as it is loaded.
+        if isinstance(module, (LinearBase, FusedMoE)):
+            continue
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is None or not tensor.is_meta:

@@ -19,11 +19,13 @@ class TransformersNames(WeightsMapper):
         renamings: of transformers, applied in turn.
         computing: those of transformers that compute a tensor of several, which are not served.
         known: the names of the model.
+        experts: paths of layers of experts, which load the tensors of each expert themselves.
     """
 
     renamings: tuple[Any, ...] = ()
     computing: tuple[Any, ...] = ()
     known: Set[str] = frozenset()
+    experts: Set[str] = frozenset()
 
     @classmethod
     def of(cls, model: Any) -> TransformersNames:
@@ -49,9 +51,41 @@ class TransformersNames(WeightsMapper):
             renamed, _ = one.rename_source_key(renamed)
         for one in self.computing:
             target, matched = one.rename_source_key(renamed)
-            if matched is not None and renamed not in self.known:
-                raise CheckpointError(
-                    f"transformers computes {target!r:.200} of {name!r:.200} and others when it loads, which is not "
-                    "served: save the model with the weights as they are computed"
-                )
+            if matched is None or renamed in self.known or self._loads_itself(one, target):
+                continue
+            raise CheckpointError(
+                f"transformers computes {target!r:.200} of {name!r:.200} and others when it loads, which is not "
+                "served: save the model with the weights as they are computed"
+            )
         return renamed
+
+    def _loads_itself(self, converter: Any, target: str) -> bool:
+        """Return True if a layer of experts loads the tensors that a converter would put into one.
+
+        Args:
+            converter: of transformers.
+            target: the name of that one tensor, with or without the path of the base model.
+        """
+        layer = target.rpartition(".")[0]
+        spellings = {layer, f"{self.base}.{layer}", layer.removeprefix(f"{self.base}.")}
+        return bool(spellings & self.experts) and _stacks(converter)
+
+
+_STACKS = (("MergeModulelist", 0),)
+_PARTS = {
+    ("gate_proj", "up_proj"): (*_STACKS, ("Concatenate", 1)),
+    ("w1", "w3"): (*_STACKS, ("Concatenate", 1)),
+    ("down_proj",): _STACKS,
+    ("w2",): _STACKS,
+}
+"""Matrices of an expert, and the operations of transformers that put those of all experts into one tensor."""
+
+
+def _stacks(converter: Any) -> bool:
+    """Return True if a converter stacks the matrices of experts, as ``FusedMoE`` loads them."""
+    patterns = [pattern.replace("\\", "") for pattern in converter.source_patterns]
+    matrices = tuple(pattern.removesuffix("$").split(".")[-2] for pattern in patterns)
+    operations = tuple(
+        (type(each).__name__, getattr(each, "dim", None)) for each in converter.operations
+    )
+    return _PARTS.get(matrices) == operations

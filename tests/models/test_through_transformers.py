@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from safetensors.torch import load_file
 from support.greedy import greedy_tokens
 from support.ranks import Ranks
 from torch import Tensor
@@ -447,3 +449,69 @@ def test_the_class_is_chosen_by_implementation() -> None:
         ModelError, match=r"StableLmForCausalLN: .*did you mean.*StableLmForCausalLM.* of it either"
     ):
         model_class(["StableLmForCausalLN"])
+
+
+_MOE = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": _MOE
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+    "flex_olmo": _MOE | {"num_experts": 4},
+    "glm4_moe": _MOE
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "minimax_m2": _MOE | {"num_local_experts": 4, "rotary_dim": 8},
+    "phimoe": _MOE | {"num_local_experts": 4},
+    "qwen2_moe": _MOE
+    | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+}
+"""Families with experts that transformers stacks when it loads."""
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@torch.no_grad()
+def test_experts_are_layers_of_experts(kind: str, tmp_path: Path) -> None:
+    """Experts become ``transformers_fused_moe``, load each expert's weights, and compute as transformers does."""
+    expected = reference(kind, EXPERTS[kind], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(re.search(r"\.experts\.3\.\w+\.weight$", name) for name in stored)
+    model = through(tmp_path)
+    layers = [row.path for row in model.report.layers if row.layer == "TransformersFusedMoE"]
+    assert len(layers) == 2
+    op = model.get_submodule(layers[0])
+    assert (op.op_name, op.num_experts, op.top_k) == ("transformers_fused_moe", 4, 2)
+    ids, positions = tokens(0), torch.arange(TOKENS)
+    logits = model.compute_logits(model(ids, positions))
+    exact = copy.deepcopy(expected).double()(ids[None]).logits[0]
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-5)
+    whole = expected.generate(ids[None], max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
+    assert greedy_tokens(model, ids.tolist(), 8) == whole[TOKENS:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["minimax_m2", "qwen2_moe"])
+def test_two_ranks_share_each_expert(two: Ranks, kind: str, tmp_path: Path) -> None:
+    """Two ranks give the logits of one, and each has half of every expert."""
+    reference(kind, EXPERTS[kind], tmp_path)
+    logits, size = logits_of_rank(str(tmp_path))
+    for of_rank, part in two.run(logits_of_rank, str(tmp_path)):
+        torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-5)
+        assert part < 0.8 * size
+
+
+def test_experts_that_compute_something_else_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts with another formula stay as they are, the report says so, and no weights are loaded for a layer."""
+    reference("qwen2_moe", EXPERTS["qwen2_moe"], tmp_path)
+    modeling = transformers.models.qwen2_moe.modeling_qwen2_moe
+    forward = modeling.Qwen2MoeExperts.forward
+    monkeypatch.setattr(
+        modeling.Qwen2MoeExperts, "forward", lambda self, *given: 2 * forward(self, *given)
+    )
+    with pytest.raises(CheckpointError, match=r"transformers computes .*gate_up_proj"):
+        through(tmp_path)
