@@ -11,10 +11,11 @@ from opgraft.compilation.backends import Runner
 from opgraft.compilation.capture import CapturedGraph
 from opgraft.compilation.graph_pass import ALL_SIZES
 from opgraft.compilation.lowering import lower
+from opgraft.compilation.nodes import OPERATOR
 from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import ReplayedCode, expect_recordable
 from opgraft.config import CompilationConfig
-from opgraft.errors import CompilationError
+from opgraft.errors import CompilationError, ConfigError, close_matches
 from opgraft.registry.decision import Candidate, Decision
 from torch import Tensor, fx
 
@@ -51,8 +52,8 @@ def executed(
 
     Raises:
         CompilationError: the backend fails, or the graph cannot be recorded or cut.
-        ConfigError: there is no such backend or operator; or static graphs are wanted, and the
-            graph has no dynamic size or several.
+        ConfigError: there is no such backend or operator, or the graph does not call the operator;
+            or static graphs are wanted, and the graph has no dynamic size or several.
     """
     recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
     batch = ""
@@ -73,6 +74,8 @@ def executed(
         run = pieces
         forms = pieces.forms
         by = _cuts(settings.cuts, pieces)
+        if settings.splitting_ops is not None:
+            _expect_cuts(by, captured.module)
         told = (
             f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal "
             "or cuts"
@@ -110,6 +113,26 @@ def _cuts(names: Sequence[str], pieces: Pieces) -> tuple[Candidate, ...]:
         reason = f"{count} cuts" if count else "the graph does not call it"
         rows.append(Candidate(name, bool(count), reason))
     return tuple(rows)
+
+
+def _expect_cuts(cuts: Sequence[Candidate], module: fx.GraphModule) -> None:
+    """Check that the graph calls each operator to cut at.
+
+    Raises:
+        ConfigError: the graph does not call one of them. The message names close ones.
+    """
+    missing = next((cut.name for cut in cuts if not cut.accepted), None)
+    if missing is None:
+        return
+    called = set()
+    for node in module.graph.nodes:
+        if isinstance(node.target, OPERATOR):
+            called.add(node.target.name().partition(".")[0])
+    raise ConfigError(
+        f"compilation_config.splitting_ops has {missing!r}, and the graph does not call it: "
+        f"{close_matches(missing, called)} Leave the name out; or, if a pass has joined the "
+        "operator with others, turn the pass off by compilation_config.pass_config"
+    )
 
 
 def _copied(run: Runner) -> Runner:

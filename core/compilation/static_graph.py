@@ -12,6 +12,7 @@ from opgraft.compilation.nodes import OPERATOR
 from opgraft.compilation.splitting import HELD
 from opgraft.compilation.writes import is_written
 from opgraft.errors import CompilationError
+from opgraft.ops.recording import recording
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, fx
 
@@ -42,14 +43,19 @@ class StaticGraph(PluggableClass):
         self.inputs = inputs
         self._run = run
         self._graph: Any = None
-        # The first call may compile, or allocate memory, which cannot be recorded.
-        self.outputs: Sequence[Any] = run(*inputs)
-        kind = current_platform().graph_class
-        if kind is not None:
-            self._graph = kind()
+        platform = current_platform()
+        kind = platform.graph_class
+        if kind is None:
+            self.outputs: Sequence[Any] = run(*inputs)
+            return
+        with recording():
+            # The first call may compile, or allocate memory, which cannot be recorded.
+            run(*inputs)
+            graph = kind()
             pool = before._graph.pool() if before is not None else None
-            with torch.get_device_module().graph(self._graph, pool=pool):
+            with torch.get_device_module(platform.device_type).graph(graph, pool=pool):
                 self.outputs = run(*inputs)
+        self._graph = graph
 
     def replay(self) -> Sequence[Any]:
         """Run the code on the current values of ``inputs``, and return ``outputs``."""

@@ -30,6 +30,7 @@ from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.runner.cache_room import smallest_room
 from opgraft.engine.runner.compiled_model import expect_compilable
+from opgraft.engine.runner.recorded_steps import expect_recorder
 from opgraft.engine.schedule.kv_cache import KVCacheManager
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
@@ -105,6 +106,7 @@ class EngineCore:
         given = opgraft_config or host_state().settings().handed_down()
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
+        expect_recorder(self.opgraft_config)
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from opgraft.compat import tracing
 from opgraft.compat.python_device import stores_values
+from opgraft.ops.recording import is_recording
 from opgraft.registry.state import host_state
 from torch import Tensor
 
@@ -142,10 +143,10 @@ def values_are_known(x: Tensor) -> bool:
     """Return True if ``x`` has values to look at.
 
     Fake tensors and tensors on ``meta`` have no values. No tensor has values while something traces
-    or transforms.
+    or transforms, or a device records a graph.
     """
     return stores_values(x) and not (
-        torch.compiler.is_compiling() or x.is_meta or tracing.followed()
+        torch.compiler.is_compiling() or x.is_meta or tracing.followed() or is_recording()
     )
 
 

@@ -10,7 +10,7 @@ from opgraft.config import OpgraftConfig, SchedulerConfig
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
-from opgraft.testing import simulated_streams, simulated_tensors
+from opgraft.testing import simulated_graphs, simulated_streams, simulated_tensors
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice, simulated_device
 
 
@@ -27,6 +27,8 @@ class SimulatedPlatform(Platform):
             raise PlatformError(f"a simulated device cannot be made: {reason}")
         self.device = simulated_device(Machine()) or SimulatedDevice()
         register_device(DEVICE_TYPE, simulated_tensors.compute)
+        module: Any = torch.get_device_module(DEVICE_TYPE)
+        module.graph = simulated_graphs.graph
         simulated_tensors.begin(self.device)
 
     @property
@@ -64,6 +66,10 @@ class SimulatedPlatform(Platform):
 
     def synchronize(self, index: int = 0) -> None:
         simulated_streams.synchronize()
+
+    @property
+    def graph_class(self) -> type[Any]:
+        return simulated_graphs.Graph
 
     @property
     def streams(self) -> Any:

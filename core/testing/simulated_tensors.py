@@ -14,6 +14,7 @@ import torch
 from opgraft.compat.python_device import class_of_tensors, wrapper_of
 from opgraft.platform import HOST
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice
+from opgraft.testing.simulated_graphs import recording_graph
 from opgraft.testing.simulated_streams import current_stream
 from torch import Tensor
 
@@ -217,7 +218,10 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     stream = current_stream()
     is_on_device = ours and len(ours) == len(given)
     run = functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs))
-    if is_on_device and ours[0] is args[0] and _only_writes(operator):
+    graph = recording_graph()
+    if graph is not None:
+        _expect_no_host(name, given, ours, kwargs)
+    elif is_on_device and ours[0] is args[0] and _only_writes(operator):
         stream.put(run)
         return ours[0]
     # An operator that makes tensors, or takes those of the host, waits for queued work.
@@ -226,6 +230,9 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     known = {id(_on_host(each)): each for each in given}
     before = [(each, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
     result = run()
+    if graph is not None:
+        numbers = [each.numbers for each in ours]
+        graph.add(name, run, numbers, result, operator._schema.is_mutable)
     # An operator such as resize_ changes a tensor in place.
     for each, form, memory in before:
         if _form(each.numbers) != form:
@@ -246,6 +253,20 @@ def _expect_one_device(name: str, given: list[Tensor], ours: list[SimulatedTenso
         f"Expected all tensors to be on the same device, but {name} was given one on "
         f"{foreign[0].device} beside one on {ours[0].device}"
     )
+
+
+def _expect_no_host(
+    name: str, given: list[Tensor], ours: list[SimulatedTensor], kwargs: Mapping[str, Any]
+) -> None:
+    """Check that no numbers come from the host, or go there, while a graph is recorded."""
+    target = kwargs.get("device")
+    to_host = ours and target is not None and torch.device(target).type != DEVICE_TYPE
+    # The number in a tensor without dimensions is an argument of a kernel.
+    from_host = any(each.dim() for each in given if not isinstance(each, SimulatedTensor))
+    if to_host or from_host:
+        raise RuntimeError(
+            f"{name} moves numbers between the host and the device, which no recording has"
+        )
 
 
 def _run(operator: Any, name: str, args: Any, kwargs: Any) -> Any:

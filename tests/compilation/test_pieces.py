@@ -167,6 +167,8 @@ def test_what_the_host_must_see_is_not_recorded(counting: list[Any]) -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"splitting_ops": ("scaled_dot_product_attention",)}, r"splitting_ops has 'scaled_dot.*namespace::name"),
     ({"splitting_ops": ("aten::scaled_dot",)}, "torch knows no such operator"),
+    ({"splitting_ops": ("aten::nonzero",)}, r"has 'aten::nonzero', and the graph does not call it: .*aten::"),
+    ({"splitting_ops": (SDPA, "opgraft::all_reduce")}, r"has 'opgraft::all_reduce', and the graph does not call it"),
     ({"capture_sizes": (1,)}, "capture_sizes is set, and compilation_config.graph_mode is none"),
     ({"graph_mode": "full", "mode": "STOCK_TORCH_COMPILE"}, "graph_mode is set, and is for the mode FULL"),
     ({"graph_mode": "partly"}, "one of none, piecewise, full"),

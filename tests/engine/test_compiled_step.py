@@ -114,12 +114,14 @@ def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:
     assert tokens(core) == tokens(EngineCore(given))
 
 
-def test_attention_is_never_recorded(tmp_path: Path) -> None:
-    """A recording of the whole step would read the batch that it was made with, so the engine refuses it."""
-    written("Llama", tmp_path, num_hidden_layers=1)
+def test_whole_steps_need_a_platform_that_records(tmp_path: Path) -> None:
+    """Where nothing records a whole step, the engine refuses the mode at its start, before the model is read."""
     compilation = CompilationConfig(level=1, graph_mode="full", capture_sizes=(1, 4))
-    with pytest.raises(ConfigError, match=r"static graph cannot record opgraft::attend_layer"):
-        EngineCore(dataclasses.replace(settings(tmp_path), compilation_config=compilation))
+    given = settings(tmp_path / "no such model")
+    with pytest.raises(
+        ConfigError, match=r"graph_mode is full, and the platform cpu has no graph_class"
+    ):
+        EngineCore(dataclasses.replace(given, compilation_config=compilation))
 
 
 @pytest.mark.slow

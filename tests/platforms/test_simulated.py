@@ -146,6 +146,71 @@ for ranks in json.loads(sys.argv[2]):
 print(json.dumps([opgraft.current_platform().name, *told]))
 """
 
+RECORDED = """
+import json, sys
+import opgraft
+from opgraft import SamplingParams
+from opgraft.errors import ConfigError
+from opgraft.kernels.engine import StaticGraph
+from opgraft.ops import RMSNorm
+replayed = []
+class Counted(StaticGraph):
+    def replay(self):
+        replayed.append(len(self.inputs[0]))
+        return super().replay()
+opgraft.PluggableClass.register_oot(Counted, name="static_graph")
+prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3, 4, 5], [7, 8], [9], [11, 12, 13])]
+given = [SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (3, 6, 12, 9)]
+full = {"level": 1, "graph_mode": "full", "capture_sizes": [1, 3]}
+settings = {"cache.num_blocks": 100, "cache.block_size": 4, "load.progress": False}
+def answers(**further):
+    with opgraft.LLM(sys.argv[1], dtype="float32", max_num_seqs=4, **settings, **further) as llm:
+        answered = llm.generate(prompts, given)
+        return [each.outputs[0].token_ids for each in answered]
+def refusal(**further):
+    try:
+        answers(**further)
+    except ConfigError as error:
+        return str(error)
+print(answers() == answers(compilation_config=full))
+print(sorted(set(replayed)), len(replayed) > 8)
+print(refusal(compilation_config=full, **{"parallel.data": 1, "parallel.pipeline": 2}))
+@RMSNorm.register_oot
+class Asking(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        x.sum().item()
+        return self.forward_native(x, residual)
+opgraft.reset()
+print(refusal(compilation_config={**full, "custom_ops": ["all"]}))
+"""
+
+GRAPHS = """
+import torch, opgraft
+from opgraft.testing.simulated_graphs import Graph, graph
+platform = opgraft.current_platform()
+assert platform.graph_class is Graph
+x, weight = (torch.ones(4, device="simulated") for _ in range(2))
+recorded = Graph()
+called = []
+with torch.get_device_module("simulated").graph(recorded, pool=recorded.pool()):
+    called.append(1)
+    y = (x + weight).view(2, 2).t()
+    x.mul_(2)
+    first, second = torch.max(x.view(2, 2), 1)
+assert y.cpu().tolist() == [[2, 2], [2, 2]] and x.tolist() == [2, 2, 2, 2]
+weight.fill_(10)
+recorded.replay()
+assert y.cpu().tolist() == [[12, 12], [12, 12]] and x.tolist() == [4, 4, 4, 4] and first.tolist() == [4, 4]
+assert called == [1]
+for forbidden in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.copy_(torch.ones(4)), lambda: x.tolist()):
+    try:
+        with graph(Graph()):
+            forbidden()
+    except RuntimeError as error:
+        print(error)
+assert x.sum().item() == 16
+"""
+
 MEMORY = """
 import torch, opgraft
 platform = opgraft.current_platform()
@@ -329,6 +394,28 @@ def test_the_engine_runs_on_it(warm_python: str, tmp_path: Path) -> None:
     assert platform == "simulated"
     assert json.loads(on_host) == ["cpu", alone]
     assert shared == alone
+
+
+@needs_backend
+def test_graphs_are_recorded_and_replayed(warm_python: str) -> None:
+    """A replay computes from the current numbers, on the same memory, without Python; the host gets no value."""
+    lines = on("default", warm_python, GRAPHS)
+    assert len(lines) == 4
+    assert "_local_scalar_dense gives the host a value, which no recording has" in lines[0]
+    for line in lines[1:]:
+        assert "moves numbers between the host and the device, which no recording has" in line
+
+
+@needs_backend
+def test_whole_steps_are_recorded(warm_python: str, tmp_path: Path) -> None:
+    """Steps with a token of each sequence are replayed, padded, and answer as before; what cannot be is refused."""
+    written("Llama", tmp_path, vocab_size=400)
+    alike, sizes, pipeline, asking = on("default", warm_python, RECORDED, str(tmp_path))
+    assert (alike, sizes) == ("True", "[1, 3] True")
+    assert "a step waits for other ranks, as parallel.pipeline is 2" in pipeline
+    assert "a step of 3 sequences cannot be recorded" in asking
+    assert "gives the host a value, which no recording has" in asking
+    assert asking.endswith("Next: set compilation_config.graph_mode to piecewise or none")
 
 
 @needs_backend

@@ -32,6 +32,13 @@ from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.engine.runner.input_batch import InputBatch, Inputs
 from opgraft.engine.runner.invariance import make_batch_invariant
 from opgraft.engine.runner.largest_step import largest_step, step_bound
+from opgraft.engine.runner.recorded_steps import (
+    RecordedSteps,
+    blocks_of_padding,
+    numbers_of_sequences,
+    records_steps,
+    without_recording,
+)
 from opgraft.engine.runner.replay import blocks_of, steps_again
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
@@ -68,6 +75,7 @@ class ModelRunner(PluggableClass):
         self.sampler = Sampler(self.opgraft_config)
         self.sampling = SamplingBatch(self.opgraft_config.model.seed)
         self.compiled: CompiledModel | None = None
+        self.recorded: RecordedSteps | None = None
         self.link: StageLink | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
@@ -96,15 +104,37 @@ class ModelRunner(PluggableClass):
             ConfigError: the model cannot be compiled, or not on this machine.
         """
         layout = self.layout
-        self.compiled = compiled_as_set(
-            self.model, layout.layers, layout.states, self.opgraft_config
-        )
+        config = self.opgraft_config
+        is_recorded = records_steps(config)
+        if is_recorded:
+            config = without_recording(config)
+        self.compiled = compiled_as_set(self.model, layout.layers, layout.states, config)
         if self.compiled is None:
             return
         if self.link is None:
             self.compiled.warm_up(self.device)
         else:
             self.compiled.warm_up(self.device, self.link.empty)
+        if is_recorded:
+            self.recorded = self._recorded_steps(self.compiled)
+
+    def _recorded_steps(self, model: CompiledModel) -> RecordedSteps:
+        """Record steps with one token of each sequence.
+
+        Raises:
+            ConfigError: the model cannot be recorded.
+        """
+        groups = [{name: self.caches[name] for name in group} for group in self.layout.groups]
+        block_size = self.layout.block_size
+        return RecordedSteps(
+            model,
+            groups,
+            numbers_of_sequences(self.opgraft_config),
+            -(-self.model.max_position // block_size),
+            block_size,
+            self.num_blocks,
+            self.device,
+        )
 
     def prepare_encoder(self) -> None:
         """Prepare the model for ``encode``: try two texts, and compile if settings ask for this.
@@ -126,7 +156,10 @@ class ModelRunner(PluggableClass):
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
         """Make the cache and the slots for states, and forget all sequences."""
-        self.caches = self.layout.allocate(num_blocks, self.device)
+        self.recorded = None
+        self.num_blocks = num_blocks
+        padding = blocks_of_padding(self.opgraft_config, self.layout.block_size)
+        self.caches = self.layout.allocate(num_blocks + padding, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
         self.batch = self._input_batch(self.device, self.caches, self.states)
 
@@ -267,11 +300,9 @@ class ModelRunner(PluggableClass):
         prepared = perf_counter()
         received = self.link.receive() if self.link is not None else None
         arrived = perf_counter()
-        model = self.compiled or self.model
         # The first stage of a pipeline reads token ids, later ones also hidden states.
         further = () if received is None else (received,)
-        with attending(inputs.batch):
-            hidden = model(inputs.input_ids, inputs.positions, *further)
+        hidden = self._hidden(inputs, further)
         if self.link is not None:
             self.link.pass_on(hidden)
         logits = self._logits_of(hidden, inputs, sequences) if self._samples else None
@@ -283,6 +314,16 @@ class ModelRunner(PluggableClass):
             "sample": perf_counter() - computed,
         }
         return dataclasses.replace(result, seconds=seconds)
+
+    def _hidden(self, inputs: Inputs, further: tuple[Tensor, ...]) -> Tensor:
+        """Return the results of the model for a step, from a static graph if the step has one."""
+        recorded = None if self.recorded is None else self.recorded(inputs)
+        if recorded is not None:
+            return recorded
+        model = self.compiled or self.model
+        with attending(inputs.batch):
+            hidden: Tensor = model(inputs.input_ids, inputs.positions, *further)
+        return hidden
 
     def _logits_of(
         self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]

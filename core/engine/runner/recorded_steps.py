@@ -1,0 +1,214 @@
+"""``RecordedSteps``: whole steps of a model as static graphs, for ``graph_mode`` ``full``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from opgraft.base.text import described
+from opgraft.compilation.static_graph import StaticGraph
+from opgraft.config import OpgraftConfig
+from opgraft.engine.runner.input_batch import Inputs
+from opgraft.errors import ConfigError
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
+from opgraft.platform import HOST
+from opgraft.plugins.selection import current_platform
+from torch import Tensor
+
+_NEXT = "Next: set compilation_config.graph_mode to piecewise or none"
+
+_TOLERANCE = 0.05
+"""The largest difference of a replay, by the largest result. A stale replay differs by far more."""
+
+
+def records_steps(config: OpgraftConfig) -> bool:
+    """Return True if whole steps are to be recorded."""
+    return config.compilation_config.graph_mode == "full"
+
+
+def expect_recorder(config: OpgraftConfig) -> None:
+    """Check that whole steps can be recorded here, if settings ask for this.
+
+    Raises:
+        ConfigError: the platform has no ``graph_class``, or other ranks take part in a step in a
+            way that no recording has.
+    """
+    if not records_steps(config):
+        return
+    platform = current_platform()
+    name = "compilation_config.graph_mode is full"
+    if platform.graph_class is None:
+        raise ConfigError(
+            f"{name}, and the platform {platform.name} has no graph_class, which records a whole "
+            f"step. {_NEXT}"
+        )
+    parallel = config.parallel
+    if parallel.pipeline > 1 or parallel.in_rounds:
+        raise ConfigError(
+            f"{name}, and a step waits for other ranks, as parallel.pipeline is "
+            f"{parallel.pipeline} and parallel.data {parallel.data}. {_NEXT}"
+        )
+
+
+def without_recording(config: OpgraftConfig) -> OpgraftConfig:
+    """Return a config for the code of a model alone: the steps around are recorded as a whole."""
+    changed = {"graph_mode": "none", "capture_sizes": None}
+    compilation = dataclasses.replace(config.compilation_config, **changed)
+    return dataclasses.replace(config, compilation_config=compilation)
+
+
+def numbers_of_sequences(config: OpgraftConfig) -> list[int]:
+    """Return the numbers of sequences to record a step for, ascending; the scheduler has no more."""
+    most = config.scheduler.max_num_seqs
+    sizes = config.compilation_config.recorded_sizes
+    below = [size for size in sizes if size < most]
+    return [*below, most] if sizes[-1] >= most else below
+
+
+def blocks_of_padding(config: OpgraftConfig, block_size: int) -> int:
+    """Return the number of blocks that rows of padding write to."""
+    if not records_steps(config):
+        return 0
+    return -(-numbers_of_sequences(config)[-1] // block_size)
+
+
+class RecordedSteps:
+    """Static graphs of steps with one token of each sequence, by the number of sequences.
+
+    A step is padded to the next size. A row of padding is a sequence of one token, in blocks that
+    the engine does not know.
+
+    Args:
+        model: called with token ids and positions, for the current batch.
+        groups: for each group of layers, the cache of each layer by prefix.
+        sizes: numbers of sequences, ascending.
+        width: blocks of the longest sequence.
+        block_size: tokens in a block.
+        padding: the first of the blocks for padding.
+        device: of the model.
+
+    Raises:
+        ConfigError: the model cannot be recorded, or a replay computes something else.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[Tensor, Tensor], Tensor],
+        groups: Sequence[Mapping[str, Tensor]],
+        sizes: Sequence[int],
+        width: int,
+        block_size: int,
+        padding: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._width = width
+        self._block_size = block_size
+        self._padding = padding
+        self._device = device
+        self._graphs: dict[int, StaticGraph] = {}
+        self._rows_of_padding: dict[int, list[Tensor]] = {}
+        # The largest goes first: the memory of the largest graph serves the others.
+        with torch.inference_mode():
+            for size in sorted(sizes, reverse=True):
+                self._rows_of_padding[size] = self._inputs(size)
+                self._graphs[size] = self._recorded(size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of sequences with a graph, ascending."""
+        return tuple(sorted(self._graphs))
+
+    def __call__(self, inputs: Inputs) -> Tensor | None:
+        """Return the hidden states of a step; ``None`` for a step without a graph.
+
+        The next call writes to the same memory.
+        """
+        batch = inputs.batch
+        count = len(batch.seq_lens)
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None or batch.max_query_len != 1 or len(inputs.input_ids) != count:
+            return None
+        pages = [batch.pages[next(iter(group))] for group in self._groups]
+        slots = [each.slots for each in pages]
+        tables = [each.block_table for each in pages]
+        given = [inputs.input_ids, inputs.positions, batch.seq_lens, *slots, *tables]
+        graph = self._graphs[size]
+        padding = self._rows_of_padding[size]
+        for static, unused, x in zip(graph.inputs, padding, given, strict=True):
+            static[count:].copy_(unused[count:])
+            # The table of a step has the blocks that the step sees, and no more.
+            rows = static[:count] if x.dim() == 1 else static[:count, : x.shape[1]]
+            rows.copy_(x)
+        hidden: Tensor = graph.replay()[0]
+        return hidden[:count]
+
+    def _inputs(self, size: int) -> list[Tensor]:
+        """Return the inputs of a step of padding: ids, positions, lengths, slots and tables."""
+        ids, positions = (torch.zeros(size, dtype=torch.int64).to(self._device) for _ in range(2))
+        lengths = torch.ones(size, dtype=torch.int32).to(self._device)
+        # No two rows write to one place.
+        places = torch.arange(size, dtype=torch.int64) + self._padding * self._block_size
+        table = torch.full((size, self._width), self._padding, dtype=torch.int32)
+        slots = [places.to(self._device) for _ in self._groups]
+        tables = [table.to(self._device) for _ in self._groups]
+        return [ids, positions, lengths, *slots, *tables]
+
+    def _step(self, size: int) -> Callable[..., list[Tensor]]:
+        """Return a function of the inputs of a step. Constants of the step are made once."""
+        bounds = torch.arange(size + 1, dtype=torch.int32).to(self._device)
+        longest = self._width * self._block_size
+
+        def step(
+            ids: Tensor, positions: Tensor, lengths: Tensor, *of_groups: Tensor
+        ) -> list[Tensor]:
+            count = len(self._groups)
+            pages: dict[str, LayerPages] = {}
+            for group, slots, table in zip(
+                self._groups, of_groups[:count], of_groups[count:], strict=True
+            ):
+                for name, cache in group.items():
+                    pages[name] = LayerPages(cache, table, slots)
+            batch = AttentionBatch(
+                bounds, lengths, 1, longest, pages, self._block_size, continues=True
+            )
+            with attending(batch):
+                return [self._model(ids, positions)]
+
+        return step
+
+    def _recorded(self, size: int) -> StaticGraph:
+        """Record the step of a size, and compare a replay with a call.
+
+        Raises:
+            ConfigError: as for the class.
+        """
+        before = next(iter(self._graphs.values()), None)
+        step = self._step(size)
+        try:
+            graph = StaticGraph(step, self._inputs(size), before)
+            # Other tokens than those of the recording, which a replay must not compute again.
+            graph.inputs[0].fill_(1)
+            (replayed,) = graph.replay()
+            (expected,) = step(*graph.inputs)
+        # Kernels and libraries of devices raise errors of all classes.
+        except Exception as error:
+            raise ConfigError(
+                f"compilation_config.graph_mode is full, and a step of {size} sequences cannot be "
+                f"recorded: {described(error)}. {_NEXT}"
+            ) from error
+        if not _are_alike(replayed, expected):
+            raise ConfigError(
+                f"compilation_config.graph_mode is full, and a recorded step of {size} sequences "
+                f"computes something else than the model itself. {_NEXT}"
+            )
+        return graph
+
+
+def _are_alike(replayed: Tensor, expected: Tensor) -> bool:
+    found = replayed.to(HOST, torch.float32)
+    wanted = expected.to(HOST, torch.float32)
+    most = _TOLERANCE * float(wanted.abs().max())
+    return torch.allclose(found, wanted, rtol=0, atol=most, equal_nan=True)

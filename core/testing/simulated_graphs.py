@@ -1,0 +1,122 @@
+"""Static graphs of a simulated accelerator, by torch's names: recorded kernels run on the same memory.
+
+As on a real device, a recording notes kernels and addresses. Python between the kernels does not
+run in a replay, and the host gets no value during a recording.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opgraft.testing.simulated_streams import current_stream
+from torch import Tensor
+
+
+class Graph:
+    """A sequence of kernels.
+
+    Attributes:
+        kernels: the recorded kernels, in order.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], object]] = []
+
+    def pool(self) -> tuple[int, int]:
+        """Return the memory that another graph may share. Here each graph has memory of its own."""
+        return (0, 0)
+
+    def replay(self) -> None:
+        """Run the kernels on the current stream."""
+        current_stream().put(self._run)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            for kernel in self.kernels:
+                kernel()
+
+    def add(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        given: Sequence[Tensor],
+        result: Any,
+        writes: bool,
+    ) -> None:
+        """Record a kernel.
+
+        Args:
+            name: the operator.
+            run: runs the kernel once more, on the same arguments.
+            given: the numbers of the tensors among the arguments.
+            result: the first result.
+            writes: the kernel writes to an argument.
+
+        Raises:
+            RuntimeError: the result is a value for the host.
+        """
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        if not all(isinstance(each, Tensor) for each in results):
+            raise RuntimeError(
+                f"{name} gives the host a value, which no recording has: the value may differ in "
+                "a replay"
+            )
+        shared = {each.untyped_storage().data_ptr() for each in given}
+        fresh = [each.untyped_storage().data_ptr() not in shared for each in results]
+        if writes or any(fresh):
+            self.kernels.append(_Kernel(run, results, fresh))
+
+
+class _Kernel:
+    """A recorded kernel, with the memory for results.
+
+    Args:
+        run: see ``Graph.add``.
+        results: the first results.
+        fresh: for each result, True if its memory is not that of an argument.
+    """
+
+    def __init__(
+        self, run: Callable[[], Any], results: Sequence[Tensor], fresh: Sequence[bool]
+    ) -> None:
+        self._run = run
+        self._results = results
+        self._fresh = fresh
+
+    def __call__(self) -> None:
+        again = self._run()
+        computed = again if isinstance(again, (tuple, list)) else [again]
+        for result, new, is_fresh in zip(self._results, computed, self._fresh, strict=True):
+            if is_fresh:
+                result.copy_(new)
+
+
+class _Current(threading.local):
+    graph: Graph | None = None
+
+
+_current = _Current()
+
+
+def recording_graph() -> Graph | None:
+    """Return the graph that this thread records; ``None`` outside of a recording."""
+    return _current.graph
+
+
+@contextmanager
+def graph(recorded: Graph, pool: object = None) -> Iterator[None]:
+    """Return a scope that records the kernels of this thread, by the name that torch has for it.
+
+    Args:
+        recorded: gets the kernels.
+        pool: unused.
+    """
+    _current.graph = recorded
+    try:
+        yield
+    finally:
+        _current.graph = None
