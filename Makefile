@@ -22,12 +22,13 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-simulated test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
+	@echo "make test-simulated  the tests of engine, serving and server on the simulated device, an hour"
 	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
 	@echo "make test-conformance  the whole conformance kit for the toy NPU and the CPU kernels, a thousand questions; PLUGIN=toy-npu for one"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
@@ -76,7 +77,7 @@ run: .demo/installed
 	@printf '\n==> To go on with these plugins: PYTHONPATH=.demo .demo/bin/opgraft --help\n'
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-faults test-families test-embedders check: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-simulated test-faults test-families test-embedders check: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not source and not slow and not faults'
@@ -90,6 +91,11 @@ PLUGIN ?= toy-npu cpu-kernels
 test-conformance: .demo/installed .venv/opgraft
 	for plugin in $(PLUGIN); do PYTHONPATH=$(CURDIR)/.demo OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -q -n 2 --dist worksteal reference_plugins/opgraft-$$plugin/tests || exit; done
+
+# Tests that cannot run there are in tests/support/simulated_device.py, with their reasons.
+test-simulated: .venv/opgraft
+	OPGRAFT_SIMULATED_DEVICE=default OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow' \
+		tests/engine tests/serving tests/server
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow

@@ -21,8 +21,10 @@ import hypothesis
 import pytest
 import torch
 from opgraft.compat import intervening
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
+from support.simulated_device import skip_unfit
 from support.slow_variants import mark_slow
 from support.warm.interpreter import warm_interpreter
 from torch import nn
@@ -48,6 +50,10 @@ REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
 
 
+_SIMULATED = os.environ.get(SIMULATED_DEVICE)
+"""The device of ``make test-simulated``, which every test of the run has."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what '-m' does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark slow variants, and skip what needs a GPU, visibly, where there is none.
@@ -55,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch is asked only if a test needs a GPU.
     """
     mark_slow(items)
+    if _SIMULATED:
+        skip_unfit(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
@@ -105,6 +113,8 @@ def fresh_host(
     for name in os.environ:
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
+    if _SIMULATED:
+        monkeypatch.setenv(SIMULATED_DEVICE, _SIMULATED)
     # The cache is on by default. No test writes to the folder of this machine's user.
     monkeypatch.setenv("OPGRAFT_COMPILATION_CONFIG_CACHE", "false")
     written = str(tmp_path_factory.getbasetemp())

@@ -385,15 +385,17 @@ def test_tensors_are_those_of_the_host(code: str, printed: list[str], warm_pytho
 
 @needs_backend
 def test_the_engine_runs_on_it(warm_python: str, tmp_path: Path) -> None:
-    """Likeliest and drawn tokens are those of the CPU, without float64 on the device, and of two workers."""
+    """Likeliest and drawn tokens are those of the CPU, without float64 there; compiled and by two workers too."""
     written("Llama", tmp_path, vocab_size=400)
-    runs = json.dumps([{}, {"parallel.tensor": 2}])
+    compiled = {"compilation_config.level": 2}
+    ranks = {"parallel.tensor": 2}
+    runs = json.dumps([{}, ranks, compiled, {**ranks, **compiled}])
     (on_device,) = on("default", warm_python, ENGINE, str(tmp_path), runs)
     (on_host,) = on("", warm_python, ENGINE, str(tmp_path), "[{}]")
-    platform, alone, shared = json.loads(on_device)
+    platform, alone, *others = json.loads(on_device)
     assert platform == "simulated"
     assert json.loads(on_host) == ["cpu", alone]
-    assert shared == alone
+    assert others == [alone] * 3
 
 
 @needs_backend
