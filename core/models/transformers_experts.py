@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+from opgraft.grafting import graft
 from opgraft.grafting.experts import experts_recogniser, has_experts
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.moe.fused import TransformersFusedMoE
@@ -60,7 +62,7 @@ class ExpertLayers:
         Raises:
             LeaveAlone: the module computes something else.
         """
-        found = self._recognise(module)
+        found = self._recognise(_with_ops(module))
         if found is None:
             return None
         dtype = next(module.parameters()).dtype
@@ -80,3 +82,14 @@ class ExpertLayers:
             enable_eplb=self._sharing.records,
             num_redundant_experts=self._sharing.redundant,
         )
+
+
+def _with_ops(module: nn.Module) -> nn.Module:
+    """Return a copy of a module of experts, with ops in place of children, such as the activation."""
+    children = nn.Module()
+    for name, child in module.named_children():
+        children.add_module(name, child)
+    graft(children)
+    made = copy.copy(module)
+    made.__dict__["_modules"] = children._modules
+    return made

@@ -201,7 +201,10 @@ def test_wrong_options_and_variables_name_plugin_and_values(
         ({"acme.firmware": "old"}, "use one of stable, fast"),
         ({"acme.cores": ["a"]}, "use a list of integers"),
         ({"acme.steams": 3}, r"of opgraft-acme 1\.0: did you mean 'acme\.streams'"),
-        ({"acme.q": 3}, r"known: acme\.cores, acme\.ecc, acme\.firmware, acme\.streams"),
+        (
+            {"acme.something_else_entirely": 3},
+            r"known: acme\.cores, acme\.ecc, acme\.firmware, acme\.streams",
+        ),
     ],
 )
 def test_wrong_keywords_and_files_name_plugin_and_values(
@@ -327,6 +330,6 @@ def test_two_distributions_do_not_share_a_section(acme: Acme) -> None:
     acme(declared(WHOLE).replace("streams", "b_c"), section="aa", name="opgraft-c")
     acme(declared(WHOLE).replace("streams", "c"), section="aa_b", name="opgraft-d")
     assert list(plugin_fields()) == ["acme.streams", "aa.b_c"]
-    shared, taken = sorted(problem.reason for problem in discover().problems)
+    taken, shared = sorted(problem.reason for problem in discover().problems)
     assert "aa_b.c and aa.b_c would share the variable OPGRAFT_AA_B_C: rename one" in shared
     assert "its entry point 'acme' in opgraft.settings is already provided by opgraft-acme" in taken
