@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
+from opgraft.cli.output import silent
 from opgraft.config import FLAG_WORDS, known_fields
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 
@@ -20,14 +20,12 @@ def _quietly(names: Callable[[], Iterable[str]]) -> Completion:
     """
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
-        logging.disable()
         try:
-            return sorted({name for name in names() if name.startswith(incomplete)})
+            with silent():
+                return sorted({name for name in names() if name.startswith(incomplete)})
         # Damaged metadata and broken installations raise errors of any class.
         except Exception:
             return []
-        finally:
-            logging.disable(logging.NOTSET)
 
     return complete
 

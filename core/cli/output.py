@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -128,21 +129,14 @@ class SettingsCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, with a heading for each section."""
-        owners = [f"Settings of {field.provider}" for field in plugin_fields().values()]
-        rows: dict[str, list[tuple[str, str]]] = {
-            heading: [] for heading in ("Options", *_GROUPS.values(), "Host", *owners)
-        }
-        settings = {_parameter(field.name): field for field in known_fields().values()}
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        headings = ["Options", *_GROUPS.values(), "Host"]
+        headings += [_heading(field) for field in plugin_fields().values()]
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in headings}
         for option in options:
             record = option.get_help_record(ctx)
-            if record is None:
-                continue
-            field = settings.get(str(option.name))
-            heading = _heading(field) if field is not None else "Options"
-            if {_EAGER, _COMPILATION} & {*option.opts}:
-                heading = _GROUPS["compilation_config"]
-            rows[heading].append(record)
+            if record is not None:
+                rows[_heading_of(option)].append(record)
         for heading, found in rows.items():
             if found:
                 with formatter.section(heading):
@@ -152,6 +146,16 @@ class SettingsCommand(click.Command):
             formatter.write_text(
                 "All other settings are options, too: 'opgraft serve --help' lists them."
             )
+
+
+def _heading_of(option: click.Option) -> str:
+    """Return the heading of the help that an option stands below."""
+    if {_EAGER, _COMPILATION} & {*option.opts}:
+        return _GROUPS["compilation_config"]
+    for field in known_fields().values():
+        if _parameter(field.name) == option.name:
+            return _heading(field)
+    return "Options"
 
 
 def _heading(field: Field) -> str:
@@ -165,12 +169,28 @@ def _options_of_plugins(ctx: click.Context) -> Sequence[click.Option]:
     """Return an option for each setting of a plugin, made once for each call of a command."""
     made: list[click.Option] | None = ctx.meta.get(_OF_PLUGINS)
     if made is None:
-        # OPGRAFT_LOG counts from the first warning on. Wrong variables are told later.
-        with suppress(ConfigError):
-            host_state().known_environment()
-        made = [_option(field) for field in plugin_fields().values()]
+        # A shell that completes has no place for a warning.
+        with silent() if ctx.resilient_parsing else nullcontext():
+            made = _made_for_plugins()
         ctx.meta[_OF_PLUGINS] = made
     return made
+
+
+def _made_for_plugins() -> list[click.Option]:
+    # OPGRAFT_LOG counts from the first warning on. Wrong variables are told later.
+    with suppress(ConfigError):
+        host_state().known_environment()
+    return [_option(field) for field in plugin_fields().values()]
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Return a scope in which nothing is logged."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _option(field: Field) -> click.Option:

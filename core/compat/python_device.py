@@ -52,6 +52,10 @@ def register_device(name: str, compute: Callable[..., Any]) -> None:
     _kept.extend((library, _kernels_of_aten(compute)))
 
 
+_OF_TENSORS_WITHOUT_NUMBERS = ("aten::detach",)
+"""Operators that torch calls while it makes a fake tensor. A kernel in Python would break that."""
+
+
 def _kernels_of_aten(compute: Callable[..., Any]) -> torch.library.Library:
     """Register a kernel for every operator of torch, and return the holder of the kernels.
 
@@ -62,7 +66,7 @@ def _kernels_of_aten(compute: Callable[..., Any]) -> torch.library.Library:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
-        if _is_made_of_others(name):
+        if _is_made_of_others(name) or name in _OF_TENSORS_WITHOUT_NUMBERS:
             continue
         kernel = functools.partial(_run_by_name, compute, name)
         library.impl(name, kernel, _KEY)
@@ -87,6 +91,21 @@ def _operator(name: str) -> Any:
     packet, _, overload = name.removeprefix("aten::").partition(".")
     overloads = getattr(torch.ops.aten, packet)
     return getattr(overloads, overload or "default")
+
+
+def run_without_device(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator without the kernels of the device, for tensors without numbers.
+
+    A fake tensor of the device, such as a compiler makes, says that it is on ``meta`` while the
+    operator finds the shape of the result. The device's kernels come first all the same.
+    """
+    with torch._C._ExcludeDispatchKeyGuard(_keys()):
+        return operator(*args, **kwargs)
+
+
+@functools.cache
+def _keys() -> Any:
+    return torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))
 
 
 _classes: set[type] = {torch.Tensor}

@@ -352,25 +352,26 @@ class CustomOpsSetting:
         Raises:
             ConfigError: a token has another form, or two tokens contradict each other.
         """
-        tokens = tuple(part.strip() for name in value for part in name.split(",") if part.strip())
-        wrong = [t for t in tokens if t not in _FOR_ALL and not (t[0] in "+-" and len(t) > 1)]
-        if wrong:
-            raise ConfigError(
-                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', 'auto', '+op' or '-op' "
-                f"(got {tokens})"
-            )
-        rivals = [token for token in _FOR_ALL if token in tokens]
-        if len(rivals) > 1:
-            both = " and ".join(map(repr, rivals[:2]))
+        parts = [part.strip() for text in value for part in text.split(",")]
+        tokens = tuple(part for part in parts if part)
+        for token in tokens:
+            is_of_op = token[0] in "+-" and len(token) > 1
+            if token not in _FOR_ALL and not is_of_op:
+                raise ConfigError(
+                    f"custom_ops has {token!r}: each entry is 'all', 'none', 'auto', '+op' or "
+                    f"'-op' (got {tokens})"
+                )
+        given = [token for token in _FOR_ALL if token in tokens]
+        if len(given) > 1:
+            both = " and ".join(map(repr, given[:2]))
             raise ConfigError(f"custom_ops has both {both} (got {tokens}): keep one of them")
         on = frozenset(token[1:] for token in tokens if token[0] == "+")
         off = frozenset(token[1:] for token in tokens if token[0] == "-")
-        if on & off:
-            name = min(on & off)
+        for name in sorted(on & off):
             raise ConfigError(
                 f"custom_ops has both '+{name}' and '-{name}' (got {tokens}): keep one of them"
             )
-        default = True if "all" in tokens else False if "none" in tokens else None
+        default = _DEFAULTS.get(given[0]) if given else None
         return cls(tokens, default, on, off, "auto" in tokens)
 
     def leaves_to_measurements(self, op: str) -> bool:
@@ -380,3 +381,6 @@ class CustomOpsSetting:
 
 _FOR_ALL = ("all", "none", "auto")
 """Entries of ``custom_ops`` for all ops."""
+
+_DEFAULTS = {"all": True, "none": False}
+"""The entries that say whether other ops are enabled."""

@@ -139,11 +139,12 @@ def _expect_known(further: Iterable[str], of_plugins: Mapping[str, Field]) -> No
     for variable in sorted(further):
         if variable in owners:
             continue
-        beside = [known for known in owners if variable.startswith(_prefix(owners[known]))]
-        owner = f" of {owners[beside[0]].provider}" if beside else ""
-        near = close_matches(variable, beside or {*VARIABLES, *owners})
+        beside = [field for field in owners.values() if variable.startswith(_prefix(field))]
+        owner = f" of {beside[0].provider}" if beside else ""
+        known = {field.variable for field in beside} or {*VARIABLES, *owners}
         raise ConfigError(
-            f"unknown environment variable {variable}{owner}: {near} Unset or rename it."
+            f"unknown environment variable {variable}{owner}: {close_matches(variable, known)} "
+            "Unset or rename it."
         )
 
 

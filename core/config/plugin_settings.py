@@ -63,9 +63,10 @@ def declared_fields(
     _expect_free(section, taken)
     if len(tables) > _MOST:
         raise ConfigError(f"it declares {len(tables)} settings: declare {_MOST} at most")
-    fields = {}
     readers = dict.fromkeys(variables, "opgraft")
-    readers |= {field.variable: name for name, field in taken.items()}
+    for name, field in taken.items():
+        readers[field.variable] = name
+    fields = {}
     for attribute, table in tables.items():
         name = f"{section}.{attribute}"
         _expect_name(attribute, f"the setting {name!a}")
@@ -86,12 +87,12 @@ def _expect_free(section: str, taken: Mapping[str, Field]) -> None:
         ConfigError: the name is malformed, or the name of another section or setting.
     """
     _expect_name(section, f"the section {section!a}")
-    rival = next((field for name, field in taken.items() if _section(name) == section), None)
-    if rival is not None:
-        owner = rival.provider or "opgraft"
-        raise ConfigError(
-            f"{owner} has the name {section!r} already: give the entry point another name"
-        )
+    for name, field in taken.items():
+        if name.partition(".")[0] == section:
+            owner = field.provider or "opgraft"
+            raise ConfigError(
+                f"{owner} has the name {section!r} already: give the entry point another name"
+            )
 
 
 def _expect_name(name: str, what: str) -> None:
@@ -101,41 +102,48 @@ def _expect_name(name: str, what: str) -> None:
         )
 
 
-def _section(name: str) -> str:
-    return name.partition(".")[0]
-
-
 def _field(name: str, table: Any, provider: str) -> Field:
     """Return the setting of one declaration.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is wrong.
     """
+    _expect_keys(name, table)
+    kind = table.get("type")
+    if kind not in _TYPES:
+        raise ConfigError(f"{name}.type is {kind!r:.80}: use one of {'; '.join(_TYPES)}")
+    help = _text(name, table, "help")
+    if not help:
+        raise ConfigError(f"{name} has no help: describe the effect in one line")
+    bounds = _bounds(name, table, kind)
+    default = table.get("default")
+    unset = _text(name, table, "unset")
+    variable = f"OPGRAFT_{name.replace('.', '_').upper()}"
+    field = Field(name, KINDS[kind], bounds, default, unset, help, variable, provider)
+    return field._replace(default=_default(field))
+
+
+def _expect_keys(name: str, table: Any) -> None:
+    """Check the form of a declaration.
+
+    Raises:
+        ConfigError: the declaration is no table, or has an unknown key.
+    """
     if not isinstance(table, Mapping):
         raise ConfigError(
             f"{name} is {table!r:.80}: write a table with the keys type, help and default"
         )
-    unknown = next((key for key in table if key not in _KEYS), None)
-    if unknown is not None:
-        raise ConfigError(f"{name} has the key {unknown!r}: {close_matches(unknown, _KEYS)}")
-    kind = table.get("type")
-    if kind not in _TYPES:
-        raise ConfigError(f"{name}.type is {kind!r:.80}: use one of {'; '.join(_TYPES)}")
-    help = printable(_text(name, table, "help"))
-    if not help:
-        raise ConfigError(f"{name} has no help: describe the effect in one line")
-    unset = printable(_text(name, table, "unset"))
-    variable = f"OPGRAFT_{name.replace('.', '_').upper()}"
-    bounds = _bounds(name, table, kind)
-    field = Field(name, KINDS[kind], bounds, table.get("default"), unset, help, variable, provider)
-    return field._replace(default=_default(field))
+    for key in table:
+        if key not in _KEYS:
+            raise ConfigError(f"{name} has the key {key!r}: {close_matches(key, _KEYS)}")
 
 
 def _text(name: str, table: Mapping[str, Any], key: str) -> str:
     value = table.get(key, "")
     if not isinstance(value, str):
         raise ConfigError(f"{name}.{key} is {value!r:.80}: write a string")
-    return value.strip()
+    # The text of a stranger goes to terminals.
+    return printable(value.strip())
 
 
 def _bounds(name: str, table: Mapping[str, Any], kind: str) -> Bounds:
@@ -145,19 +153,22 @@ def _bounds(name: str, table: Mapping[str, Any], kind: str) -> Bounds:
         ConfigError: the type has no such bounds, or a bound is no number.
     """
     choices = table.get("choices", [])
-    is_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
-    if not is_texts or (choices and kind != "str"):
+    are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
+    if not are_texts or (choices and kind != "str"):
         raise ConfigError(f"{name}.choices is {choices!r:.80}: write strings, for the type str")
-    limits: dict[str, Any] = {key: table.get(key) for key in _LIMITS}
-    for key, limit in limits.items():
-        if limit is None:
-            continue
-        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-        if not is_number or kind not in ("int", "float"):
-            raise ConfigError(
-                f"{name}.{key} is {limit!r:.80}: write a number, for the types int and float"
-            )
+    limits = {key: _limit(name, table, key, kind) for key in _LIMITS}
     return Bounds(tuple(choices), **limits, instead={})
+
+
+def _limit(name: str, table: Mapping[str, Any], key: str, kind: str) -> Any:
+    """Return a limit of a number, or ``None``."""
+    limit = table.get(key)
+    if limit is None:
+        return None
+    is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+    if is_number and kind in ("int", "float"):
+        return limit
+    raise ConfigError(f"{name}.{key} is {limit!r:.80}: write a number, for the types int and float")
 
 
 def _default(field: Field) -> Any:

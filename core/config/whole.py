@@ -343,31 +343,57 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     classes: dict[str, type[Section]] = dict(subsections(OpgraftConfig))
-    of_plugins = plugin_fields()
     within = tuple(scopes)
     for origin, config in (*layers, *within):
-        for name, base in classes.items():
-            given = type(getattr(config, name))
-            classes[name] = given if issubclass(given, base) else base
-        for field, value in all_values(config):
-            if value is not None:
-                # prepare() copies: a resolved config shares no mutable value with others.
-                values[field.name], origins[field.name] = field.kind.prepare(value), origin
+        _take_classes(config, classes)
+        _take_values(config, origin, values, origins)
+
     _fill_by_level(values, origins)
     _leave_out_defaults(values, origins)
-    sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
-    fields = [field for section in sections for field in own_fields(section).values()]
-    for field in (*fields, *of_plugins.values()):
-        if field.name not in values:
-            values[field.name] = field.kind.prepare(field.default)
-            origins[field.name] = "default"
+    _fill_by_defaults(values, origins, classes.values())
     config = made_of(OpgraftConfig, values, classes)
-    vars(config)["of_plugins"] = {name: values[name] for name in of_plugins}
+    vars(config)["of_plugins"] = {name: values[name] for name in plugin_fields()}
     _check_contradictions(config, origins)
+
     scoped: dict[str, str] = {}
     for origin, layer in within:
         scoped |= _set_by_scope(origin, layer)
     return Settings(config, origins, scoped)
+
+
+def _take_classes(config: OpgraftConfig, classes: dict[str, type[Section]]) -> None:
+    """Replace the class of each section by that of a layer, if the layer's class is a subclass."""
+    for name, known in classes.items():
+        given = type(getattr(config, name))
+        if issubclass(given, known):
+            classes[name] = given
+
+
+def _take_values(
+    config: OpgraftConfig, origin: str, values: dict[str, Any], origins: dict[str, str]
+) -> None:
+    """Replace values by those that a layer sets."""
+    for field, value in all_values(config):
+        if value is None:
+            continue
+        # prepare() copies: a resolved config shares no mutable value with others.
+        values[field.name] = field.kind.prepare(value)
+        origins[field.name] = origin
+
+
+def _fill_by_defaults(
+    values: dict[str, Any], origins: dict[str, str], classes: Iterable[type[Section]]
+) -> None:
+    """Fill fields without a value by built-in defaults."""
+    fields: list[Field] = []
+    for section in (OpgraftConfig, *classes):
+        fields += own_fields(section).values()
+    fields += plugin_fields().values()
+    for field in fields:
+        if field.name in values:
+            continue
+        values[field.name] = field.kind.prepare(field.default)
+        origins[field.name] = "default"
 
 
 def _set_by_scope(origin: str, layer: OpgraftConfig) -> Mapping[str, str]:
@@ -379,19 +405,22 @@ def _set_by_scope(origin: str, layer: OpgraftConfig) -> Mapping[str, str]:
 
 def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
     """Fill fields without a value by ``compilation_config.level``."""
-    name, section = "compilation_config.level", "compilation_config"
-    if name not in values:
+    section = "compilation_config"
+    level = values.get(f"{section}.level")
+    if level is None:
         return
-    native = {
-        f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE
-    }
-    for attribute, value in LEVELS[values[name]].items():
+    choices = values.get("providers", {})
+    native = {f"+{op}" for op, choice in choices.items() if choice == NATIVE_CHOICE}
+    origin = f"{section}.level {level} ({origins[f'{section}.level']})"
+    for attribute, value in LEVELS[level].items():
+        name = f"{section}.{attribute}"
+        if name in values:
+            continue
         # The level must not enable an op with a provider chosen by hand.
         if attribute == "custom_ops":
             value = tuple(token for token in value if token not in native)
-        if f"{section}.{attribute}" not in values:
-            values[f"{section}.{attribute}"] = value
-            origins[f"{section}.{attribute}"] = f"{name} {values[name]} ({origins[name]})"
+        values[name] = value
+        origins[name] = origin
 
 
 def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -413,15 +442,21 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
     """
     for name in values:
         check_known(name)
-    sections = {}
+    own: dict[str, Any] = {}
+    of_plugins: dict[str, Any] = {}
+    of_sections: dict[str, dict[str, Any]] = {name: {} for name in subsections(OpgraftConfig)}
+    for name, value in values.items():
+        section, _, attribute = name.rpartition(".")
+        if name not in FIELDS:
+            of_plugins[name] = value
+        elif section:
+            of_sections[section][attribute] = value
+        else:
+            own[name] = value
+    sections: dict[str, Any] = {}
     for section, cls in subsections(OpgraftConfig).items():
-        prefix = f"{section}."
-        sections[section] = cls(
-            **{n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
-        )
-    own = {name: value for name, value in values.items() if name in FIELDS and "." not in name}
-    of_plugins = {name: value for name, value in values.items() if name not in FIELDS}
-    return OpgraftConfig(**own, **sections, of_plugins=of_plugins)  # type: ignore[arg-type]
+        sections[section] = cls(**of_sections[section])
+    return OpgraftConfig(**own, **sections, of_plugins=of_plugins)
 
 
 def check_known(name: str) -> None:
@@ -439,10 +474,10 @@ def check_known(name: str) -> None:
     if beside:
         owner = next(iter(beside.values())).provider
         raise ConfigError(f"unknown setting {name!r} of {owner}: {close_matches(name, beside)}")
+    meant = close_matches(name, fields)
     inner = [known for known in fields if known.rpartition(".")[2] == name]
-    meant = (
-        f"did you mean {' or '.join(map(repr, inner))}?" if inner else close_matches(name, fields)
-    )
+    if inner:
+        meant = f"did you mean {' or '.join(map(repr, inner))}?"
     raise ConfigError(f"unknown setting {name!r}: {meant}")
 
 

@@ -86,6 +86,7 @@ def _experts(recognise: Recogniser, module: nn.Module) -> Mapping[str, Any] | No
     Raises:
         LeaveAlone: as ``_arguments``; or the active weight method looks for other parameters.
     """
+    # A layer of experts makes its own parameters. Here those of the module stay.
     if has_experts(module):
         _check_method()
     return recognise(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -266,17 +266,7 @@ class TransformersModel(Model):
         """Replace layers, give memory to the rest, graft, and attach attention."""
         model.tie_weights()
         found = self.examination
-        base = next(
-            (
-                f"{name}."
-                for name, part in model.named_modules()
-                if part is model.base_model and name
-            ),
-            "",
-        )
-        plan = {
-            base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()
-        }
+        plan = self._plan(model)
         whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
         quantization = quantization_config(self.opgraft_config, self)
         replacer = Replacer(model, plan, whole, quantization, self.prefix)
@@ -290,28 +280,50 @@ class TransformersModel(Model):
         undefined = list(materialise(model))
         if undefined:
             raise _refused(model, f"nothing computes the buffers {', '.join(undefined[:5])}")
+        attached = self._attach(model, ranks)
+        grafted = graft(model)
+        kept = (*replacer.left, *self._kept_whole(model, plan))
+        return TransformersReport(tuple(replacer.cuts), kept, attached, grafted)
+
+    def _plan(self, model: Any) -> dict[str, str]:
+        """Return the plan of the config, with the paths of the whole model."""
+        base = ""
+        for name, part in model.named_modules():
+            if part is model.base_model and name:
+                base = f"{name}."
+                break
+        styles = self.config.base_model_tp_plan or {}
+        return {base + path: style for path, style in styles.items()}
+
+    def _attach(self, model: Any, ranks: Mapping[str, int]) -> tuple[str, ...]:
+        """Have attention modules call our layers; return the paths of these modules.
+
+        Args:
+            model: with memory.
+            ranks: path of an attention module → ranks that share the heads.
+        """
+        if self.examination.uncached:
+            return ()
         elsewhere = tuple(f"{path}." for path in self._elsewhere)
-        attached = (
-            {}
-            if found.uncached
-            else {p: c for p, c in found.calls.items() if not p.startswith(elsewhere)}
-        )
-        for path, call in attached.items():
+        attached = []
+        for path, call in self.examination.calls.items():
+            if path.startswith(elsewhere):
+                continue
             module = model.get_submodule(path)
             sinks = module._parameters[call.sinks] if call.sinks else None
-            attach_layer(module, call.layer(ranks[path], sinks, joined(self.prefix, path)))
-        grafted = graft(model)
+            layer = call.layer(ranks[path], sinks, joined(self.prefix, path))
+            attach_layer(module, layer)
+            attached.append(path)
+        return tuple(attached)
+
+    def _kept_whole(self, model: Any, plan: Mapping[str, str]) -> Iterator[LeftAlone]:
+        """Yield the remarks of the report on the whole model."""
+        name = type(model).__name__
         if not plan and get_tensor_model_parallel_world_size() > 1:
-            replacer.left.append(
-                LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank")
-            )
-        if found.uncached:
-            replacer.left.append(
-                LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}")
-            )
-        return TransformersReport(
-            tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted
-        )
+            yield LeftAlone("", name, "its config has no plan: whole on every rank")
+        if self.examination.uncached:
+            reason = f"it runs without a cache: {self.examination.uncached}"
+            yield LeftAlone("", name, reason)
 
     def _cut(self, model: Any) -> tuple[Any, Any]:
         """Leave out what other stages have; return the embedding and the head, as far as this one has them.

@@ -1,4 +1,4 @@
-"""Static graphs of a simulated accelerator, by torch's names: recorded kernels run on the same memory.
+"""Static graphs of a simulated accelerator, by torch's names: kernels run again on their memory.
 
 As on a real device, a recording notes kernels and addresses. Python between the kernels does not
 run in a replay, and the host gets no value during a recording.

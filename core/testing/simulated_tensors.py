@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from opgraft.compat.python_device import class_of_tensors, wrapper_of
+from opgraft.compat.python_device import class_of_tensors, run_without_device, wrapper_of
 from opgraft.platform import HOST
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice
 from opgraft.testing.simulated_graphs import recording_graph
@@ -214,6 +214,8 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     values = args, tuple(kwargs.values())
     given = list(_tensors(values))
     ours = [each for each in given if isinstance(each, SimulatedTensor)]
+    if not ours and any(each.is_meta for each in given):
+        return run_without_device(operator, *args, **kwargs)
     _expect_one_device(name, given, ours)
     stream = current_stream()
     is_on_device = ours and len(ours) == len(given)

@@ -16,6 +16,7 @@ from opgraft.config import config_from_fields, known_fields, parse_text, plugin_
 from opgraft.config.environment import known_variables, read_environment
 from opgraft.errors import ConfigError
 from opgraft.hosts import current_config
+from opgraft.kernels.engine import Worker
 from opgraft.plugins.discovery import discover
 from opgraft.registry.state import host_state
 from support.small_words import word_llama
@@ -251,6 +252,16 @@ def test_layers_are_merged_as_for_any_setting(acme: Acme, monkeypatch: pytest.Mo
     # A worker process gets the config as bytes.
     assert pickle.loads(pickle.dumps(handed)) == copy.copy(handed) == handed  # noqa: S301  # made here
     assert OpgraftConfig().resolved().of_plugins == DEFAULTS
+
+
+def test_a_part_that_is_tried_alone_has_the_defaults(acme: Acme) -> None:
+    """A worker of an empty config prepares its device, and hands every default to the runner and the sampler."""
+    acme()
+    worker = Worker(OpgraftConfig())
+    worker.init_device()
+    assert worker.device.type == "cpu"
+    for part in (worker, worker.runner, worker.runner.sampler):
+        assert part.opgraft_config.of_plugins == DEFAULTS
 
 
 def test_settings_of_a_plugin_that_is_left_out_stay_known(
