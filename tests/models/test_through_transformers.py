@@ -343,13 +343,14 @@ def planned_on_rank(folder: str) -> tuple[Tensor, int, str]:
 
 
 def test_what_cannot_be_cut_stays_whole_and_is_reported(two: Ranks, tmp_path: Path) -> None:
-    """Experts, attention with sinks, and models without a plan are whole on every rank, with the logits of one."""
+    """Attention with sinks and models without a plan are whole on every rank, with the logits of one; experts are not."""
     reference("gpt_oss", DECODERS["gpt_oss"], tmp_path)
     logits, _ = logits_of_rank(str(tmp_path))
     for of_rank, _, text in two.run(planned_on_rank, str(tmp_path)):
         torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-5)
         assert "8 Linear whole on every rank: attention has sinks" in text
-        assert "the style 'packed_colwise' is not served: whole on every rank" in text
+        assert "2 GptOssExperts TransformersFusedMoE" in text
+        assert "packed_colwise" not in text
     for of_rank, _ in two.run(logits_of_rank, str(tmp_path)):
         torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-5)
     assert "its config has no plan" in two.run(report_of_rank, str(tmp_path))[0]
@@ -423,15 +424,6 @@ def test_a_bias_that_is_no_mask_has_its_place(tmp_path: Path) -> None:
     given = {**expected.state_dict(), "transformer.h.0.attn.bias": torch.ones(8)}
     with pytest.raises(CheckpointError, match=r"'transformer\.h\.0\.attn\.bias' has no place"):
         load_weights(model, given, mapper=model.weights_mapper)
-
-
-def test_tensors_that_transformers_computes_are_refused(tmp_path: Path) -> None:
-    """Experts that a checkpoint has apart and the model as one are an error that says so."""
-    reference("mixtral", {"num_local_experts": 4}, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"transformers computes .*experts\.gate_up_proj.* and others"
-    ):
-        through(tmp_path)
 
 
 def test_the_class_is_chosen_by_implementation() -> None:
