@@ -343,7 +343,7 @@ def planned_on_rank(folder: str) -> tuple[Tensor, int, str]:
 
 
 def test_what_cannot_be_cut_stays_whole_and_is_reported(two: Ranks, tmp_path: Path) -> None:
-    """Attention with sinks and models without a plan are whole on every rank, with the logits of one; experts are not."""
+    """Attention with sinks and models without a plan are whole on every rank; experts are cut."""
     reference("gpt_oss", DECODERS["gpt_oss"], tmp_path)
     logits, _ = logits_of_rank(str(tmp_path))
     for of_rank, _, text in two.run(planned_on_rank, str(tmp_path)):
