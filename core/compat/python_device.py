@@ -104,6 +104,28 @@ def run_without_device(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
+def serves_every_device(operator: Any) -> bool:
+    """Return True for an operator from outside of torch with one kernel for every device.
+
+    Such kernels are functions in Python: they call operators on the tensors of the device.
+    """
+    if operator.namespace in _OF_TORCH:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        operator.name(), "CompositeExplicitAutograd"
+    )
+
+
+def run_own_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel of such an operator on tensors of the device."""
+    return operator.redispatch(_keys(), *args, **kwargs)
+
+
+_OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")
+"""Namespaces of operators of torch."""
+
+
+@functools.cache
 def _keys() -> Any:
     return torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))
 

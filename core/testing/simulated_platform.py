@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.python_device import register_device, why_not
-from opgraft.config import OpgraftConfig, SchedulerConfig
+from opgraft.config import CompilationConfig, OpgraftConfig, SchedulerConfig
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
@@ -79,5 +79,8 @@ class SimulatedPlatform(Platform):
         torch.manual_seed(seed)
 
     def default_config(self) -> OpgraftConfig:
-        """Return smaller steps: an engine tries the largest, and Python starts each operator."""
-        return OpgraftConfig(scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512))
+        """Return smaller steps, and a backend that generates no code for the device."""
+        # An engine tries the largest step, and Python starts each operator.
+        limits = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
+        compilation = CompilationConfig(backend=self.compile_backend)
+        return OpgraftConfig(scheduler=limits, compilation_config=compilation)

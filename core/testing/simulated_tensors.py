@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from opgraft.compat.python_device import class_of_tensors, run_without_device, wrapper_of
+from opgraft.compat.python_device import (
+    class_of_tensors,
+    run_own_kernel,
+    run_without_device,
+    serves_every_device,
+    wrapper_of,
+)
 from opgraft.platform import HOST
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice
 from opgraft.testing.simulated_graphs import recording_graph
@@ -141,7 +147,8 @@ class SimulatedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return compute(operator, *args, **(kwargs or {}))
+        run = run_own_kernel if serves_every_device(operator) else compute
+        return run(operator, *args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
