@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Protocol, cast
 
@@ -71,6 +72,16 @@ def set_level(level: str | None) -> None:
     logger.setLevel(level.upper() if level else logging.NOTSET)
     if level and not logger.hasHandlers():
         logger.addHandler(_stderr)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Return a scope in which nothing is logged."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def write_json() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +34,7 @@ from opgraft.config.engine_arguments import (
 from opgraft.config.environment import CONFIG, VARIABLES
 from opgraft.config.whole import check_known, settings_beside
 from opgraft.errors import ConfigError, OpgraftError
+from opgraft.logger import silent
 from opgraft.registry.state import host_state
 
 json_option = click.option(
@@ -181,16 +181,6 @@ def _made_for_plugins() -> list[click.Option]:
     with suppress(ConfigError):
         host_state().known_environment()
     return [_option(field) for field in plugin_fields().values()]
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Return a scope in which nothing is logged."""
-    logging.disable()
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _option(field: Field) -> click.Option:

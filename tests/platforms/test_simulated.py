@@ -180,7 +180,6 @@ class Asking(Attention):
     def attend_batch(self, batch, *given):
         batch.seq_lens.max().item()
         return super().attend_batch(batch, *given)
-opgraft.reset()
 print(refusal(compilation_config=full))
 """
 
