@@ -76,7 +76,7 @@ def set_level(level: str | None) -> None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Return a scope in which nothing is logged."""
+    """Log nothing within the block."""
     logging.disable()
     try:
         yield
