@@ -46,11 +46,8 @@ def _conv(
     moves = stride or [1] * dims
     steps = dilation or [1] * dims
     before, after = _ends(padding or [0] * dims, dims)
-    reaches = [step * (taps - 1) for step, taps in zip(steps, kernel, strict=True)]
     padded = [sum(row) for row in zip(x.shape[2:], before, after, strict=True)]
-    counts = []
-    for size, reach, move in zip(padded, reaches, moves, strict=True):
-        counts.append(math.ceil((size - reach) / move))
+    counts = _counts(padded, kernel, moves, steps)
     outputs, inputs = weight.shape[:2]
     result = torch.zeros(x.shape[0], groups, outputs // groups, *counts, dtype=x.dtype)
     # One product per element of the kernel, over the inputs that this element meets.
@@ -64,6 +61,17 @@ def _conv(
     if bias is None:
         return result
     return result + bias.reshape(-1, *[1] * dims)
+
+
+def _counts(
+    padded: Sequence[int], kernel: Sequence[int], moves: Sequence[int], steps: Sequence[int]
+) -> list[int]:
+    """Return the sizes of the result for sizes of the input with padding."""
+    counts = []
+    for size, taps, move, step in zip(padded, kernel, moves, steps, strict=True):
+        reach = step * (taps - 1)
+        counts.append(math.ceil((size - reach) / move))
+    return counts
 
 
 def _inputs_at(

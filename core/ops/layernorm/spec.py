@@ -211,6 +211,8 @@ SPECS = (
         module=_rms_op,
         variants=RMS,
         outside=(TORCH_RMS,),
+        # Rows beside and at a power of two, and many short rows: kernels tile each of them
+        # differently.
         large=(((83,), 5125), ((7,), 8192), ((4096,), 8)),
         **NORM,
     ),

@@ -65,25 +65,40 @@ def causal_conv1d(
             ``query_start_loc`` does not ascend from 0 to the number of tokens.
     """
     expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
-    channels, width = weight.shape
+    width = weight.shape[1]
     before = width - 1
-    dtype = compute_dtype(x.dtype)
     sequence, position, lengths = places(x.shape[0], query_start_loc)
-    # One row has all sequences, each behind its initial state, so no tap needs a bound of a
-    # sequence.
     numbers = torch.arange(len(lengths), device=x.device)
+    # The initial state of sequence i lies behind i other states and the tokens of i sequences.
     starts = query_start_loc[:-1].long() + numbers * before
-    ahead = torch.arange(before, device=x.device)
-    states = initial_states.mT.reshape(-1, channels).to(dtype)
+    ahead = starts[:, None] + torch.arange(before, device=x.device)
     rows = starts[sequence] + before + position
-    line = x.new_zeros(x.shape[0] + len(lengths) * before, channels, dtype=dtype)
-    line = line.index_copy(0, (starts[:, None] + ahead).flatten(), states)
-    line = line.index_copy(0, rows, x.to(dtype))
+    line = _states_and_inputs(x, initial_states, ahead, rows)
     inputs = [line[rows - before + tap] for tap in range(width)]
     y = _weighted_sum(inputs, weight, bias, activation)
-    final = line[(starts + lengths)[:, None] + ahead].mT.to(initial_states.dtype)
+    # The last inputs begin as far behind the first ones as the sequence is long.
+    final = line[ahead + lengths[:, None]].mT.to(initial_states.dtype)
     # The clone has the layout that the fake rule promises.
     return y.to(x.dtype), final.clone(memory_format=torch.contiguous_format)
+
+
+def _states_and_inputs(x: Tensor, initial_states: Tensor, ahead: Tensor, rows: Tensor) -> Tensor:
+    """Return one row of inputs, ``[tokens + sequences · (width - 1), channels]``.
+
+    Each sequence lies behind its initial state, so a tap needs no look at the bounds of sequences.
+
+    Args:
+        x: the tokens.
+        initial_states: ``[sequences, channels, width - 1]``.
+        ahead: the places of the initial states, ``[sequences, width - 1]``.
+        rows: the places of the tokens.
+    """
+    sequences, channels, before = initial_states.shape
+    dtype = compute_dtype(x.dtype)
+    states = initial_states.mT.reshape(-1, channels).to(dtype)
+    line = x.new_zeros(x.shape[0] + sequences * before, channels, dtype=dtype)
+    line = line.index_copy(0, ahead.flatten(), states)
+    return line.index_copy(0, rows, x.to(dtype))
 
 
 @register_functional("causal_conv1d_update", nothing, mutates=("conv_state", "out"))

@@ -106,17 +106,20 @@ class _Chunks:
         sequence, position, self.lengths = places(tokens, query_start_loc)
         sequences = query_start_loc.shape[0] - 1
         self.known = values_are_known(query_start_loc)
+        # A short prompt needs no chunk longer than itself. A symbol cannot be compared.
         if self.known:
             size = min(size, max(tokens, 1))
         self.size = size
         # Each sequence may leave its last chunk partly empty.
         self.count = tokens // size + sequences
+        # Numbers of chunks: the first of a sequence follows the last of the sequence before.
         ends = ((self.lengths + size - 1) // size).cumsum(0)
         firsts = torch.cat([ends.new_zeros(1), ends])
         self.rows = firsts[sequence] * size + position
         numbers = torch.arange(self.count, device=ends.device)
         self.sequence = torch.searchsorted(ends, numbers, right=True)
         self.is_first = firsts[self.sequence] == numbers
+        # An empty sequence at the start has no last chunk; 0 is a place that may be read.
         self.last = (ends - 1).clamp(min=0)
 
     def fill(self, x: Tensor) -> Tensor:
@@ -130,6 +133,7 @@ def _scan(
     chunks: _Chunks, inputs: tuple[Tensor, Tensor, Tensor, Tensor], initial: Tensor, per_group: int
 ) -> tuple[Tensor, Tensor]:
     """Return ``h · C`` for each token, and the last states."""
+    # Missing tokens are zeros in all four: they add nothing, and leave a state as it is.
     weighted, log_decay, b, c = (chunks.fill(each) for each in inputs)
     between = _between(log_decay.mT)
     carried, final = _states(chunks, weighted, log_decay, between, b, initial, per_group)
@@ -150,6 +154,7 @@ def _between(log_decay: Tensor) -> Tensor:
     each_pair = log_decay[..., :, None].expand(*log_decay.shape, size)
     # Each pair has a sum of its own: a difference of two long sums would lose small steps.
     summed = each_pair.masked_fill(~earlier, 0.0).cumsum(-2)
+    # The exponential of minus infinity is zero, with a gradient of zero.
     return summed.masked_fill(earlier.T, -torch.inf).exp()
 
 

@@ -36,6 +36,7 @@ def mixer2_gated_rms_norm(
         ValueError: ``gate`` or ``weight`` does not fit, or the groups do not divide a row.
     """
     expect_gated(x, gate, weight)
+    # With a weight this is rms_norm_gated, so one definition serves both.
     if weight is not None:
         return rms_norm_gated.native(x, weight, gate, eps, group_size)
     dtype = compute_dtype(x.dtype)

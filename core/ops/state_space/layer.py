@@ -60,6 +60,7 @@ class StateLayer(PluggableLayer, ABC):
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__()
+        # vLLM's name of the attribute is ``layer_name``.
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
 
@@ -267,6 +268,7 @@ def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputSh
         raise WeightError.of_shape("a weight by channel", loaded.shape, expected)
     start = 0
     for shard in shards:
+        # Only this rank's rows are read from the file.
         part = loaded.narrow(0, start + shard.start, shard.size)
         param.data.narrow(0, shard.offset, shard.size).copy_(part[...])
         start += shard.total
@@ -287,6 +289,7 @@ def by_channel(
     parameter = nn.Parameter(zeros, requires_grad=False)
 
     def weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
+        # Loaded first, because ``load`` computes in the parameter's float32.
         load_channels(param, loaded_weight, shards)
         if load is not None:
             param.data.copy_(load(param.data))

@@ -166,6 +166,7 @@ class MambaMixer(StateLayer):
         """Return steps ``[tokens, channels]`` without the bias, and B and C ``[tokens, state]``."""
         sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
         dt, b, c = self.x_proj(x).split(sizes, dim=-1)
+        # Parts of one projection are not contiguous, as kernels of norms want them.
         if self.use_rms_norm:
             dt = self.dt_layernorm(dt.contiguous())
             b = self.b_layernorm(b.contiguous())

@@ -136,6 +136,7 @@ class Plamo2MambaMixer(StateLayer):
         """Return step sizes ``[tokens, heads]``, and B and C ``[tokens, 1, state]``."""
         sizes = [self.ssm_state_size, self.ssm_state_size, self.time_step_rank]
         b, c, dt = self.bcdt_proj(x).split(sizes, dim=-1)
+        # Parts of one projection are not contiguous, as kernels of norms want them.
         b = self.B_norm(b.contiguous())
         c = self.C_norm(c.contiguous())
         dt = self.dt_norm(dt.contiguous())

@@ -35,6 +35,7 @@ def places(tokens: int, query_start_loc: Tensor) -> Places:
     """Return the places of so many tokens, in sequences with the bounds ``query_start_loc``."""
     bounds = query_start_loc.long()
     numbers = torch.arange(tokens, device=bounds.device)
+    # To the right: an empty sequence has the same bound as the next one, and no token.
     sequence = torch.searchsorted(bounds, numbers, right=True) - 1
     return Places(sequence, numbers - bounds[sequence], bounds.diff())
 

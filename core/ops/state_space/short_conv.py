@@ -93,6 +93,7 @@ class ShortConv(StateLayer):
         """
         batch = self.state_batch(hidden_states, output)
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+        # The first gate comes before the convolution, so states hold gated inputs.
         gated = b * x
         taps = self.conv.taps
         bias = self.conv.bias

@@ -18,6 +18,7 @@ STATE = 3
 HEADS = 4
 GROUPS = 2
 SPARE_SLOTS = 5
+# Sums of many products, so float32 has a wider tolerance than elementwise ops.
 HALF = {torch.float32: (1e-5, 1e-5), **HALF_NORM}
 
 
@@ -108,6 +109,7 @@ def _scan_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     return {
         "x": draw(tokens, size),
         "dt": draw(tokens, size),
+        # Negative, or states would grow without bound.
         "A": -draw(size, STATE).exp(),
         "B": draw(tokens, STATE),
         "C": draw(tokens, STATE),
@@ -158,6 +160,7 @@ def _step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 def _expanded_decay(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     """Draw one number per head, expanded over elements and states, as in Mamba-2."""
+    # Kernels know such numbers by their strides, and read each number once.
     numbers = -draw(HEADS).exp()
     return numbers[:, None, None].expand(HEADS, size, STATE)
 
@@ -325,6 +328,7 @@ SPECS = (
         module=_without(ops.CausalConv1d, "activation"),
         variants={"": {}, "no bias": {"bias": None}, "no activation": {"activation": None}},
         sizes=(1, 9, 64),
+        # More tokens and channels than a program's tile, beside and at a power of two.
         large=(((83,), 65), ((300,), 32)),
         **PROMPTS,
     ),
@@ -338,6 +342,7 @@ SPECS = (
         sizes=(1, 9, 64),
         large=(((83,), 65),),
         **PROMPTS,
+        # The step writes to the states.
         differentiable=False,
     ),
     OpSpec(
@@ -351,11 +356,13 @@ SPECS = (
             "plain": {"D": None, "z": None, "dt_bias": None},
             "steps as they are": {
                 "dt_softplus": False,
+                # A negative step would let states grow.
                 "dt": lambda draw, lead, size: draw(math.prod(lead), size).abs(),
                 "dt_bias": None,
             },
         },
         sizes=(1, 9, 32),
+        # Two or three chunks of a kernel's 64 tokens, the last one not full.
         large=(((83,), 16), ((150,), 8)),
         **PROMPTS,
     ),
@@ -368,14 +375,17 @@ SPECS = (
         variants={
             "": {},
             "plain": {"D": None, "z": None, "dt_bias": None},
+            # One chunk for all tokens: no state passes from chunk to chunk.
             "long chunks": {"chunk_size": 64},
             "steps as they are": {
                 "dt_softplus": False,
+                # A negative step would let states grow.
                 "dt": lambda draw, lead, size: draw(math.prod(lead), HEADS).abs(),
                 "dt_bias": None,
             },
         },
         sizes=(1, 9, 32),
+        # Two or three chunks of a kernel's 64 tokens, the last one not full.
         large=(((83,), 16), ((150,), 8)),
         **PROMPTS,
     ),
@@ -393,6 +403,7 @@ SPECS = (
         sizes=(1, 9, 64),
         large=(((83,), 16),),
         **PROMPTS,
+        # The step writes to the states.
         differentiable=False,
     ),
     OpSpec(

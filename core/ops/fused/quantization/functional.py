@@ -41,6 +41,7 @@ def _fake_norm_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
+    # A norm keeps shape and dtype, so the rule of quantisation takes ``x`` itself.
     return quant_fp8_static.fake(x, scale, group_shape, dtype)
 
 
