@@ -64,6 +64,7 @@ def expect_sparsity(activation_sparsity: float) -> None:
 
 def normal_quantile(probability: float) -> Tensor:
     """Return ``Φ⁻¹(probability)`` of the standard normal distribution, in float64 on the host."""
+    # On the host, also for tensors of a device: not every device has the function or float64.
     value = torch.full((), probability, dtype=torch.float64, device="cpu")
     quantile: Tensor = torch.special.ndtri(value)
     return quantile
@@ -168,6 +169,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
             ``limit`` is negative.
     """
     expect_not_negative("swigluoai_and_mul", "limit", limit)
+    # Checks only: gates and ups are interleaved here, not halves.
     halves("swigluoai_and_mul", "x", x)
     dtype = compute_dtype(x.dtype)
     gate = x[..., 0::2].to(dtype).clamp(max=limit)
@@ -250,6 +252,7 @@ def gelu_new(x: Tensor) -> Tensor:
     """
     expect_floating("gelu_new", "x", x)
     t = x.to(compute_dtype(x.dtype))
+    # In GPT-2's order of operations: gelu_fast rounds otherwise.
     inner = math.sqrt(2.0 / math.pi) * (t + 0.044715 * t**3)
     return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
 

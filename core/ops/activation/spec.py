@@ -61,6 +61,7 @@ def _sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") ->
 
 def _swigluoai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     gate, up = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    # A tensor as the bound, because torch.minimum takes no number.
     most = torch.tensor(limit, dtype=x.dtype)
     gate = torch.minimum(gate, most)
     up = torch.maximum(torch.minimum(up, most), -most)
@@ -128,11 +129,13 @@ def _mul_and_silu(x: Tensor) -> Tensor:
 
 def _gemma3n(mlp: Any, x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
     gate, up = x.chunk(2, -1)
+    # The class needs a whole configuration, its method only this setting.
     kept = mlp._gaussian_topk(SimpleNamespace(activation_sparsity=activation_sparsity), gate)
     return F.gelu(kept, approximate=approximate) * up
 
 
 def _gate_of_experts(experts: Any, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Any:
+    # The class needs weights of experts, its method only these settings.
     return experts._apply_gate(SimpleNamespace(alpha=alpha, limit=limit, act_fn=F.silu), x)
 
 

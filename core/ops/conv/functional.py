@@ -106,6 +106,7 @@ def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> tuple[i
     """
     padding: list[int] = []
     for size, step in zip(kernel_size, dilation, strict=True):
+        # A kernel reaches over size - 1 steps, and each end takes half.
         total = step * (size - 1)
         before = total // 2
         padding += (before, total - before)
@@ -184,6 +185,7 @@ def expect_convolvable(
 def _expect_room(x: Tensor, settings: ConvSettings) -> None:
     op = settings.op
     shape = tuple(x.shape)
+    # torch's message for such an input names neither the op nor the argument.
     if any(size < 1 for size in settings.sizes(x)):
         raise ValueError(
             f"{op}: x has shape {shape}, expected room for a kernel of {settings.kernel_size}"
@@ -248,6 +250,7 @@ def _empty_result(
     padding_mode: str = "zeros",
 ) -> Tensor:
     """Make a contiguous ``[B, O, *sizes]``, as a fake rule."""
+    # Both ops share the rule, and a fake rule is not told the op.
     op = "conv2d" if weight.dim() == 4 else "conv3d"
     settings = _settings_over(op, weight, stride, padding, dilation, groups, padding_mode)
     return x.new_empty((x.shape[0], weight.shape[0], *settings.sizes(x)))

@@ -56,6 +56,7 @@ class _ConvLayer(CustomOp):
             padding_mode=padding_mode,
             **others,
         )
+        # Checked once here, and read by every call.
         self._settings = settings
         self.input_size = channels[0] * math.prod(settings.kernel_size)
         self.enable_linear = settings.is_projection

@@ -189,6 +189,7 @@ def rms_norm_gated(
     expect_rows("rms_norm_gated", "x", x)
     expect_weight("rms_norm_gated", "weight", weight, x)
     dtype = compute_dtype(x.dtype)
+    # Gate and norm in one dtype: half types are rounded once, at the end.
     y = x.to(dtype)
     gate = None
     if z is not None:
@@ -270,6 +271,7 @@ def summands(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     expect_alike(op, "residual", residual, "x", x)
     if x.dtype == residual.dtype:
         return x, residual
+    # Only autocast lets the dtypes differ.
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return x.to(dtype), residual.to(dtype)
 
@@ -299,6 +301,7 @@ def _weighted_norm(
     normed = _normalise(summed, eps, variance_size)
     if weight is not None:
         expect_weight(op, "weight", weight, x)
+        # Rounded before the product, as Llama's norm does.
         normed = normed.to(weight.dtype) * weight
     return normed.to(x.dtype)
 
@@ -306,6 +309,7 @@ def _weighted_norm(
 def _gemma_norm(op: str, x: Tensor, summed: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return Gemma's norm of ``summed``, in the dtype of ``x``."""
     expect_weight(op, "weight", weight, x)
+    # One plus the weight in the wide dtype: a half type would lose small weights beside one.
     factor = 1.0 + weight.to(summed.dtype)
     return (_normalise(summed, eps) * factor).to(x.dtype)
 

@@ -126,6 +126,7 @@ class RMSNorm(_EpsOfInput, CustomOp):
                 another shape, dtype or device.
         """
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
+        # The buffer of ones is for kernels that always multiply; the form can do without.
         weight = self.weight if self.has_weight else None
         eps = _epsilon(self.eps, x.dtype)
         size = self.variance_size_override
@@ -187,6 +188,7 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         expect_not_negative("gemma_rms_norm", "eps", eps)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
+        # Zeros are the distance of ones from one.
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
     @calls_functional

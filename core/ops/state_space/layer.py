@@ -83,7 +83,9 @@ class StateLayer(PluggableLayer, ABC):
             ValueError: a shape does not fit.
             LayerError: the batch has no states for the layer, or states of another shape.
         """
-        self._expect_tokens(hidden_states, output)
+        shape = hidden_states.shape
+        if len(shape) != 2 or (output is not None and output.shape != shape):
+            raise self._misfit(hidden_states, output)
         batch = current_batch()
         tokens = len(hidden_states)
         if batch is None:
@@ -103,19 +105,19 @@ class StateLayer(PluggableLayer, ABC):
         steps = batch.max_query_len == 1 and tokens == len(found.slots)
         return StateBatch(batch.query_start_loc, found.tensors, found.slots, steps)
 
-    def _expect_tokens(self, hidden_states: Tensor, output: Tensor | None) -> None:
+    def _misfit(self, hidden_states: Tensor, output: Tensor | None) -> ValueError:
+        """Return the error for tensors of wrong shapes."""
         name = self.op_class.__qualname__
-        shape = hidden_states.shape
-        if hidden_states.dim() != 2:
-            raise ValueError(
-                f"{name}: hidden_states has shape {tuple(shape)}, expected [tokens, hidden_size]: "
+        shape = tuple(hidden_states.shape)
+        if output is None or len(shape) != 2:
+            return ValueError(
+                f"{name}: hidden_states has shape {shape}, expected [tokens, hidden_size]: "
                 "put sequences one after another, and say where each begins by an AttentionBatch"
             )
-        if output is not None and output.shape != shape:
-            raise ValueError(
-                f"{name}: output has shape {tuple(output.shape)}, expected that of hidden_states, "
-                f"{tuple(shape)}"
-            )
+        return ValueError(
+            f"{name}: output has shape {tuple(output.shape)}, expected that of hidden_states, "
+            f"{shape}"
+        )
 
     def _without_states(self, bounds: Tensor, device: torch.device) -> StateBatch:
         """Return a batch with states of zeros, which nobody keeps."""

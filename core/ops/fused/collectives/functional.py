@@ -104,6 +104,7 @@ def _fake_static(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
+    # A norm keeps shape and dtype, so the rule of quantisation takes ``x`` itself.
     quantised = quant_fp8_static.fake(x, scale, group_shape, dtype)
     return quantised, x.new_empty(x.shape)
 
@@ -143,6 +144,7 @@ def _fake_dynamic(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # A norm keeps shape and dtype, so the rule of quantisation takes ``x`` itself.
     quantised, scales = quant_fp8_dynamic.fake(x, group_shape, scale_ub, use_ue8m0, dtype)
     return quantised, scales, x.new_empty(x.shape)
 
@@ -180,6 +182,7 @@ def _fake_fp4(
     eps: float,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # A norm keeps shape and dtype, so the rule of quantisation takes ``x`` itself.
     quantised, scales = quant_fp4.fake(x, scale)
     return quantised, scales, x.new_empty(x.shape)
 
@@ -248,8 +251,10 @@ def linear_reduce_scatter_rows(
             size; or ``x`` has no rows.
     """
     _expect_rows("linear_reduce_scatter_rows", x, world_size, kind)
+    # Only one rank has a bias, so the sum over ranks adds the bias once.
     mapped = linear.native(x, weight, bias)
     if parallelism().groups[kind].communicator is None:
+        # A rank alone has all rows.
         return mapped
     part: Tensor = torch.ops.opgraft.reduce_scatter_rows(mapped, world_size, kind)
     return part

@@ -64,6 +64,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, **others: Any) -> Te
 
 
 def _map_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    # One process is a group of one rank.
     return {**_LINEAR.inputs(draw, lead, size), "world_size": 1}
 
 

@@ -200,6 +200,7 @@ def _fake_gate_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
+    # The product has half the last dimension of the gates and ups.
     gated = half_of(x)
     quantised, scales = quant_fp8_dynamic.fake(gated, group_shape, scale_ub, use_ue8m0, dtype)
     return quantised, scales

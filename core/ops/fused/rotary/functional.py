@@ -52,6 +52,7 @@ def qk_norm_rope(
     """
     expect_positive("qk_norm_rope", "head_size", head_size)
     expect_same_dtype("qk_norm_rope", "key", key, "query", query)
+    # The native definitions: the registered ops would be calls of their own inside of this op.
     norm = gemma_rms_norm.native if one_plus_weight else rms_norm.native
     normed_query = _normalise_heads(norm, "query", query, head_size, query_weight, eps)
     normed_key = _normalise_heads(norm, "key", key, head_size, key_weight, eps)

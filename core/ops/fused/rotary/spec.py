@@ -14,6 +14,7 @@ from torch import Tensor
 
 
 def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+    # The weights take the size of a head, not of a row.
     weights = {"query_weight": draw(head_size), "key_weight": draw(head_size)}
     return {**ROTARY.inputs(draw, lead, head_size), **weights, "eps": 1e-5}
 
