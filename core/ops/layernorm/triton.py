@@ -120,6 +120,7 @@ def wide_rms_norm_kernel(
     exists = row < rows
     x_row = x + row * stride
     residual_row = residual + row * residual_stride
+    # Squares add up element by element: one sum over columns at the end, not one per step.
     squares = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(0, measured, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -242,6 +243,7 @@ def gated_rms_norm_kernel(
     tile_columns: tl.constexpr,
 ):
     """Normalise rows by groups: group ``g`` of a row begins at element ``g · width``."""
+    # Neighbouring programs have groups of the same rows, so reads are neighbours too.
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     first = (tl.program_id(0) % groups) * width
     exists = row < rows

@@ -153,7 +153,9 @@ def chunk_states_kernel(
     in_head = element < head_size
     inside = exists[None, :] & in_head
     given = load_float32(x + token[None, :] * x_stride + channel, inside)
+    # A token's part of the state decays by the steps of all later tokens.
     given *= (step * left)[None, :]
+    # Programs of other heads and elements store other rows of the same chunk.
     states += (block * heads * head_size + channel) * size
     b_row = B + token[:, None] * b_stride + head // per_group * size
     for start in range(0, size, tile_columns):
@@ -214,6 +216,7 @@ def chunk_scan_kernel(
     c = C + row * c_stride + group
     scores, before = _products(b, c, states, exists, in_head, size, precision, tile_columns)
     given = load_float32(x + row * x_stride + channel, inside)
+    # The first state has decayed by all steps up to a token, its own included.
     before *= tl.exp(tl.cumsum(step, 0) * a)[:, None]
     t = _within(scores, step, a, given, before, chunk, precision)
     weight = D + head + channel * 0
@@ -238,12 +241,30 @@ def mamba_chunk_scan(
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
+    # The checks of the definition, so errors are the same on every device.
     definitions.expect_heads(*given)
     if not initial_states.numel():
         return definitions.mamba_chunk_scan.native(*given, dt_softplus)
+    starts = query_start_loc.contiguous()
+    return _scan_chunks(x, dt, A, B, C, starts, initial_states, D, z, dt_bias, dt_softplus)
+
+
+def _scan_chunks(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    starts: Tensor,
+    initial_states: Tensor,
+    D: Tensor | None,  # noqa: N803
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels for checked arguments, and return the outputs and the last states."""
     sequences, heads, head_size, size = initial_states.shape
     blocks = blocks_at_most(x.shape[0], sequences, CHUNK)
-    starts = query_start_loc.contiguous()
     y = x.new_empty(x.shape)
     states = x.new_empty((blocks, heads * head_size, size), dtype=torch.float32)
     totals = x.new_empty((blocks, heads), dtype=torch.float32)
@@ -257,10 +278,12 @@ def mamba_chunk_scan(
         "chunk": CHUNK,
         "has_bias": dt_bias is not None,
         "dt_softplus": dt_softplus,
+        # Exact products for float32 input, as torch computes by default.
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",
     }
     first = (a, bias, starts, states, totals, *sizes, *strides[:3])
     launch(chunk_states_kernel, programs, tile, *rows[:3], *first, **constants)
+    # From here on ``states`` has the first states of chunks.
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
     constants["has_weight"] = D is not None
     constants["has_gate"] = z is not None

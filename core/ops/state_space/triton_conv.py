@@ -80,6 +80,7 @@ def causal_conv1d_kernel(
     token = (first + tl.arange(0, tile_rows)[:, None]).to(tl.int64)
     exists = channel < channels
     inside = exists & (token < end)
+    # A state has the channels one after another, each with its last inputs.
     state = (sequence.to(tl.int64) * channels + channel) * before
     initial += state
     final += state
@@ -151,6 +152,7 @@ def causal_conv1d(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
+    # The checks of the definition, so errors are the same on every device.
     definitions.expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
     y = x.new_empty(x.shape)
     final = initial_states.new_empty(initial_states.shape)
@@ -195,6 +197,7 @@ def causal_conv1d_update(
         definitions.causal_conv1d_update.native(x, conv_state, weight, slots, out, bias, activation)
         return
     channels, width = weight.shape
+    # The window of a channel is one row of the tile.
     taps = power_of_two(width)
     rows = as_rows(x, channels)
     tile = Tile(max(1, 512 // taps), taps, 4)

@@ -55,7 +55,7 @@ def step_size(dt, bias, exists, has_bias: tl.constexpr, dt_softplus: tl.constexp
 def _next_state(
     state, a, x, dt, b, dt_bias, exists, in_state, has_bias: tl.constexpr, dt_softplus: tl.constexpr
 ):
-    """Compute the state after one token, and return it with the token's input and step."""
+    """Compute the state after one token, and return the state, the token's input and the step."""
     given = tl.load(x, exists, 0.0).to(tl.float32)
     step = step_size(dt, dt_bias, exists, has_bias, dt_softplus)
     b = tl.load(b, in_state, 0.0).to(tl.float32)
@@ -83,7 +83,7 @@ def _output(
 
 @triton.jit
 def _chunk_of_program(starts, sequences, channels, chunk: tl.constexpr, tile_rows: tl.constexpr):
-    """Find the number of a program's chunk, the chunk's first and last token, and the channels."""
+    """Find the number of a program's chunk, the bounds of the chunk's tokens, and the channels."""
     tiles = tl.cdiv(channels, tile_rows)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     _, first, end = block_of_segment(block, starts, sequences, chunk)
@@ -138,6 +138,7 @@ def scan_kernel(
     a = load_float32(A + channel * size + n, inside)
     bias = dt_bias + channel
     total = tl.zeros((tile_rows, 1), tl.float32)
+    # The mask is empty without from_states, so that scan starts from zeros.
     state_at = states + place * size + n
     state = tl.load(state_at, inside & from_states, 0.0)
     for _ in range(first, end):
@@ -149,10 +150,17 @@ def scan_kernel(
         )
         total += step
         if from_states:
-            c_at = C + token * c_stride + n
             z_at = z + token * z_stride + channel
             t = _output(
-                state, c_at, given, D + channel, z_at, exists, in_state, has_weight, has_gate
+                state,
+                C + token * c_stride + n,
+                given,
+                D + channel,
+                z_at,
+                exists,
+                in_state,
+                has_weight,
+                has_gate,
             )
             tl.store(y + token * channels + channel, t, exists)
         token += 1
@@ -199,6 +207,7 @@ def passed_states_kernel(
         own = tl.load(place, inside, 0.0)
         total = tl.load(totals + block * (rows // per_total) + shared, exists, 0.0)
         tl.store(place, state, inside)
+        # The steps of a chunk decay a state as one step of their sum does.
         state = tl.exp(total * a) * state + own
         block += 1
     tl.store(final + sequence * rows * size + element, state, inside)
@@ -256,7 +265,7 @@ def step_kernel(
     inside = exists & in_state
     channel = head * head_size + element
     if of_heads:
-        # Adding zeros gives a number that the head has once the shape of a tile.
+        # The head has one number. Adding zeros gives the number the shape of a tile.
         number = head + element * 0
         decay = number + n * 0
     else:
@@ -309,6 +318,7 @@ def selective_scan(
     dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     given = (x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
+    # The checks of the definition, so errors are the same on every device.
     definitions.expect_channels(*given)
     tokens, channels = x.shape
     sequences, _, size = initial_states.shape
@@ -335,6 +345,7 @@ def selective_scan(
         "dt_softplus": dt_softplus,
     }
     launch(scan_kernel, programs, tile, *rows, *others, **constants, from_states=False)
+    # From here on ``states`` has the first states of chunks.
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
     launch(scan_kernel, programs, tile, *rows, *others, **constants, from_states=True)
     return y, final
@@ -359,6 +370,7 @@ def pass_states(
     final = initial.new_empty(initial.shape)
     tile = tile_of(size, 1024, LARGEST_STATE)
     programs = sequences * triton.cdiv(rows, tile.rows)
+    # A stride of zero reads one decay for all elements of a state.
     strides = (size, 1) if a.dim() == 2 else (1, 0)
     sizes = (rows, size, rows // totals.shape[1], *strides)
     operands = (totals, a, initial.contiguous(), final, starts)
@@ -385,6 +397,7 @@ def selective_state_update(
     definitions.expect_update("selective_state_update", *given)
     tokens, heads, head_size = x.shape
     size = A.shape[2]
+    # A kernel writes by strides, so no two slots may share memory.
     fits = x.numel() and 0 < size <= LARGEST_STATE
     if not (fits and entries_apart(state) and entries_apart(out)):
         definitions.selective_state_update.native(*given, dt_softplus)
