@@ -74,6 +74,7 @@ class LogitsProcessor(PluggableLayer):
             return None
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        # A product with 1 costs a pass over the logits.
         if self.scale != 1.0:
             logits = logits * self.scale
         for process in self.logits_processors:

@@ -115,7 +115,9 @@ class Vocabulary:
     @property
     def padded(self) -> int:
         """The number of rows of all ranks."""
-        return pad_vocab_size(self.org_padded + self.size - self.org_size, self.padding)
+        # Rows of added ids start behind the padding of own ids.
+        added = self.size - self.org_size
+        return pad_vocab_size(self.org_padded + added, self.padding)
 
     def shard(self, rank: int) -> VocabParallelEmbeddingShardIndices:
         """Return the ids of a rank."""
@@ -174,5 +176,6 @@ def get_masked_input_and_mask(
     org_rows = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
     added_row = input_ + (org_rows - added_vocab_start_index)
     org_row = input_ - org_vocab_start_index
+    # Row 0 stands in for ids without a row, so that a look-up stays within the weight.
     rows = torch.where(is_org, org_row, torch.where(is_added, added_row, 0))
     return rows, ~(is_org | is_added)

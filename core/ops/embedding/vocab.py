@@ -102,6 +102,7 @@ class VocabParallelEmbedding(PluggableLayer):
         chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
         self._expect_embedding()
+        # LogitsProcessor reads the bias of an embedding, too.
         self.register_parameter("bias", None)
         self.quant_method.create_weights(
             self,
@@ -311,6 +312,7 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
                 f"{self.name} is to be quantized, and shares the plain weight of "
                 f"{embed_tokens.name}: name that one"
             )
+        # A packed weight would hide the shared one.
         self.release_weights()
         self.register_parameter("weight", embed_tokens.get_parameter("weight"))
         self.tied = True

@@ -60,6 +60,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         return_bias: bool = True,
         disable_tp: bool = False,
     ) -> None:
+        # The base class divides these sizes by the ranks.
         self.output_sizes = list(output_sizes)
         super().__init__(
             input_size,

@@ -250,6 +250,7 @@ class ColumnParallelLinear(LinearBase):
         self.tp_size = self.tp_size if tp_size is None else tp_size
         self.gather_output = gather_output
         what = f"{self.name}: the output size"
+        # A merged layer has set its sizes before this constructor.
         sizes = self.output_sizes or [output_size]
         self.input_size_per_partition = input_size
         self.output_partition_sizes = [divide(size, self.tp_size, what) for size in sizes]

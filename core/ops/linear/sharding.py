@@ -93,16 +93,20 @@ def load_rows(
         copy_weight(param.data, loaded, what)
         return
     unit = _unit(param, dim, "output_unit")
+    _expect_whole_blocks(shard, on_disk, unit, what)
+    size = _units(shard.size, unit)
+    target = param.data.narrow(dim, shard.offset // unit, size)
+    first = (on_disk + shard.start) // unit
+    copy_weight(target, loaded.narrow(dim, first, size), what)
+
+
+def _expect_whole_blocks(shard: OutputShard, on_disk: int, unit: int, what: str) -> None:
     # The last block of a whole layer may be incomplete.
     end = 0 if shard.size == shard.total else shard.size
     borders = (shard.offset, on_disk, shard.start, end)
     if any(border % unit for border in borders):
         last = shard.start + shard.size - 1
         raise _block_error(what, f"rows {shard.start} to {last} of a layer", unit)
-    size = _units(shard.size, unit)
-    target = param.data.narrow(dim, shard.offset // unit, size)
-    first = (on_disk + shard.start) // unit
-    copy_weight(target, loaded.narrow(dim, first, size), what)
 
 
 def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> None:

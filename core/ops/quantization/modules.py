@@ -93,6 +93,7 @@ class QuantFP8(CustomOp):
         self.tma_aligned_scales = tma_aligned_scales
         self.use_ue8m0 = bool(use_ue8m0)
         self.dtype = dtype
+        # Kernels of plugins read both attributes, by vLLM's names.
         self.is_group_quant = self.group_shape.is_per_group()
         self.use_per_token_if_dynamic = self.group_shape.is_per_token()
 
@@ -131,8 +132,7 @@ class QuantFP8(CustomOp):
         )
         return self.pad_tokens(quantised), self.lay_out_scales(computed)
 
-    # Each table of functions makes the method forward_cuda or forward_xpu.
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
         """Return ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``.

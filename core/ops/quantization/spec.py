@@ -92,8 +92,7 @@ def _reference_dynamic(
     limit = FORMATS[dtype][2]
     scale = (torch.where(largest > 1 / 512, largest, 1 / 512) / limit).float()
     if use_ue8m0:
-        powers = 2.0 ** torch.arange(-60, 60, dtype=torch.float64)
-        scale = powers[torch.searchsorted(powers, scale.double())].float()
+        scale = _up_to_power_of_two(scale)
     divisors = scale.double()[groups].reshape(x.shape)
     quantised = nearest(x / divisors, dtype)
     if group_shape[0] == 1:
@@ -101,6 +100,11 @@ def _reference_dynamic(
     if group_shape[1] == -1:
         return quantised, scale.reshape(1)
     return quantised, scale.reshape(1, across)
+
+
+def _up_to_power_of_two(scale: Tensor) -> Tensor:
+    powers = 2.0 ** torch.arange(-60, 60, dtype=torch.float64)
+    return powers[torch.searchsorted(powers, scale.double())].float()
 
 
 def nearest_fp4(values: Tensor) -> Tensor:

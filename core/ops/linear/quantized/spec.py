@@ -215,26 +215,33 @@ def _reference_fp8(
     one_row = (1, size)
     whole = (OUT_FEATURES, size)
     height, width = block_shape or (one_row if weight_scale.numel() > 1 else whole)
+    plain = weight.double() * _scale_of_each(weight_scale, height, width, size)
+    parts = [_rounded_to_fp8(part, input_scale) for part in torch.split(x, width, -1)]
+    y = torch.einsum("...i,oi->...o", torch.cat(parts, -1), plain)
+    return y if bias is None else y + bias
+
+
+def _scale_of_each(weight_scale: Tensor, height: int, width: int, size: int) -> Tensor:
+    """Return the scale of each weight, ``[OUT_FEATURES, size]``, from scales of blocks."""
     down = math.ceil(OUT_FEATURES / height)
     across = math.ceil(size / width)
     scales = weight_scale.reshape(down, across)
     row_blocks = torch.arange(OUT_FEATURES) // height
     column_blocks = torch.arange(size) // width
-    plain = weight.double() * scales[row_blocks][:, column_blocks]
+    return scales[row_blocks][:, column_blocks]
 
-    parts = []
-    for part in torch.split(x, width, -1):
-        if input_scale is None:
-            largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
-            scale = (largest / 448).float().double()
-        else:
-            scale = input_scale.reshape(1)
-        # Torch rounds float64 to float32 on the way to 8 bits.
-        divided = quotients(part, scale).float().double()
-        codes = nearest(divided, torch.float8_e4m3fn)
-        parts.append(codes.double() * scale)
-    y = torch.einsum("...i,oi->...o", torch.cat(parts, -1), plain)
-    return y if bias is None else y + bias
+
+def _rounded_to_fp8(part: Tensor, input_scale: Tensor | None) -> Tensor:
+    """Return the numbers of a part of each row after quantization."""
+    if input_scale is None:
+        largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
+        scale = (largest / 448).float().double()
+    else:
+        scale = input_scale.reshape(1)
+    # Torch rounds float64 to float32 on the way to 8 bits.
+    divided = quotients(part, scale).float().double()
+    codes = nearest(divided, torch.float8_e4m3fn)
+    return codes.double() * scale
 
 
 def _quantized_op(

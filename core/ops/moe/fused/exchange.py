@@ -51,6 +51,7 @@ class ExpertExchange(PluggableClass):
         is_owner = owners.unsqueeze(0) == all_ranks  # [ranks, tokens, topk]
         ranks, tokens = is_owner.any(-1).nonzero(as_tuple=True)
 
+        # The host needs the counts, as the sizes of the messages below.
         counts = torch.bincount(ranks, minlength=size)
         received = self.group.all_to_all(counts, [1] * size, [1] * size).tolist()
         sent = counts.tolist()

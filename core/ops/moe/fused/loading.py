@@ -129,29 +129,34 @@ class ExpertLoader:
             rows: the dimension of ``target`` to cut.
             transposed: in the checkpoint, ``rows`` is the last dimension.
         """
-        size = self.intermediate_size
-        first = self.rank * size
-        total = self.ranks * size
-        # Each piece: a part of the parameter, and start and length in the checkpoint.
-        pieces: list[tuple[Tensor, int, int]]
-        if matrix is not None:
-            is_up = int(matrix == "w3")
-            if self.interleaved:
-                pieces = [(target[is_up::2], first, size)]
-            else:
-                pieces = [(target.narrow(0, is_up * size, size), first, size)]
-        elif self.interleaved:
-            pieces = [(target, 2 * first, 2 * size)]
-        else:
-            gate = target.narrow(rows, 0, size)
-            up = target.narrow(rows, size, size)
-            pieces = [(gate, first, size), (up, total + first, size)]
-        rows_on_disk = rows + 1 if transposed else rows
+        total = self.ranks * self.intermediate_size
         whole = 2 * total if matrix is None else total
+        rows_on_disk = rows + 1 if transposed else rows
         self._expect_size(loaded, target, rows_on_disk, whole)
-        for piece, start, length in pieces:
+        for piece, start, length in self._gate_up_pieces(target, matrix, rows):
             own = loaded.narrow(rows_on_disk, start, length)
             _copy(piece, own, transposed, self.what)
+
+    def _gate_up_pieces(
+        self, target: Tensor, matrix: str | None, rows: int
+    ) -> list[tuple[Tensor, int, int]]:
+        """Return parts of ``target``, each with its first row and number of rows in the checkpoint.
+
+        The arguments are as in :meth:`_load_gate_up`.
+        """
+        size = self.intermediate_size
+        first = self.rank * size
+        if matrix is None:
+            if self.interleaved:
+                return [(target, 2 * first, 2 * size)]
+            total = self.ranks * size
+            gate = target.narrow(rows, 0, size)
+            up = target.narrow(rows, size, size)
+            return [(gate, first, size), (up, total + first, size)]
+        is_up = int(matrix == "w3")
+        if self.interleaved:
+            return [(target[is_up::2], first, size)]
+        return [(target.narrow(0, is_up * size, size), first, size)]
 
     def _load_on_first_rank(self, target: Tensor, loaded: LoadedTensor) -> None:
         """Load on the first rank and fill with zeros elsewhere, as the sum over ranks adds once."""
@@ -167,5 +172,6 @@ class ExpertLoader:
 
 
 def _copy(target: Tensor, loaded: Any, transposed: bool, what: str) -> None:
+    # A tensor of a checkpoint cannot be transposed until read.
     source = loaded[...].transpose(1, 2) if transposed else loaded
     copy_weight(target, source, what)

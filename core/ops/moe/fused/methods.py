@@ -139,8 +139,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     ``[experts, 2 · intermediate]`` and ``w2_bias`` ``[experts, hidden]``.
     """
 
-    # Each table of functions makes the method forward_cuda or forward_xpu.
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
 
     def create_weights(
         self,

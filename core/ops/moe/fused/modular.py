@@ -111,6 +111,7 @@ class FusedMoEModularKernel:
             ValueError: an id names no expert.
         """
         num_experts = layer.w13_weight.shape[0]
+        # Checked here, as each part may be the part of a plugin.
         functional.expect_ids("modular_fused_moe", topk_ids, num_experts)
         prepared = self.prepare(x, topk_ids, num_experts)
         outputs = self.experts(layer, prepared, moe.activation)

@@ -167,30 +167,14 @@ class FusedMoE(PluggableLayer):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.shared_experts = shared_experts
 
-        self.ep_size = ep_size
         self.records = enable_eplb
-        self.placement = self._new_placement(num_redundant_experts)
-        self._columns = get_tensor_model_parallel_world_size()
-        spans_replicas = ep_size > self._columns
-        self.exchange = ExpertExchange(get_dp_group()) if spans_replicas else None
-        self.tp_size = self._ranks_of_each_expert(tp_size)
-        self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
+        self._share_experts(ep_size, num_redundant_experts, tp_size)
 
         part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
         self.moe_config = FusedMoEConfig(
             num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype
         )
-        self.loader = ExpertLoader(
-            experts=self.local_experts,
-            num_experts=num_experts,
-            intermediate_size=part,
-            rank=self.tp_rank,
-            ranks=self.tp_size,
-            # gpt-oss, with this activation, stores rows of gate and up in turn.
-            interleaved=activation == "swigluoai",
-            transposed=transposed_checkpoint,
-            what=self.name,
-        )
+        self.loader = self._new_loader(transposed_checkpoint)
         self._by_expert: set[str] = set()
         self._create_weights(quant_config)
 
@@ -243,6 +227,17 @@ class FusedMoE(PluggableLayer):
                 f"[{num_experts}], a number for each expert"
             )
 
+    def _share_experts(self, ep_size: int, redundant: int, tp_size: int | None) -> None:
+        """Set the attributes of the ranks: the placement, the exchange, and the tensor ranks."""
+        self.ep_size = ep_size
+        self.placement = self._new_placement(redundant)
+        self._columns = get_tensor_model_parallel_world_size()
+        # Tensor ranks hold the same tokens, so only data replicas exchange tokens.
+        spans_replicas = ep_size > self._columns
+        self.exchange = ExpertExchange(get_dp_group()) if spans_replicas else None
+        self.tp_size = self._ranks_of_each_expert(tp_size)
+        self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
+
     def _new_placement(self, redundant: int) -> ExpertPlacement | None:
         """Return the placement of experts on the ranks that share them; ``None`` for one rank."""
         group = get_ep_group()
@@ -272,6 +267,19 @@ class FusedMoE(PluggableLayer):
                 "made them"
             )
         return tp_size
+
+    def _new_loader(self, transposed: bool) -> ExpertLoader:
+        return ExpertLoader(
+            experts=self.local_experts,
+            num_experts=self.num_experts,
+            intermediate_size=self.moe_config.intermediate_size_per_partition,
+            rank=self.tp_rank,
+            ranks=self.tp_size,
+            # gpt-oss, with this activation, stores rows of gate and up in turn.
+            interleaved=self.moe_config.activation == "swigluoai",
+            transposed=transposed,
+            what=self.name,
+        )
 
     @property
     def local_experts(self) -> tuple[int, ...]:

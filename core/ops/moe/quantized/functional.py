@@ -221,16 +221,20 @@ def _expect_storage(
         )
     expect_same_device(op, name, codes, "x", x)
     expect_same_device(op, f"{name}_scales", scales, "x", x)
-    if offsets is None:
-        return
+    if offsets is not None:
+        _expect_offsets(f"{name}_offsets", offsets, codes, scales, x)
+
+
+def _expect_offsets(name: str, offsets: Tensor, codes: Tensor, scales: Tensor, x: Tensor) -> None:
+    op = "quantized_experts"
     if codes.dtype in FP8 or is_mxfp4(scales):
-        raise ValueError(f"{op}: {name}_offsets are given, and only integers have offsets")
+        raise ValueError(f"{op}: {name} are given, and only integers have offsets")
     if offsets.shape != scales.shape or offsets.dtype != scales.dtype:
         raise ValueError(
-            f"{op}: {name}_offsets have shape {tuple(offsets.shape)} and dtype {offsets.dtype}, "
-            "expected those of scales"
+            f"{op}: {name} have shape {tuple(offsets.shape)} and dtype {offsets.dtype}, expected "
+            "those of scales"
         )
-    expect_same_device(op, f"{name}_offsets", offsets, "x", x)
+    expect_same_device(op, name, offsets, "x", x)
 
 
 def _fits_groups(
