@@ -185,9 +185,9 @@ class DecoderShape:
             attention_scale=_latent_scale(latent, ropes)
             if latent
             else _attention_scale(given, head_size),
-            attention_soft_cap=given("attn_logit_softcapping", None),
-            logits_scale=1.0 / _logits_scaling(given),
-            logits_soft_cap=given("final_logit_softcapping", None),
+            attention_soft_cap=_positive(given, "attn_logit_softcapping"),
+            logits_scale=1.0 / (_positive(given, "logits_scaling") or 1.0),
+            logits_soft_cap=_positive(given, "final_logit_softcapping"),
             ropes=ropes,
             layers=layers,
             experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
@@ -262,12 +262,17 @@ def _longest(given: GivenSettings, max_position: int | None) -> int:
     return max_position
 
 
-def _logits_scaling(given: GivenSettings) -> float:
-    value = given("logits_scaling", 1.0)
+def _positive(given: GivenSettings, name: str) -> float | None:
+    """Return a number above 0, or None if the config has none.
+
+    Raises:
+        ModelError: the value is no such number.
+    """
+    value = given(name, None)
+    if value is None:
+        return None
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(
-            f"{given.name}: logits_scaling is {value!r:.40}, expected a number above 0"
-        )
+        raise ModelError(f"{given.name}: {name} is {value!r:.40}, expected a number above 0")
     return float(value)
 
 
@@ -304,6 +309,11 @@ def _layers(
         if all(isinstance(parameters.get(kind), Mapping) for kind in kinds)
         else {"": parameters}
     )
+    if by_kind is parameters and given("layer_types", None) is None:
+        raise ModelError(
+            f"{given.name}: rope_parameters has a rope for each kind of layer, and layer_types is "
+            "missing: give the kinds of the layers, or one rope for all"
+        )
     trained = given("original_max_position_embeddings", None)
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
     ropes = {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
@@ -318,9 +328,8 @@ def _layers(
 
 
 def _attention_scale(given: GivenSettings, head_size: int) -> float:
-    scalar = given("query_pre_attn_scalar", None)
-    scale: float = given("attention_multiplier", None) or (scalar or head_size) ** -0.5
-    return scale
+    size = _positive(given, "query_pre_attn_scalar") or head_size
+    return _positive(given, "attention_multiplier") or float(size**-0.5)
 
 
 def _latent(given: GivenSettings) -> LatentShape:

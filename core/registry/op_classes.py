@@ -63,10 +63,10 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
 
 
 def _expect_plain(cls: type, method: str) -> None:
-    """Check a method: opgraft awaits no call.
+    """Check a method: opgraft awaits no call, and a kernel returns its results at once.
 
     Raises:
-        RegistrationError: the method is an ``async def``.
+        RegistrationError: the method is an ``async def``, or a kernel yields.
     """
     owner = definer(cls, method)
     if owner is None:
@@ -77,6 +77,12 @@ def _expect_plain(cls: type, method: str) -> None:
         raise RegistrationError(
             f"{owner.__qualname__}.{method} at {location_of(defined)} is an async function, and "
             "nobody awaits its result: write a plain def"
+        )
+    is_kernel = method == "forward" or method.startswith("forward_")
+    if is_kernel and inspect.isgeneratorfunction(function):
+        raise RegistrationError(
+            f"{owner.__qualname__}.{method} at {location_of(defined)} yields, and a call would give "
+            "a generator in place of tensors: return the results"
         )
 
 

@@ -150,6 +150,16 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
         "Acme.forward_npu is never called: 'npu' is no dispatch key. Call the method forward_oot",
         1,
     ),
+    "a kernel that is waited for": (
+        kernel("ReLU", "return x").replace("    def forward_oot", "    async def forward_oot"),
+        "is an async function, and nobody awaits its result: write a plain def",
+        4,
+    ),
+    "a kernel in pieces": (
+        kernel("ReLU", "yield x"),
+        "yields, and a call would give a generator in place of tensors: return the results",
+        4,
+    ),
     "a method of no dispatch key alone": (
         kernel("ReLU", "return x").replace("forward_oot", "forward_npu"),
         "It defines forward_npu: no dispatch key has that name, and a kernel for a device of your own is called "

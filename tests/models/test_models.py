@@ -370,6 +370,7 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
         ({"attention_multiplier": 0.3}, r"attention_multiplier is 0\.3, which models of this fam"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0, which models of"),
         ({"query_pre_attn_scalar": 24}, r"query_pre_attn_scalar is 24, which models of"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer_types is miss"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5, which models of this"),
         (
             {"num_key_value_heads": 3},
@@ -387,6 +388,23 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
     written("Llama", tmp_path)
     edit(tmp_path, value)
     with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("Gemma2", "attn_logit_softcapping"),
+        ("Gemma2", "final_logit_softcapping"),
+        ("Granite", "attention_multiplier"),
+        ("Granite", "logits_scaling"),
+    ],
+)
+def test_scales_of_nothing(tmp_path: Path, family: str, name: str) -> None:
+    """A scale or a cap of 0 leaves no numbers, and is an error that names the setting."""
+    written(family, tmp_path)
+    edit(tmp_path, {name: 0.0})
+    with pytest.raises(ModelError, match=f"{name} is 0.*, expected a number above 0"):
         loaded(tmp_path)
 
 
