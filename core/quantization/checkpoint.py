@@ -166,14 +166,16 @@ def setting(
         value = value.lower()
 
     if value not in choices:
+        named = ", ".join(map(repr, choices))
         raise QuantizationError(
             f"the checkpoint's quantization {name} has {key} {value!r:.80}, and "
-            f"{', '.join(map(repr, choices))} can be read: take a checkpoint in another "
-            "quantization"
+            f"{named} can be read: take a checkpoint in another quantization"
         )
 
     # The choice itself: 4.0 equals 4, and is no size of a tensor.
-    return choices[list(choices).index(value)]
+    known = list(choices)
+    place = known.index(value)
+    return known[place]
 
 
 def group_size(

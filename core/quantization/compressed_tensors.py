@@ -153,10 +153,14 @@ def _are_alike(one: QuantizeMethodBase | None, other: QuantizeMethodBase | None)
 
 
 def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
-    unknown = [f"{key!r:.80}" for key, value in config.items() if value and key not in known]
+    unknown = []
+    for key, value in config.items():
+        if value and key not in known:
+            unknown.append(f"{key!r:.80}")
     if unknown:
+        named = ", ".join(unknown)
         raise QuantizationError(
-            f"the checkpoint's quantization {NAME} sets {', '.join(unknown)}, which cannot be read "
+            f"the checkpoint's quantization {NAME} sets {named}, which cannot be read "
             "and may change what its weights mean: take a checkpoint without"
         )
 

@@ -81,8 +81,8 @@ def _expect_plain(cls: type, method: str) -> None:
     is_kernel = method == "forward" or method.startswith("forward_")
     if is_kernel and inspect.isgeneratorfunction(function):
         raise RegistrationError(
-            f"{owner.__qualname__}.{method} at {location_of(defined)} yields, and a call would give "
-            "a generator in place of tensors: return the results"
+            f"{owner.__qualname__}.{method} at {location_of(defined)} yields, and a call would "
+            "give a generator in place of tensors: return the results"
         )
 
 
