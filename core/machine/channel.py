@@ -17,20 +17,21 @@ from queue import SimpleQueue
 from typing import Any
 
 LENGTH_BYTES = 8
-"""Bytes before a message that tell its length."""
+"""Bytes of the length before each message."""
 
 _PIECE = 1 << 16
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of the system for a host that does not answer."""
+"""Errors of the system for a host without an answer."""
 
 
 class IncomingMessages:
-    """Messages out of the bytes that a file gives.
+    """Messages out of the bytes of a file.
 
-    A read takes as much as there is, mostly a whole message. Each read lets other threads have the interpreter.
+    One read mostly holds a whole message. Each read gives the interpreter to other threads, so few
+    reads are fast.
 
     Args:
-        read: returns at most so many bytes, none at the end.
+        read: called with a number of bytes, returns at most so many. Empty at the end.
     """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
@@ -43,7 +44,7 @@ class IncomingMessages:
         return len(self._came) >= LENGTH_BYTES and len(self._came) >= _end_of_message(self._came)
 
     def next(self) -> bytes:
-        """Wait for the next message. If a read fails, the part that came before stays.
+        """Wait for the next message. A part of a message stays here if a read fails.
 
         Raises:
             EOFError: the other end is closed.
@@ -51,7 +52,8 @@ class IncomingMessages:
         """
         if not self._came:
             piece = self._read(_PIECE)
-            if _end_of_message(piece) == len(piece):  # mostly, without a copy
+            # The common case, without a copy.
+            if _end_of_message(piece) == len(piece):
                 return piece[LENGTH_BYTES:]
             self._came += piece
         while not self.holds_message:
@@ -70,20 +72,21 @@ class IncomingMessages:
 
 
 def _end_of_message(came: bytes | bytearray) -> int:
-    """Return where the first message ends, once the bytes that tell its length are there."""
+    """Return the end of the first message, if the bytes of the length have come."""
     return LENGTH_BYTES + int.from_bytes(came[:LENGTH_BYTES], "little")
 
 
 class Channel:
     """One end of a connection to a trusted process: received objects are unpickled.
 
-    Any thread may close the channel. Sends and receives fail then. The file is given back when no thread is in a send
-    or receive, because another file may have the same number at once. One thread may send while another receives.
+    One thread may send while another receives. Any thread may close the channel; sends and receives
+    fail then. The system may give the number of a closed file to another file at once, so the file
+    is closed when no thread is in a send or receive.
 
     Args:
         connection: closed with the channel.
-        named: returns the object for a name that ``encoded`` gave at the other end.
-        pipe: descriptor to receive from instead, if the other end is a ``PipeSender``.
+        named: returns the object for a name from ``encoded`` at the other end.
+        pipe: descriptor to receive from, if the other end is a ``PipeSender``.
     """
 
     def __init__(
@@ -94,15 +97,14 @@ class Channel:
     ) -> None:
         self._connection = connection
         self._named = named
-        self._incoming = IncomingMessages(
-            connection.recv if pipe is None else partial(os.read, pipe)
-        )
+        read = connection.recv if pipe is None else partial(os.read, pipe)
+        self._incoming = IncomingMessages(read)
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._hanging_up = threading.Lock()
 
     def limit(self, seconds: float) -> None:
-        """Let a send, and each read of a receive, fail with ``TimeoutError`` after so many seconds."""
+        """Let each send, and each read of a receive, raise ``TimeoutError`` after these seconds."""
         self._connection.settimeout(seconds)
 
     def send(self, message: Any) -> None:
@@ -118,7 +120,7 @@ class Channel:
         """Send a message that ``encoded``, ``encoded_plain`` or ``framed`` returned.
 
         Raises:
-            OSError: the other end is closed, or its host is silent.
+            OSError: the other end is closed, or the other host is silent.
         """
         with self._sending:
             try:
@@ -137,7 +139,7 @@ class Channel:
         return self.unpickled(self.receive_bytes())
 
     def receive_bytes(self) -> bytes:
-        """Wait for a message, and return its bytes.
+        """Wait for a message, and return the bytes.
 
         Raises:
             EOFError: the other end is closed.
@@ -151,7 +153,7 @@ class Channel:
                 raise
 
     def unpickled(self, pickled: bytes) -> Any:
-        """Return the object of a message, made by ``encoded`` or ``encoded_plain``.
+        """Return the object of a message from ``encoded`` or ``encoded_plain``.
 
         Raises:
             Exception: the object cannot be unpickled.
@@ -173,7 +175,10 @@ class Channel:
 
     @property
     def has_news(self) -> bool:
-        """Return True if something has come, or the other end is closed, so that a receive does not wait for long."""
+        """Return True if a receive waits for a short time at most.
+
+        A message or a part of one has come, or the other end is closed.
+        """
         if self.holds_message:
             return True
         poll = select.poll()
@@ -181,22 +186,23 @@ class Channel:
         return bool(poll.poll(0))
 
     def hang_up(self) -> None:
-        """End the connection for both processes, and for threads that wait. The file stays."""
-        with self._hanging_up, suppress(OSError):  # the other end has closed it
+        """End the connection for both processes and all waiting threads. The file stays open."""
+        # The other end may have ended the connection.
+        with self._hanging_up, suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up, and give the file back when no thread uses the file any more. Further calls do nothing."""
+        """Hang up, and close the file when no thread uses the file. Further calls do nothing."""
         self.hang_up()
         with self._sending, self._receiving, self._hanging_up:
             self._connection.close()
 
 
 class ReadAhead(Channel):
-    """A channel with a thread that reads each message as soon as it comes, whatever else this process does.
+    """A channel with a thread that reads each message at once, during any work of this process.
 
-    So the other end never waits until this process has computed a step, or until a long answer is read. On a network
-    such a wait would be taken for a lost host.
+    The other end never waits until this process has computed a step or read a long answer. On a
+    network such a wait would look like a lost host.
 
     Args:
         connection: see ``Channel``.
@@ -211,14 +217,15 @@ class ReadAhead(Channel):
         threading.Thread(target=self._read_on, name="opgraft-reading", daemon=True).start()
 
     def receive_bytes(self) -> bytes:
-        """Wait for a message, and return its bytes.
+        """Wait for a message, and return the bytes.
 
         Raises:
             EOFError: the other end is closed.
         """
         found = self._read.get()
         if found is None:
-            self._read.put(None)  # it stays closed
+            # The next receive finds the end as well.
+            self._read.put(None)
             raise EOFError("the other end of the channel is closed")
         return found
 
@@ -226,21 +233,23 @@ class ReadAhead(Channel):
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    with suppress(TimeoutError):  # the limit is for sends
+                    # The time limit is meant for sends.
+                    with suppress(TimeoutError):
                         self._read.put(super().receive_bytes())
         finally:
             self._read.put(None)
 
 
 class PipeSender(Channel):
-    """A channel that sends by a pipe, at which the other process waits, and receives by the socket.
+    """A channel that sends through a pipe and receives from the socket.
 
-    A pipe wakes the other process sooner than a socket does. One thread sends and receives. If the pipe is full, the
-    channel takes answers in while a send waits: the other process may read nothing until a long answer is gone.
+    A process that waits at a pipe wakes sooner than at a socket. One thread sends and receives. The
+    other process may not read before a long answer is gone, so the channel takes answers in while
+    the pipe is full.
 
     Args:
         connection: see ``Channel``.
-        pipe: descriptor to write to. Its owner closes it.
+        pipe: descriptor to write to. The owner closes the pipe.
     """
 
     def __init__(self, connection: socket.socket, pipe: int) -> None:
@@ -261,25 +270,34 @@ class PipeSender(Channel):
         with self._sending:
             try:
                 written = os.write(self._pipe, data)
-            except BlockingIOError:  # the pipe is full
+            # The pipe is full.
+            except BlockingIOError:
                 written = 0
             if written < len(data):
                 self._write_with_patience(data[written:])
 
     def _write_with_patience(self, data: memoryview) -> None:
         seconds = self._connection.gettimeout()
+        milliseconds = None if seconds is None else seconds * 1000
         while data:
-            ready = dict(self._room.poll(None if seconds is None else seconds * 1000))
+            ready = dict(self._room.poll(milliseconds))
             if not ready:
                 raise TimeoutError("the pipe of the channel is full")
             if self.fileno() in ready and not self._incoming.take():
                 raise BrokenPipeError("the channel is hung up")
             if self._pipe in ready:
-                data = data[os.write(self._pipe, data) :]
+                written = os.write(self._pipe, data)
+                data = data[written:]
 
 
 def _expect_no_silence(error: OSError) -> None:
-    """Raise a ``ConnectionAbortedError`` for a silent host: a ``TimeoutError`` stands for the limit of a channel."""
+    """Check that an error does not mean a silent host.
+
+    The system's error for a silent host is a ``TimeoutError``, as for the time limit of a channel.
+
+    Raises:
+        ConnectionAbortedError: the host is silent.
+    """
     if error.errno in _SILENCE:
         raise ConnectionAbortedError(errno.ETIMEDOUT, "the other host is silent") from error
 
@@ -294,8 +312,8 @@ def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memory
 
     Args:
         message: the object.
-        name_of: returns the name by which the other end knows a part of the object, ``None`` for a part that is sent
-            as it is. Asking about every part takes time.
+        name_of: called with each part of the object, which takes time. Returns a name if the other
+            end has the part under this name, or ``None`` to send the part.
 
     Raises:
         Exception: the object cannot be pickled.
@@ -307,7 +325,8 @@ def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memory
         pickler.persistent_id = name_of  # type: ignore[method-assign]
     pickler.dump(message)
     data = written.getbuffer()
-    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    length = len(data) - LENGTH_BYTES
+    data[:LENGTH_BYTES] = length.to_bytes(LENGTH_BYTES, "little")
     return data
 
 
@@ -315,6 +334,6 @@ def encoded_plain(message: tuple[Any, ...]) -> memoryview:
     """Return a tuple of numbers, texts and tuples as channels send it, faster than ``encoded``.
 
     Raises:
-        ValueError: the tuple holds another object. Arrays and their numbers pass as bytes.
+        ValueError: the tuple holds another object. Arrays and array numbers pass as bytes.
     """
     return framed(marshal.dumps(message))

@@ -1,4 +1,4 @@
-"""``DeviceFigures``, the best that a kind of device can do."""
+"""``DeviceFigures``: the best speeds of a kind of device."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """The figures of a device that decide which splits of a model fit it, and how fast they are at best.
+    """The figures of a device. They decide the splits of a model that fit, and the best speed.
 
     Attributes:
-        name: as ``opgraft plan --device`` takes it.
+        name: a name for ``opgraft plan --device``.
         memory: bytes.
-        bandwidth: of the memory, in bytes per second.
-        flops: operations per second by dtype, a multiplication and an addition being two; ``""`` is for all others.
-        link: bytes per second that a device can send to those it is linked with.
-        linked: how many devices are linked with each other, such as those of a host.
-        network: bytes per second that a device can send to others; ``link`` where it is not given.
+        bandwidth: bytes of memory that can be read per second.
+        flops: operations per second by dtype. A multiplication and an addition count as two. The
+            entry ``""`` stands for all other dtypes.
+        link: bytes per second that the device can send to a linked device.
+        linked: the number of devices that are linked with each other, such as those of a host.
+        network: bytes per second that the device can send to other devices. 0 stands for ``link``.
         latency: seconds until the first byte arrives over ``link``.
-        network_latency: the same over the network.
-        layer_seconds: seconds that each layer takes beside its reading and computing, as to launch its kernels.
-        source: who says so.
+        network_latency: seconds until the first byte arrives over the network.
+        layer_seconds: seconds of a layer beside reading and computing, such as to launch kernels.
+        source: the data sheet or measurement behind the figures.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Answers of a probe: facts, devices, and whether they can be used."""
+"""The answer of a probe: devices, facts, and a verdict about their use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 
 from opgraft.base.text import printable
 
-_LARGEST = 1 << 60  # bytes of a device
-_MOST = 10_000  # devices or facts
+_LARGEST = 1 << 60
+"""Bytes of a device, or a node number, that no device has."""
+
+_MOST = 10_000
+"""Devices or facts of one answer."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One observation: the file, variable or call that was asked (``source``) and what it said (``value``)."""
+    """One observation.
+
+    Attributes:
+        source: the file, variable or call.
+        value: the answer.
+    """
 
     source: str
     value: str
@@ -27,16 +35,16 @@ class Fact:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, or one partition of a device, that a probe found; ``None`` and "" where no file tells.
+    """One device, or one partition of a device. Unknown attributes are ``None`` or empty.
 
     Attributes:
         name: model.
         capability: compute level or instruction sets.
         memory: bytes.
         pci_address: such as ``0000:62:00.0``.
-        numa_node: the memory node that it is attached to.
+        numa_node: the memory node of the device.
         driver: kernel driver and version.
-        hidden: whether a visibility variable hides it from this process.
+        hidden: a visibility variable hides the device from this process.
     """
 
     name: str
@@ -48,40 +56,45 @@ class Device:
     hidden: bool = False
 
     def __post_init__(self) -> None:
-        texts = (self.capability, self.pci_address, self.driver)
-        numbers = (self.memory, self.numa_node)
-        if not isinstance(self.name, str) or not all(
-            text is None or isinstance(text, str) for text in texts
-        ):
+        optional_texts = (self.capability, self.pci_address, self.driver)
+        texts = [self.name, *(text for text in optional_texts if text is not None)]
+        numbers = [number for number in (self.memory, self.numa_node) if number is not None]
+        shown = f"{self!r:.300}"
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError(
-                f"a Device has a name, capability, pci_address or driver that is no string: {self!r:.300}"
+                f"a Device has a name, capability, pci_address or driver that is no string: {shown}"
             )
-        if not all(number is None or isinstance(number, int) for number in numbers):
+        if not all(isinstance(number, int) for number in numbers):
             raise TypeError(
-                f"a Device has a memory (bytes) or numa_node that is no integer: {self!r:.300}"
+                f"a Device has a memory (bytes) or numa_node that is no integer: {shown}"
             )
-        if not all(number is None or 0 <= number < _LARGEST for number in numbers):
-            raise ValueError(
-                f"a Device has a memory (bytes) or numa_node that none has: {self!r:.300}"
-            )
+        if not all(0 <= number < _LARGEST for number in numbers):
+            raise ValueError(f"a Device has a memory (bytes) or numa_node that none has: {shown}")
 
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None
-        parts = [self.name, self.capability, memory, self.driver, "hidden" if self.hidden else None]
+        hidden = "hidden" if self.hidden else None
+        parts = (self.name, self.capability, memory, self.driver, hidden)
         return printable(", ".join(part for part in parts if part))
 
 
 def _size(memory: int) -> str:
-    unit, exponent = ("GiB", 30) if memory >= 2**30 else ("MiB", 20)
-    return f"{(memory + 2 ** (exponent - 1)) // 2**exponent} {unit}"
+    name, unit = ("GiB", 1 << 30) if memory >= 1 << 30 else ("MiB", 1 << 20)
+    rounded = (memory + unit // 2) // unit
+    return f"{rounded} {name}"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The findings of a probe: whether the platform can be used, why, and the facts that say so.
+    """The findings of a probe.
 
-    Devices without availability mean hardware that cannot be used: ``reason`` then says what is missing and
-    ``remedy`` what to do about it.
+    Attributes:
+        available: the platform can be used. ``False`` with devices means hardware without, for
+            example, a driver.
+        reason: a sentence about ``available``. It names the missing part.
+        devices: the hardware.
+        facts: the observations behind the findings.
+        remedy: the next step of the user, empty if there is none.
     """
 
     available: bool
@@ -98,18 +111,11 @@ class Evidence:
         for name, text in (("reason", self.reason), ("remedy", self.remedy)):
             if not isinstance(text, str):
                 raise TypeError(f"Evidence takes a string for {name}, got {reprlib.repr(text)}")
-        for name, kind, items in (("devices", Device, self.devices), ("facts", Fact, self.facts)):
-            if not isinstance(items, (tuple, list)) or not all(
-                isinstance(item, kind) for item in items
-            ):
-                raise TypeError(
-                    f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}"
-                )
-            if len(items) > _MOST:
-                raise ValueError(f"Evidence takes {_MOST:,} {name} at most, got {len(items):,}")
+        _check_items("devices", Device, self.devices)
+        _check_items("facts", Fact, self.facts)
 
     def device_lines(self) -> Iterator[str]:
-        """Yield the devices in words, equal ones counted."""
+        """Yield the devices in words, with the number of equal ones."""
         texts = [str(device) for device in self.devices]
         for text in dict.fromkeys(texts):
             yield f"{texts.count(text)} x {text}"
@@ -137,16 +143,32 @@ class Evidence:
         )
 
 
+def _check_items(name: str, kind: type, items: Any) -> None:
+    """Check the devices or the facts of an ``Evidence``.
+
+    Raises:
+        TypeError: an item is of another class.
+        ValueError: there are too many.
+    """
+    is_sequence = isinstance(items, (tuple, list))
+    if not is_sequence or not all(isinstance(item, kind) for item in items):
+        raise TypeError(
+            f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}"
+        )
+    if len(items) > _MOST:
+        raise ValueError(f"Evidence takes {_MOST:,} {name} at most, got {len(items):,}")
+
+
 @dataclass(frozen=True)
 class Sighting:
-    """Accelerators of one kind that a table of PCI ids or device nodes recognises.
+    """Accelerators of one kind in a table of PCI ids or device nodes.
 
     Attributes:
-        kind: what they are, such as "Ascend NPU".
-        count: how many.
-        source: where they were seen, a folder or a device node.
-        addresses: their PCI addresses, where known.
-        remedy: what usually serves them.
+        kind: such as "Ascend NPU".
+        count: the number of accelerators.
+        source: the folder or device node with the accelerators.
+        addresses: PCI addresses, if known.
+        remedy: the usual plugin.
     """
 
     kind: str
@@ -156,7 +178,7 @@ class Sighting:
     remedy: str
 
     def lines(self) -> Iterator[str]:
-        """Yield what was found and what serves it, in words."""
+        """Yield the find and the remedy in words."""
         yield printable(
             f"hardware found, no plugin installed: {self.count} x {self.kind} ({self.source})"
         )

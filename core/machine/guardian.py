@@ -1,7 +1,8 @@
-"""The beginning of a child process: one between the code of others and this process, which ends all with either.
+"""The beginning of a child process: a guardian, and below the guardian a worker for foreign code.
 
-It runs nobody else's code, so that it always sees the end of this process, and is what the code finds as its parent.
-What the code starts and leaves behind becomes a child of it, whichever session that is in.
+The guardian runs no foreign code, so nothing keeps the guardian from seeing the end of this process
+or of the worker. Either end ends everything. Processes that the worker leaves behind become children
+of the guardian, in any session.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ def adopt():
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 try:
-    adopt()  # before there is a worker, which may have started something and be gone at once
+    adopt()  # before the fork: a worker may start a process and end at once
 except Exception:
-    pass  # a system that has no such thing: what leaves the group may go on
+    pass  # on another system, processes outside of the group may go on
 worker = os.fork()
 if worker:
     os.close(reply_to)
@@ -25,9 +26,9 @@ if worker:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
                 for pid in map(int, file.read().split()):
                     os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)  # whose children are this process's from then on
+            os.waitpid(-1, 0)  # the guardian inherits the children of the ended process
     def end_with_parent():
-        os.read(parent, 1)  # until nobody has the other end any more, however that came
+        os.read(parent, 1)  # returns when nobody holds the other end: the parent has ended
         os.kill(worker, signal.SIGKILL)
         time.sleep(2)
         os.killpg(0, signal.SIGKILL)
@@ -39,16 +40,16 @@ if worker:
     try:
         end_others()
     except OSError:
-        pass  # there are none any more, or nothing tells of them
+        pass  # no child is left, or the system has no list of children
     if status < 0:
         import resource
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's own is the one to look at
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core file of the worker is enough
         if status not in (-signal.SIGKILL, -signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 os.close(parent)
 silent = os.open(os.devnull, os.O_WRONLY)
-os.register_at_fork(after_in_child=lambda: os.dup2(silent, reply_to))  # nobody else answers in its place
+os.register_at_fork(after_in_child=lambda: os.dup2(silent, reply_to))  # processes of the worker cannot answer
 data = json.load(sys.stdin)
 """

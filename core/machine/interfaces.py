@@ -10,18 +10,22 @@ _SIOCGIFADDR = 0x8915
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address; ``None`` where none is found, as on other systems."""
+    """Return the name of the interface with an IPv4 address, or ``None``.
+
+    Example: ``interface_of("127.0.0.1")`` is ``"lo"`` on Linux.
+    """
     try:
         import fcntl
-    except ImportError:  # on Windows
+    # Windows has no such module.
+    except ImportError:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(
-                    asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
-                )
-            except OSError:  # it has no such address
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+            # The interface has no IPv4 address.
+            except OSError:
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -1,4 +1,4 @@
-"""The memory of this process: what is free in its heap, and the pages that weights lie in."""
+"""The memory of this process: free pages of the heap, and huge pages for weights."""
 
 from __future__ import annotations
 
@@ -13,26 +13,38 @@ from itertools import chain
 from pathlib import Path
 from threading import Thread
 
-_HUGE_PAGE = 1 << 21  # of x86, and of ARM with pages of 4 KiB; elsewhere the system refuses
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # for the second of which Python has no name
+_HUGE_PAGE = 1 << 21
+"""Bytes, on x86 and on ARM with pages of 4 KiB. Elsewhere the system refuses."""
+
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+"""Advice to Linux. Python has no name for this one."""
+
 _HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _APART = 1 << 13
-"""Bytes that the C library leaves at most between blocks that follow one another, each with a mapping of its own."""
+"""The most bytes between two blocks that the C library maps one after the other."""
 
 
 def release_free_memory() -> None:
-    """Give the pages of the heap that are free back to the system, where the C library can: glibc.
+    """Give the free pages of the heap back to the system, if the C library is glibc.
 
-    By itself it gives back the end of the heap only. What lies between blocks in use stays with the process.
+    Without this call, glibc gives back the end of the heap only. Free pages between blocks in use
+    stay with the process.
     """
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep Python's collector from looking through all objects, for what makes many that stay: a tenth of a second."""
+    """Hold back Python's garbage collector while many objects are made that stay.
+
+    The collector would look through all of them, for a tenth of a second.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,36 +55,39 @@ def without_collections() -> Iterator[None]:
 
 
 def expect_huge_pages(blocks: Iterable[range]) -> None:
-    """Have the system make huge pages of blocks of addresses that nothing was written to, where it can: Linux.
+    """Ask Linux for huge pages below blocks of addresses, before anything is written to the blocks.
 
-    To fill small pages takes several times as long, as the system has to be asked for each, and to move them later
-    holds up the first requests. Blocks that follow one another share pages.
+    Small pages take several times as long to fill, because the process asks the system for each of
+    them. A later move to huge pages holds up the first requests. Blocks that follow one another
+    share pages.
     """
     if not _has_huge_pages():
         return
     madvise = ctypes.CDLL(None).madvise
     spans = list(map(_pages, _joined(blocks)))
     for pages in spans:
-        madvise(
-            ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.stop - pages.start), _MADV_HUGEPAGE
-        )
-    # Those that hold the head that the C library writes before each block.
+        size = pages.stop - pages.start
+        madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+    # The C library has written a head before each block already: those pages have to move.
     _move(list(chain.from_iterable(spans)))
 
 
 def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | None:
-    """Have the system move blocks of addresses to huge pages, on a thread that is returned, where it can: Linux 6.1.
+    """Have Linux 6.1 or newer move blocks of addresses to huge pages, on a thread.
 
-    ``None`` where there is nothing to move, or the system's setting is ``never``.
+    A processor looks up the address of each page when it reads weights. On Zen 4 a token takes a
+    tenth longer with small pages, and a third longer with codes of 8 bits.
 
-    A processor that reads weights waits at each page for its address: on Zen 4 a token takes a tenth longer by small
-    pages, and a third with codes of 8 bits. A page that blocks fill by half or more becomes one with all that is in it,
-    as weights of less than a page lie between other things. Memory that is given back meanwhile does no harm, as
-    nothing is read or written here.
+    A huge page is made if blocks fill half of the page or more. Small weights lie between other
+    memory, and the other memory moves with them. Memory may be given back meanwhile, because the
+    thread neither reads nor writes.
 
     Args:
-        blocks: of addresses.
-        wait: seconds until the thread begins, as moving holds up whatever asks for memory meanwhile.
+        blocks: ranges of addresses.
+        wait: seconds until the thread begins. A move holds up every request for memory.
+
+    Returns:
+        The thread, or ``None`` if there is nothing to move or the system's setting is ``never``.
     """
     if not _has_huge_pages():
         return None
@@ -85,9 +100,9 @@ def move_to_huge_pages(blocks: Iterable[range], wait: float = 0) -> Thread | Non
 
 
 def _has_huge_pages() -> bool:
-    return _HUGE_PAGES_SETTING.is_file() and "[never]" not in _HUGE_PAGES_SETTING.read_text(
-        encoding="ascii"
-    )
+    if not _HUGE_PAGES_SETTING.is_file():
+        return False
+    return "[never]" not in _HUGE_PAGES_SETTING.read_text(encoding="ascii")
 
 
 def _joined(blocks: Iterable[range]) -> Iterator[range]:
@@ -102,25 +117,28 @@ def _joined(blocks: Iterable[range]) -> Iterator[range]:
 
 
 def _pages(span: range) -> range:
-    """Return the addresses of the huge pages that a span fills."""
-    return range(
-        -(-span.start // _HUGE_PAGE) * _HUGE_PAGE, span.stop // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE
-    )
+    """Return the addresses of the huge pages within a span."""
+    first = -(-span.start // _HUGE_PAGE) * _HUGE_PAGE
+    end = span.stop // _HUGE_PAGE * _HUGE_PAGE
+    return range(first, end, _HUGE_PAGE)
 
 
 def _mostly_filled(blocks: Iterable[range]) -> list[int]:
-    """Return the addresses of the huge pages of which blocks fill half or more."""
+    """Return the addresses of the huge pages that blocks fill by half or more."""
     filled: Counter[int] = Counter()
+    # A set, because tensors may share one block.
     for block in set(blocks):
-        for page in range(block.start // _HUGE_PAGE * _HUGE_PAGE, block.stop, _HUGE_PAGE):
-            filled[page] += min(block.stop, page + _HUGE_PAGE) - max(block.start, page)
+        first = block.start // _HUGE_PAGE * _HUGE_PAGE
+        for page in range(first, block.stop, _HUGE_PAGE):
+            start = max(block.start, page)
+            stop = min(block.stop, page + _HUGE_PAGE)
+            filled[page] += stop - start
     return sorted(page for page, bytes_filled in filled.items() if 2 * bytes_filled >= _HUGE_PAGE)
 
 
 def _move(pages: Sequence[int], wait: float = 0) -> None:
     time.sleep(wait)
-    madvise = ctypes.CDLL(
-        None
-    ).madvise  # of one page each, as the first that cannot be moved ends a call
+    madvise = ctypes.CDLL(None).madvise
     for page in pages:
+        # One call for each page, because a call ends at the first page that cannot be moved.
         madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
