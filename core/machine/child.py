@@ -33,7 +33,7 @@ _KEPT_OUTPUT = 1 << 14
 """Bytes at the end of the output that are kept. The last line is quoted."""
 
 _LOOK_AGAIN = 0.05
-"""Seconds between two looks at a child: a child may end while its own children hold the pipes open."""
+"""Seconds between two looks. A child may end while its own children hold the pipes open."""
 
 _PIECE = 1 << 16
 """Bytes of one read or write."""
@@ -42,7 +42,7 @@ _PARTING = 0.5
 """Seconds for a child to end everything that it has started. Then the group is ended by force."""
 
 _CHILDREN = "/proc/{0}/task/{0}/children"
-"""The file with the children of a process. Kernels without ``CONFIG_PROC_CHILDREN`` lack the file."""
+"""The file with the children of a process. Kernels without ``CONFIG_PROC_CHILDREN`` lack it."""
 
 
 @dataclass(frozen=True)

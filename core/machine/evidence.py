@@ -59,17 +59,19 @@ class Device:
         optional_texts = (self.capability, self.pci_address, self.driver)
         texts = [self.name, *(text for text in optional_texts if text is not None)]
         numbers = [number for number in (self.memory, self.numa_node) if number is not None]
-        shown = f"{self!r:.300}"
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(
-                f"a Device has a name, capability, pci_address or driver that is no string: {shown}"
+                "a Device has a name, capability, pci_address or driver that is no string: "
+                f"{self!r:.300}"
             )
         if not all(isinstance(number, int) for number in numbers):
             raise TypeError(
-                f"a Device has a memory (bytes) or numa_node that is no integer: {shown}"
+                f"a Device has a memory (bytes) or numa_node that is no integer: {self!r:.300}"
             )
         if not all(0 <= number < _LARGEST for number in numbers):
-            raise ValueError(f"a Device has a memory (bytes) or numa_node that none has: {shown}")
+            raise ValueError(
+                f"a Device has a memory (bytes) or numa_node that none has: {self!r:.300}"
+            )
 
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None

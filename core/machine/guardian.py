@@ -1,8 +1,8 @@
 """The beginning of a child process: a guardian, and below the guardian a worker for foreign code.
 
-The guardian runs no foreign code, so nothing keeps the guardian from seeing the end of this process
-or of the worker. Either end ends everything. Processes that the worker leaves behind become children
-of the guardian, in any session.
+The guardian runs no foreign code, so nothing keeps the guardian from seeing the end of this
+process or of the worker. Either end ends everything. Processes that the worker leaves behind become
+children of the guardian, in any session.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ if worker:
     os._exit(status)
 os.close(parent)
 silent = os.open(os.devnull, os.O_WRONLY)
-os.register_at_fork(after_in_child=lambda: os.dup2(silent, reply_to))  # processes of the worker cannot answer
+# Processes of the worker cannot answer.
+os.register_at_fork(after_in_child=lambda: os.dup2(silent, reply_to))
 data = json.load(sys.stdin)
 """

@@ -1,8 +1,8 @@
-"""The machine as a probe may look at it.
+"""``Machine``: everything that a probe may look at.
 
-A probe is a pure function ``probe(machine) -> Evidence``. It imports no torch, creates no device context and never
-raises; it looks at the files below ``machine.root``, at ``machine.environ`` and at installed packages only, so that a
-folder of recorded files stands for any machine.
+A probe is a pure function ``probe(machine) -> Evidence``. A probe imports no torch, creates no
+device context and never raises. It looks only at files below ``machine.root``, at
+``machine.environ`` and at installed packages. So a folder of recorded files stands for any machine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,27 @@ from typing import Any
 from opgraft.base.installed import version_of
 from opgraft.errors import InputError
 
-_LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
-_SHORTEST_SECRET = 3  # characters
-_SHORTEST_VALUE = 6  # of variables whose names speak of no secret
+_LARGEST_FILE = 1 << 20
+"""Bytes of a file that are read. The files of probes in /proc and /sys are far smaller."""
+
+_SHORTEST_SECRET = 3
+"""Characters of a secret that is masked."""
+
+_SHORTEST_VALUE = 6
+"""Characters of any other value that is masked. Shorter values are common words."""
+
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|_key")
 RECORD = "machine.json"
-"""The file of a recorded machine that holds what is not in its tree: environment, packages, denied paths."""
+"""The file of a recorded machine with environment, packages and denied paths."""
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch, read from its ``version.py`` without importing it.
+    """The installed torch, as the text of ``torch/version.py`` tells. Torch is not imported.
 
-    ``backends`` maps the names that the file gives a version for, such as ``cuda``, to that version.
+    Attributes:
+        version: such as ``2.9.0+cu128``.
+        backends: versions of the libraries below torch, such as ``{"cuda": "12.8"}``.
     """
 
     version: str
@@ -41,14 +49,14 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as probes see it; without arguments, the one that this process runs on.
+    """A machine as probes see it. Without arguments, this machine.
 
     Attributes:
-        root: the folder that has /proc, /sys and /dev below it.
+        root: the folder above /proc, /sys and /dev.
         environ: the environment variables.
-        packages: distribution name → version; ``None`` means those installed in this Python.
-        torch: the installed torch; ``None`` with ``packages`` given means none is installed.
-        denied: paths that exist and may not be opened, where the tree cannot say so itself.
+        packages: distribution name → version. ``None`` means the packages of this Python.
+        torch: the installed torch. With ``packages``, ``None`` means that torch is not installed.
+        denied: existing paths without permission to open. A recorded tree cannot show those.
     """
 
     root: Path = Path("/")
@@ -57,10 +65,11 @@ class Machine:
     torch: TorchBuild | None = None
     denied: frozenset[str] = frozenset()
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """A store in which probes keep what several of them read, such as the list of PCI functions."""
+    """Findings that several probes share, such as the list of PCI functions."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "root", Path(self.root))  # Machine("/folder") is a common slip
+        # Machine("/folder") is a common slip.
+        object.__setattr__(self, "root", Path(self.root))
 
     @classmethod
     def recorded(cls, root: Path) -> Machine:
@@ -82,29 +91,31 @@ class Machine:
 
     @classmethod
     def from_dict(cls, root: Path, data: Mapping[str, Any]) -> Machine:
-        """Undo ``to_dict``, for the tree below ``root``.
+        """Return a machine from the data of ``to_dict`` and the tree below ``root``.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the data is of another form.
         """
+        environ = _texts(data["environ"])
+        packages = data["packages"]
         build = data.get("torch")
+        torch = None
+        if build:
+            torch = TorchBuild(str(build["version"]), _texts(build["backends"]))
         return cls(
             root,
-            environ=_texts(data["environ"]),
-            packages=None if data["packages"] is None else _texts(data["packages"]),
-            torch=TorchBuild(str(build["version"]), _texts(build["backends"])) if build else None,
+            environ=environ,
+            packages=None if packages is None else _texts(packages),
+            torch=torch,
             denied=frozenset(data.get("denied", ())),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is not in the tree, as plain data for a child process."""
-        build = self.torch
+        """Return everything beside the tree, as plain data for a child process."""
         return {
             "environ": self.variables(),
             "packages": None if self.packages is None else dict(self.packages),
-            "torch": {"version": build.version, "backends": dict(build.backends)}
-            if build
-            else None,
+            "torch": torch_data(self.torch),
             "denied": sorted(self.denied),
         }
 
@@ -113,15 +124,16 @@ class Machine:
         return self.root / path.lstrip("/")
 
     def _place(self, path: str) -> str:
-        """Return ``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
+        """Return ``path`` below the root as a string."""
+        # A probe reads hundreds of files. To make a Path takes as long as to read a file.
         return os.path.join(self.root, path.lstrip("/"))
 
     def _inside(self, path: str) -> str:
-        """Return the place of a path that will be followed.
+        """Return the place of a path whose links are followed.
 
         Raises:
-            ValueError: a symbolic link leads out of the tree, which somebody else may have made. What lies outside is
-                none of theirs.
+            ValueError: a symbolic link leads out of the tree. Someone else may have made the tree,
+                and must not choose a file of this machine.
         """
         place = self._place(path)
         if self._real_root is not None and self._leads_out(place):
@@ -129,37 +141,44 @@ class Machine:
         return place
 
     def _leads_out(self, place: str) -> bool:
-        """Tell whether a link on the way to a place ends outside of the tree. Ask for each part once: it is slow."""
+        """Return True if a link on the way to a place ends outside of the tree."""
+        # Looks at links are slow, so each part of a path is looked at once.
         outside = self._outside.get(place)
         if outside is None:
             folder, _, name = place.rpartition("/")
             outside = bool(folder) and self._leads_out(folder)
             if not outside and (name == ".." or os.path.islink(place)):
-                outside = (
-                    os.path.commonpath((os.path.realpath(place), self._real_root or os.sep))
-                    != self._real_root
-                )
+                outside = self._ends_outside(place)
             self._outside[place] = outside
         return outside
 
+    def _ends_outside(self, place: str) -> bool:
+        root = self._real_root or os.sep
+        common = os.path.commonpath((os.path.realpath(place), root))
+        return common != self._real_root
+
     @functools.cached_property
     def _outside(self) -> dict[str, bool]:
-        """Answers of ``_leads_out`` by place; what lies above the root does not count."""
+        """Answers of ``_leads_out`` by place. Links above the root do not count."""
         return {str(place): False for place in (self.root, *self.root.parents)}
 
     def _beside(self, path: str) -> str:
-        """Return the place of a path whose last part is looked at without being followed. Raises as ``_inside``."""
+        """Return the place of a path. A link in the last part is not followed.
+
+        Raises:
+            ValueError: as ``_inside``.
+        """
         folder, name = os.path.split(path.rstrip("/"))
         return os.path.join(self._inside(folder), name)
 
     @functools.cached_property
     def _real_root(self) -> str | None:
-        """The root without symbolic links, ``None`` where it is that of the whole file system."""
+        """The root without symbolic links, or ``None`` for ``/``."""
         real = os.path.realpath(self.root)
         return real if real != os.sep else None
 
     def read(self, path: str) -> str | None:
-        """Read the text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
+        """Return the first 1 MiB of a text file, or ``None`` if the file cannot be read."""
         try:
             # A pipe must not block the probe.
             handle = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)
@@ -173,14 +192,14 @@ class Machine:
             os.close(handle)
 
     def names(self, folder: str) -> list[str]:
-        """List the sorted names in a folder; none where it cannot be listed."""
+        """Return the sorted names in a folder. The list is empty if the folder cannot be read."""
         try:
             return sorted(os.listdir(self._inside(folder)))
         except (OSError, ValueError):
             return []
 
     def unlisted(self, folder: str) -> str | None:
-        """Return the reason if a folder cannot be listed, else ``None``; ``names`` is empty then too."""
+        """Return the reason if a folder cannot be listed, else ``None``."""
         try:
             os.listdir(self._inside(folder))
         except FileNotFoundError:
@@ -192,98 +211,133 @@ class Machine:
         return None
 
     def link(self, path: str) -> str | None:
-        """Return the last part of a symbolic link's target, such as the name of a driver, or ``None``."""
+        """Return the last part of a link's target, such as the name of a driver, or ``None``."""
         try:
             return os.path.basename(os.readlink(self._beside(path)))
         except (OSError, ValueError):
             return None
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is something at a path."""
+        """Return True if a path exists. The target of a link may be missing."""
         try:
             return os.path.lexists(self._beside(path))
         except ValueError:
             return False
 
     def may_open(self, path: str) -> bool:
-        """Tell whether this user may read and write a device node."""
+        """Return True if this user may read and write a device node."""
+        if path in self.denied:
+            return False
         try:
-            return path not in self.denied and os.access(self._inside(path), os.R_OK | os.W_OK)
+            return os.access(self._inside(path), os.R_OK | os.W_OK)
         except ValueError:
             return False
 
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed distribution, or ``None``."""
-        return self.packages.get(package) if self.packages is not None else version_of(package)
+        if self.packages is None:
+            return version_of(package)
+        return self.packages.get(package)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that a child process is told: all but those whose names speak of secrets."""
+        """Return the environment variables for a child process, without secrets."""
         return without_secrets(self.environ)
 
     def torch_build(self) -> TorchBuild | None:
-        """Return the installed torch, or ``None`` where there is none."""
-        return self.torch if self.packages is not None else _installed_torch()
+        """Return the installed torch, or ``None``."""
+        return _installed_torch() if self.packages is None else self.torch
+
+
+def torch_data(build: TorchBuild | None) -> dict[str, Any] | None:
+    """Return a torch build as plain data."""
+    if build is None:
+        return None
+    return {"version": build.version, "backends": dict(build.backends)}
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables whose names do not speak of secrets."""
+    """Return the variables without secrets. The name of a secret has a word such as ``token``."""
     return {name: value for name, value in environ.items() if not _SECRET.search(name)}
 
 
 def masked(data: Any, variables: Mapping[str, str]) -> Any:
-    """Return plain data in whose texts the values of variables stand as ``$NAME``, as in ``"to $DATABASE_URL"``.
+    """Return plain data with ``$NAME`` in place of the values of variables.
 
-    Paths that exist stay. So do values of less than 3 characters and, where the name speaks of no secret, words of
-    less than 6 and parts of longer words.
+    Existing paths stay. Values of less than 3 characters stay. If a name speaks of no secret,
+    values of less than 6 characters and parts of longer words stay too.
+
+    Example: with ``{"DATABASE_URL": "db://host"}``, ``"to db://host"`` becomes
+    ``"to $DATABASE_URL"``.
     """
     values: dict[str, str] = {}
     patterns: dict[str, str] = {}
-    # Which count where values are equal.
-    for name in sorted(variables, key=lambda name: bool(_SECRET.search(name))):
-        value, secret = variables[name], _SECRET.search(name)
-        if len(value) < (_SHORTEST_SECRET if secret else _SHORTEST_VALUE):
+    # Secrets come last: of two variables with one value, the secret gives the name and the pattern.
+    for name in sorted(variables, key=_speaks_of_secret):
+        value = variables[name]
+        is_secret = _speaks_of_secret(name)
+        shortest = _SHORTEST_SECRET if is_secret else _SHORTEST_VALUE
+        is_path = value.startswith("/") and os.path.lexists(value)
+        if len(value) < shortest or is_path:
             continue
-        if not (value.startswith("/") and os.path.lexists(value)):
-            values[value] = f"${name}"
-            patterns[value] = re.escape(value) if secret else rf"(?<!\w){re.escape(value)}(?!\w)"
+        literal = re.escape(value)
+        values[value] = f"${name}"
+        patterns[value] = literal if is_secret else rf"(?<!\w){literal}(?!\w)"
     if not values:
         return data
-    pattern = re.compile(
-        "|".join(patterns[value] for value in sorted(values, key=len, reverse=True))
-    )
+    # The longest value first, because another value may be a part of it.
+    longest_first = sorted(values, key=len, reverse=True)
+    pattern = re.compile("|".join(patterns[value] for value in longest_first))
     return mapped(data, lambda text: pattern.sub(lambda found: values[found[0]], text))
 
 
+def _speaks_of_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None
+
+
 def mapped(data: Any, change: Callable[[str], str]) -> Any:
-    """Return plain data with each of its texts changed, keys of mappings aside."""
+    """Return plain data with each text changed. Keys of mappings stay."""
     if isinstance(data, str):
         return change(data)
     if isinstance(data, dict):
         return {name: mapped(value, change) for name, value in data.items()}
-    return [mapped(value, change) for value in data] if isinstance(data, list) else data
+    if isinstance(data, list):
+        return [mapped(value, change) for value in data]
+    return data
 
 
 def _texts(value: Any) -> dict[str, str]:
-    """Return a JSON object that maps names to strings, as environments and versions are."""
-    if not isinstance(value, dict) or not all(
-        isinstance(text, str) and "\0" not in text for text in value.values()
-    ):
+    """Return a JSON object that maps names to strings, such as an environment.
+
+    Raises:
+        ValueError: the object is another one, or no environment can hold a name or string.
+    """
+    is_object = isinstance(value, dict)
+    if not is_object or not all(_is_plain_text(text) for text in value.values()):
         raise ValueError(f"{value!r:.80} does not map names to strings")
     if any("=" in name or "\0" in name for name in value):
         raise ValueError("a name has '=' in it")
-    return value
+    return dict(value)
+
+
+def _is_plain_text(text: Any) -> bool:
+    # No environment variable holds a zero byte.
+    return isinstance(text, str) and "\0" not in text
 
 
 def _chunks(handle: int) -> Iterator[bytes]:
-    """Yield the content of an open file in pieces, up to ``_LARGEST_FILE``; most files of /sys are one short piece."""
+    """Yield the content of an open file in pieces, up to ``_LARGEST_FILE`` bytes."""
     left = _LARGEST_FILE
-    while left > 0 and (chunk := os.read(handle, min(left, 1 << 14))):
+    while left > 0:
+        # Most files of /sys are one short piece.
+        chunk = os.read(handle, min(left, 1 << 14))
+        if not chunk:
+            return
         left -= len(chunk)
         yield chunk
 
 
 UNREAD = "of an unknown version"
-"""The version of an installed torch whose ``version.py`` could not be read."""
+"""The version of an installed torch without a readable ``version.py``."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -291,11 +345,13 @@ def _installed_torch() -> TorchBuild | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
+    file = Path(spec.origin).parent / "version.py"
     try:
-        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return TorchBuild(UNREAD, {})
-    values = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*'([^'\n]*)'", text, re.MULTILINE))
+    assignment = r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*'([^'\n]*)'"
+    values = dict(re.findall(assignment, text, re.MULTILINE))
     version = values.pop("__version__", "unknown")
     values.pop("git_version", None)
     return TorchBuild(version, values)

@@ -1,4 +1,4 @@
-"""Writing down what probes look at, as a folder that stands for the machine in a bug report or a test."""
+"""Record the files and variables of probes in a folder, for a bug report or a test."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opgraft.errors import InputError
-from opgraft.machine.machine import RECORD, Machine, without_secrets
+from opgraft.machine.machine import RECORD, Machine, torch_data, without_secrets
 from opgraft.machine.scrubbing import Scrubber
 
 
 @dataclass
 class _SeenVariables(Mapping[str, str]):
-    """The environment, noting which variables were asked for."""
+    """The environment. It notes the variables that were asked for."""
 
     variables: Mapping[str, str]
     seen: set[str] = field(default_factory=set)
@@ -35,16 +35,16 @@ class _SeenVariables(Mapping[str, str]):
 
 @dataclass
 class SeenRequests:
-    """A record of what probes have asked for.
+    """The requests of probes.
 
     Attributes:
-        variables: the environment, which notes the names that were looked up.
-        files: path → text, ``None`` where it could not be read.
-        listed: paths that are known to exist.
-        folders: those that could be listed.
-        links: path → last part of the link's target, ``None`` where there is no link.
-        denied: paths that exist and may not be opened.
-        packages: distribution → version of those that are installed.
+        variables: the environment, with the names that were looked up.
+        files: path → text, ``None`` for an unreadable file.
+        listed: existing paths.
+        folders: readable folders.
+        links: path → last part of the link's target, ``None`` if there is no link.
+        denied: existing paths without permission to open.
+        packages: installed distribution → version.
     """
 
     variables: _SeenVariables
@@ -57,18 +57,18 @@ class SeenRequests:
 
 
 class RecordingMachine(Machine):
-    """A machine that notes what probes read, so that exactly this can be written down."""
+    """A machine that notes the requests of probes, so that ``write`` records exactly these."""
 
     seen: SeenRequests
 
     def __init__(self, machine: Machine) -> None:
         environ = _SeenVariables(machine.environ)
         super().__init__(machine.root, environ, machine.packages, machine.torch, machine.denied)
-        # A machine is frozen; what was seen of it grows.
+        # A machine is frozen, but the requests grow.
         object.__setattr__(self, "seen", SeenRequests(environ))
 
     def variables(self) -> dict[str, str]:
-        # Told to a child process, which is not recorded.
+        # Variables for a child process are no request of a probe.
         return without_secrets(self.seen.variables.variables)
 
     def read(self, path: str) -> str | None:
@@ -109,32 +109,40 @@ class RecordingMachine(Machine):
         return version
 
     def write(self, folder: Path) -> None:
-        """Write what was read to ``folder``: the tree, and ``machine.json`` with variables, packages and denied paths.
+        """Write the record to ``folder``: a tree of files, and the rest as ``machine.json``.
 
-        Ids of devices, serial numbers and the home folder are replaced, in variables the host's name too.
+        Ids of devices, serial numbers and the home folder are replaced. Variables lose the name of
+        the host, too. A failed write leaves nothing behind.
 
         Raises:
-            InputError: the folder exists and is not empty, or cannot be written.
+            InputError: the folder is not empty, or cannot be written.
         """
-        made: list[Path] = []
         try:
-            if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-                raise InputError(
-                    f"{folder} exists and is not empty: give a new folder for the recording"
-                )
-            made += [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+            self._write_or_clear(folder)
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:
+            raise InputError(f"the recording cannot be written to {folder}: {error}") from error
+
+    def _write_or_clear(self, folder: Path) -> None:
+        """Write the record. Remove all files and folders of the record if that fails."""
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(
+                f"{folder} exists and is not empty: give a new folder for the recording"
+            )
+        places = (folder, *folder.parents)
+        made = [place for place in places if not os.path.lexists(place)]
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._write_tree(folder)
             except BaseException:
                 _empty(folder)
                 raise
-        except BaseException as error:
+        except BaseException:
             for place in made:
                 with suppress(OSError):
                     place.rmdir()
-            if isinstance(error, (OSError, ValueError)) and not isinstance(error, InputError):
-                raise InputError(f"the recording cannot be written to {folder}: {error}") from error
             raise
 
     def _write_tree(self, folder: Path) -> None:
@@ -144,37 +152,41 @@ class RecordingMachine(Machine):
             if text is not None:
                 _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
         for path, target in seen.links.items():
+            if target is None:
+                continue
+            free = _free_place(folder, path)
             # A folder stands in the place of the link if something below the link was read.
-            if target is not None and (free := _free_place(folder, path)):
+            if free:
                 # "" is the last part of a target such as "x/".
                 free.symlink_to(target or "./")
         for path in sorted(seen.folders):
-            if free := _free_place(folder, path):
+            free = _free_place(folder, path)
+            if free:
                 free.mkdir()
-        # A path that was only listed becomes an empty file. A folder sorts before its contents, and so comes after.
+        # A path that was only listed becomes an empty file. The last path comes first, so that the
+        # content of a folder makes the folder.
         for path in sorted(seen.listed, reverse=True):
-            if free := _free_place(folder, path):
+            free = _free_place(folder, path)
+            if free:
                 free.touch()
         # After the files: a variable may name a device by the first digits of an id in a file.
         data = self._data(scrubber)
         _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     def _data(self, scrubber: Scrubber) -> dict[str, object]:
-        """Return the record of everything that is no file."""
+        """Return everything beside the files as plain data."""
         environ = self.seen.variables
         names = sorted(environ.seen & environ.variables.keys())
-        build = self.torch_build()
-        torch = {"version": build.version, "backends": dict(build.backends)} if build else None
         return {
             "environ": {name: scrubber.value(environ.variables[name]) for name in names},
             "packages": self.seen.packages,
-            "torch": torch,
+            "torch": torch_data(self.torch_build()),
             "denied": sorted(self.seen.denied),
         }
 
 
 def _empty(folder: Path) -> None:
-    """Remove what lies in a folder, and leave the folder."""
+    """Remove the content of a folder, and keep the folder."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -184,19 +196,21 @@ def _empty(folder: Path) -> None:
 
 
 def _free_place(folder: Path, path: str) -> Path | None:
-    """Return the place of a path of the machine; ``None`` if something is there already."""
+    """Return the place of a path of the machine, or ``None`` if the place is taken."""
     place = _place(folder, path)
     return None if os.path.lexists(place) else place
 
 
 def _place(folder: Path, path: str) -> Path:
-    """Return the place at which a path of the machine is written, in a folder that is made for it.
+    """Return the place of a path of the machine in the recording, and make the folder around it.
 
     Raises:
-        ValueError: a link that was recorded leads there, and out of the recording.
+        ValueError: a recorded link leads out of the recording.
     """
-    place, inside = folder / path.lstrip("/"), os.path.realpath(folder)
-    if os.path.commonpath((inside, os.path.realpath(place.parent))) != inside:
+    place = folder / path.lstrip("/")
+    inside = os.path.realpath(folder)
+    parent = os.path.realpath(place.parent)
+    if os.path.commonpath((inside, parent)) != inside:
         raise ValueError(f"{path} leads out of it")
     place.parent.mkdir(parents=True, exist_ok=True)
     return place

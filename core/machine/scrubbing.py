@@ -1,4 +1,4 @@
-"""Taking out of text what identifies one machine or its user, so that it can stand in a bug report."""
+"""Remove the identity of a machine and a user from texts for a bug report."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ _IDS = re.compile(
     r"|(?P<bare>[0-9a-f]{8}[0-9a-f-]*))(?![0-9a-z])"
 )
 _ACCOUNT = re.compile(r"(?<![\w.+-])[A-Za-z0-9_][\w.+-]*@[A-Za-z0-9_](?:[\w.-]*\w)?")
-"""A user at a host, as builds of drivers and kernels write down who made them where."""
-_LONGEST_ID = 40  # characters; a UUID has 36, and what is longer names no device
+"""A user at a host. Drivers and kernels name their builder so."""
+_LONGEST_ID = 40
+"""Characters of an id. A UUID has 36, and longer ones name no device."""
+
 _SECRET_KEYS = ("serial", "unique_id")
-_DIGITS = "1234567890abcdef"  # the zero comes late: a unique_id of 0 would mean that there is none
+_DIGITS = "1234567890abcdef"
+"""Digits of stand-ins. The zero comes late, because a ``unique_id`` of 0 means that there is none."""
+
+_SETTING_ENDS = ("", ",")
+"""Characters around a setting, or around an entry of a setting."""
 
 
 class _Digit:
-    """A digit of an id: what stands for it, and the digits that follow it in the ids seen so far."""
+    """A digit of an id: the stand-in, and the digits that follow in the ids seen so far."""
 
     def __init__(self, shown: str = "") -> None:
         self.shown = shown
         self.following: dict[str, _Digit] = {}
 
     def follow(self, digit: str) -> _Digit:
-        """Return the digit after this one; a new one is shown as the first of ``_DIGITS`` that is not taken here."""
+        """Return the digit after this one. A new digit gets the first free one of ``_DIGITS``."""
         if digit not in self.following:
             taken = len(self.following) - ("-" in self.following)
             self.following[digit] = _Digit("-" if digit == "-" else _DIGITS[taken])
@@ -35,10 +41,10 @@ class _Digit:
 
 
 class Scrubber:
-    """Replaces what identifies one machine or its user: ids of devices, serial numbers, home folder, host and account.
+    """Replaces ids of devices, serial numbers, the home folder, the host and the account.
 
-    Two ids that begin with the same digits are shown with as many equal digits, and the others differ: whatever a
-    variable names by an id or by its first digits, it goes on naming it, and a prefix of two ids stays one of both.
+    If two ids begin with the same digits, the stand-ins begin with as many equal digits. So a
+    variable that names a device by the first digits of the id still names the same device.
     """
 
     def __init__(self) -> None:
@@ -49,22 +55,24 @@ class Scrubber:
 
     def value(self, text: str) -> str:
         """Scrub the value of a variable, or a sentence that may hold one."""
-        text = _without_accounts(self._without_home(_IDS.sub(self._shown, text)))
+        text = _IDS.sub(self._shown, text)
+        text = _without_accounts(self._without_home(text))
         return self._host.sub(_shown_host, text) if self._host else text
 
     def text(self, text: str) -> str:
-        """Scrub the text of a file. It keeps the host's name, which may be a word that a probe looks for."""
-        return _without_accounts(self._without_home("\n".join(map(self._line, text.split("\n")))))
+        """Scrub the text of a file. The host's name stays: a probe may look for such a word."""
+        lines = [self._line(line) for line in text.split("\n")]
+        return _without_accounts(self._without_home("\n".join(lines)))
 
     def file(self, path: str, text: str) -> str:
-        """Scrub the text of the file at ``path``, whose name may be what says that it is a serial number."""
+        """Scrub the text of the file at ``path``. The name of the file may mean a serial number."""
         name = os.path.basename(path).lower()
         if any(key in name for key in _SECRET_KEYS) and len(text.split()) == 1:
             return self._secret("unique_id" in name, text)
         return self.text(text)
 
     def sentence(self, line: str) -> str:
-        """Scrub a line that people read: as a value, and without serial numbers."""
+        """Scrub a line for people, as a value and without serial numbers."""
         secret = self._without_secret(line)
         return self.value(line) if secret is None else secret
 
@@ -73,49 +81,67 @@ class Scrubber:
         return _IDS.sub(self._shown_in_file, line) if secret is None else secret
 
     def _without_secret(self, line: str) -> str | None:
-        """Replace the serial number or ``unique_id`` that a line gives; ``None`` where it gives none."""
+        """Replace the serial number or ``unique_id`` of a line, or return ``None`` without one."""
         lower = line.lower()
         if not any(key in lower for key in _SECRET_KEYS):
             return None
         start = _start_of_value(line)
-        if start == len(line) or not any(key in lower[:start] for key in _SECRET_KEYS):
+        key_of_line = lower[:start]
+        if start == len(line) or not any(key in key_of_line for key in _SECRET_KEYS):
             return None
-        return line[:start] + self._secret("unique_id" in lower[:start], line[start:])
+        return line[:start] + self._secret("unique_id" in key_of_line, line[start:])
 
-    def _secret(self, unique: bool, value: str) -> str:
-        """Return a stand-in for a serial number, or for a ``unique_id``, AMD's hexadecimal name of a GPU."""
-        blanks = value[: len(value) - len(value.lstrip())]
-        end = value[len(value.rstrip()) :] if value.strip() else ""
+    def _secret(self, is_unique_id: bool, value: str) -> str:
+        """Return a stand-in for a serial number or ``unique_id``, within the same blanks.
+
+        AMD names a GPU by a hexadecimal ``unique_id``.
+        """
         word = value.strip()
-        if unique and re.fullmatch(r"[0-9]{1,20}", word) and int(word):
+        if not word:
+            return value
+        before, _, behind = value.partition(word)
+        stand_in = self._unique_id(word) if is_unique_id else "0"
+        return f"{before}{stand_in}{behind}"
+
+    def _unique_id(self, word: str) -> str:
+        if re.fullmatch(r"[0-9]{1,20}", word) and int(word):
             digits = self._id(f"{int(word):016x}")
-            shown = self._numbers[word] = str(int(digits, 16))
-            return f"{blanks}{shown}{end}"
-        if unique and re.fullmatch(r"(?i)(0x)?[0-9a-f]{16}", word):
-            return f"{blanks}{word[:-16]}{self._id(word[-16:])}{end}"
-        return f"{blanks}0{end}" if word else value
+            number = str(int(digits, 16))
+            self._numbers[word] = number
+            return number
+        if re.fullmatch(r"(?i)(0x)?[0-9a-f]{16}", word):
+            prefix = word[:-16]
+            return prefix + self._id(word[-16:])
+        return "0"
 
     def _id(self, digits: str) -> str:
-        at, shown = self._ids, []
+        """Return the stand-in for an id."""
+        at = self._ids
+        shown = []
         for digit in digits[:_LONGEST_ID].lower():
             at = at.follow(digit)
             shown.append(at.shown)
         return "".join(shown)
 
-    def _known(self, digits: str) -> bool:
-        at: _Digit | None = self._ids
+    def _is_known(self, digits: str) -> bool:
+        """Return True if an id seen so far begins with these digits."""
+        at = self._ids
         for digit in digits[:_LONGEST_ID].lower():
-            at = at.following.get(digit) if at else None
-        return at is not None
+            if digit not in at.following:
+                return False
+            at = at.following[digit]
+        return True
 
     def _shown(self, match: re.Match[str]) -> str:
-        if match["bare"]:
-            other = self._id(match["bare"]) if self._known(match["bare"]) else match["bare"]
-            return self._numbers.get(match["bare"], other)
-        return (match["kind"] or "") + self._id(match["named"] or match["uuid"])
+        bare = match["bare"]
+        if not bare:
+            return (match["kind"] or "") + self._id(match["named"] or match["uuid"])
+        if bare in self._numbers:
+            return self._numbers[bare]
+        return self._id(bare) if self._is_known(bare) else bare
 
     def _shown_in_file(self, match: re.Match[str]) -> str:
-        """Scrub as in a variable, but for what may be a number or a word, such as GPU-0."""
+        """Scrub as in a variable, except for numbers and short words such as GPU-0."""
         if match["bare"] or len(match["named"] or match["uuid"]) < 8:
             return match[0]
         return self._shown(match)
@@ -132,40 +158,47 @@ def _without_accounts(text: str) -> str:
 
 
 def _start_of_value(line: str) -> int:
-    """Find where the value begins in ``Serial : x``, ``serial=x`` or ``unique_id 1``; none is at the line's length."""
+    """Return the place of the value in ``Serial : x``, ``serial=x`` or ``unique_id 1``.
+
+    Without a value, the place is the end of the line.
+    """
     separator = re.search(r"[:=]", line)
     if separator:
         return separator.end()
-    word = re.search(
-        r"(?i)(?:serial|unique_id)\w*(?:[ \t](?:number|no\.?|id)(?![^ \t]))?", line[:200]
-    )
+    key = r"(?i)(?:serial|unique_id)\w*(?:[ \t](?:number|no\.?|id)(?![^ \t]))?"
+    # A key stands at the beginning, and a line of a binary file may be long.
+    word = re.search(key, line[:200])
     return word.end() if word else len(line)
 
 
 def _homes() -> list[str]:
-    """Return the home folder as it may be spelled; none where it is not known or is the root folder."""
+    """Return the spellings of the home folder, longest first. ``/`` does not count."""
     try:
         found = {str(Path.home()), os.environ.get("HOME", "").rstrip("/")}
     except RuntimeError:
         return []
-    return sorted(
-        (home for home in found if home.startswith("/") and home.strip("/")), key=len, reverse=True
-    )
+    homes = [home for home in found if home.startswith("/") and home.strip("/")]
+    return sorted(homes, key=len, reverse=True)
 
 
 def _host() -> re.Pattern[str] | None:
-    """Return the pattern that finds the host's name; none where it is a number or too short to tell a machine."""
+    """Return the pattern that finds the host's name, or ``None`` for a number or a short name."""
     full = socket.gethostname()
-    names = [
-        name for name in (full, full.partition(".")[0]) if len(name) > 2 and not name.isdigit()
-    ]
-    return (
-        re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})(?![\w-])") if names else None
-    )
+    short, _, _ = full.partition(".")
+    names = [name for name in (full, short) if len(name) > 2 and not name.isdigit()]
+    if not names:
+        return None
+    either = "|".join(map(re.escape, names))
+    return re.compile(rf"(?<![\w-])(?:{either})(?![\w-])")
 
 
 def _shown_host(match: re.Match[str]) -> str:
-    """Return the stand-in for the host's name; where a plain word is the value or an entry of it, it is a setting."""
-    before, after = match.string[: match.start()].rstrip(), match.string[match.end() :].lstrip()
-    setting = match[0].isalpha() and before[-1:] in ("", ",") and after[:1] in ("", ",")
-    return match[0] if setting else "host"
+    """Return the stand-in for the host's name.
+
+    A plain word as the whole value, or as an entry of a list, is a setting and stays.
+    """
+    before = match.string[: match.start()].rstrip()
+    after = match.string[match.end() :].lstrip()
+    stands_alone = before[-1:] in _SETTING_ENDS and after[:1] in _SETTING_ENDS
+    is_setting = match[0].isalpha() and stands_alone
+    return match[0] if is_setting else "host"
