@@ -1,6 +1,7 @@
 """opgraft: a plugin host that grafts device kernels onto PyTorch models.
 
-``import opgraft`` imports neither torch nor a plugin; a public name or module is imported when it is first used.
+``import opgraft`` imports neither torch nor a plugin. A public name or module is imported at the first
+use.
 """
 
 from __future__ import annotations
@@ -161,9 +162,10 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = ("errors", "functional", "hosts", "kernels", "ops", "testing")
-"""Public modules that are imported, as names are, when they are first used."""
+"""Public modules, imported at the first use."""
 
-__all__ = ["__version__", *_MODULE_OF]  # strings, spelled once, in _HOME
+# The names stand once, in _HOME.
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

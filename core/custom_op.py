@@ -1,4 +1,4 @@
-"""``CustomOp`` and its registries, under the names by which vLLM's plugins import them."""
+"""``CustomOp`` and the registries of ops, under the names in vLLM."""
 
 from opgraft.binding.custom_op import CustomOp as CustomOp
 from opgraft.binding.custom_op import PluggableLayer as PluggableLayer

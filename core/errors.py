@@ -1,6 +1,6 @@
-"""Every error that opgraft raises on purpose.
+"""All errors of opgraft.
 
-Each message says what failed, which thing was concerned, why, and the next step or the setting that changes it.
+A message names the failure, the thing, the reason, and the next step or the setting to change.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ MOST_LISTED = 20
 """Problems that an error names one by one."""
 
 _FARTHER = 0.05
-"""A name is mentioned if its distance exceeds the least distance by at most this share of letters."""
+"""A match is told if its similarity is at most this much below the best similarity."""
 
 _MOST_KNOWN = 40
-"""Names that an error lists of those which are known."""
+"""Known names that an error lists."""
 
 
 class OpgraftError(Exception):
-    """Base of all errors of opgraft. ``exit_code`` is what the command line ends with.
+    """Base of all errors of opgraft. The command line ends with ``exit_code``.
 
-    Messages quote plugins, packages and files, so they are printed as one harmless line.
+    Messages quote plugins, packages and files. So a message is printed as one harmless line.
     """
 
     exit_code = 1
@@ -33,40 +33,41 @@ class OpgraftError(Exception):
 
 
 class ConfigError(OpgraftError, ValueError):
-    """A setting has a value that cannot be used; the message names the setting and where it was set."""
+    """A setting has an unusable value. The message names the setting and the place of the value."""
 
     exit_code = 2
 
 
 class InputError(OpgraftError, ValueError):
-    """Something handed in by the user, such as a file, a folder or an argument, cannot be used."""
+    """A file, a folder or an argument of the user cannot be used."""
 
     exit_code = 2
 
 
 class CheckpointError(InputError):
-    """The files of a checkpoint are damaged or refused, or hold other weights than the model has."""
+    """The files of a checkpoint are damaged or refused, or hold other weights than the model."""
 
     @classmethod
     def listing(cls, subject: str, problems: Sequence[str], next_step: str) -> CheckpointError:
-        """Make the error that lists ``problems``, all of them counted and the first ``MOST_LISTED`` named."""
+        """Return the error with the number of ``problems``, and the first ``MOST_LISTED`` of them."""
         shown = "; ".join(problems[:MOST_LISTED])
-        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        left_out = len(problems) - MOST_LISTED
+        more = f"; and {left_out} more" if left_out > 0 else ""
         count = f"{len(problems)} problems: " if len(problems) > 1 else ""
         return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
 class VocabularyError(CheckpointError):
-    """The vocabulary is of an unread kind. Token ids need none."""
+    """opgraft cannot read a vocabulary of this kind. Prompts of token ids need no vocabulary."""
 
 
 class RequestError(InputError):
-    """A request cannot be served as it was made, or there is none of that id. Others go on.
+    """A request cannot be served, or no request has the id. Other requests go on.
 
     Attributes:
         message: without ``source``.
-        field: the setting of the request that is at fault, where it is one.
-        code: a word that programs tell the error by.
+        field: the setting of the request at fault, or ``None``.
+        code: a word for programs.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class RequestError(InputError):
 
 
 class HTTPError(OpgraftError):
-    """A request over HTTP is answered with an error in OpenAI's shape.
+    """The answer to an HTTP request is an error in OpenAI's form.
 
     Attributes:
         status: of the answer.
-        field: of the request that is at fault, the ``param`` of the answer; None where it is none.
-        code: a word that programs tell the error by.
-        headers: of the answer, besides the usual ones.
+        field: the field of the request at fault, or ``None``. The answer has it as ``param``.
+        code: a word for programs.
+        headers: more headers of the answer.
     """
 
     def __init__(
@@ -110,17 +111,17 @@ class HTTPError(OpgraftError):
 
 
 class EngineError(OpgraftError):
-    """An engine has stopped, and neither goes on with its requests nor takes new ones."""
+    """An engine has stopped. Its requests end, and it takes no new ones."""
 
     exit_code = 5
 
 
 class RegistrationError(OpgraftError, TypeError):
-    """An op class or a replacement was rejected when it was registered."""
+    """The registration of an op class or a replacement was rejected."""
 
 
 class UnknownTargetError(RegistrationError):
-    """A replacement names a target that no registered op answers to."""
+    """A replacement names a target, but no registered op has the name."""
 
 
 class ConflictError(OpgraftError):
@@ -128,31 +129,31 @@ class ConflictError(OpgraftError):
 
 
 class MissingKernelError(OpgraftError, NotImplementedError):
-    """An op was asked for a kernel that neither its class nor the rest of the dispatch chain defines."""
+    """An op lacks a kernel: no class defines one for the rest of the dispatch chain."""
 
 
 class GraftError(OpgraftError):
-    """A model cannot be grafted, or put back to what it was, as it stands."""
+    """A model cannot be grafted, or cannot be put back to the state before."""
 
 
 class ConstructionError(OpgraftError):
-    """A model cannot be constructed as it is written."""
+    """The constructor of a model does not fit opgraft."""
 
 
 class PackError(OpgraftError):
-    """Weights cannot be packed, or a call needs plain weights that were dropped."""
+    """Weights cannot be packed, or a call needs plain weights after they were dropped."""
 
 
 class CompilationError(OpgraftError):
-    """A model cannot be compiled, a pass over its graph failed, or compiled code was called with other inputs."""
+    """A model cannot be compiled, a pass failed, or compiled code was called with other inputs."""
 
 
 class CacheEntryError(OpgraftError):
-    """An entry of the cache of compiled code cannot be used, or none can be made of what was compiled."""
+    """An entry of the cache of compiled code cannot be used, or cannot be made."""
 
 
 class RecompilationError(OpgraftError):
-    """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
+    """A new shape or value needs new code, but this process may not compile any more."""
 
 
 class DistributedError(OpgraftError):
@@ -160,17 +161,17 @@ class DistributedError(OpgraftError):
 
 
 class StageError(DistributedError):
-    """An earlier stage of a pipeline has failed in a step; its error is the message."""
+    """An earlier stage of a pipeline has failed in a step. The message is the error of the stage."""
 
 
 class LayerError(OpgraftError, ValueError):
-    """A layer cannot be made with these sizes or for this number of ranks, or cannot compute a batch."""
+    """A layer does not fit these sizes or this number of ranks, or cannot compute a batch."""
 
 
 class WeightError(OpgraftError, ValueError):
-    """A weight that is loaded does not fit the parameter that it is for.
+    """A loaded weight does not fit its parameter.
 
-    ``fault`` is the message without the reason, which a list of several faults gives once.
+    ``fault`` is the message without the reason. A list of faults gives the reason once.
     """
 
     def __init__(self, fault: str, reason: str = "") -> None:
@@ -179,7 +180,7 @@ class WeightError(OpgraftError, ValueError):
 
     @classmethod
     def of_shape(cls, what: str, found: Sequence[int], expected: object) -> WeightError:
-        """Make the error about a weight of another shape than ``expected``; ``what`` names its layer."""
+        """Return the error about a weight with a wrong shape. ``what`` names the layer."""
         return cls(
             f"{what}: the weight that is loaded has shape {tuple(found)}, expected {expected}",
             "the model's config and its checkpoint do not belong together",
@@ -187,23 +188,23 @@ class WeightError(OpgraftError, ValueError):
 
 
 class QuantizationError(OpgraftError, NotImplementedError):
-    """A weight method cannot do what a layer needs of it."""
+    """A weight method lacks an ability that a layer needs."""
 
     exit_code = 2
 
 
 class QuantizationSettingError(QuantizationError, ConfigError):
-    """A setting of quantization names a method or layers that there are none of, or contradicts the checkpoint."""
+    """A setting of quantization names unknown methods or layers, or contradicts the checkpoint."""
 
 
 class ModelError(OpgraftError, ValueError):
-    """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
+    """The config of a model cannot be followed, or no model is registered for the architecture."""
 
     exit_code = 2
 
 
 class PlatformError(OpgraftError):
-    """The platform of this process could not be decided, or is not the one that was asked for."""
+    """The platform of this process could not be decided, or is another one than requested."""
 
     exit_code = 3
 
@@ -213,21 +214,21 @@ class PlatformConflictError(PlatformError, ConflictError):
 
 
 class AgreementError(OpgraftError):
-    """A worker process decides otherwise than the process that started it and shared its decisions."""
+    """A worker process decides otherwise than its parent process, which shared its decisions."""
 
 
 class ChildError(OpgraftError):
-    """A child process that was asked something gave no usable answer."""
+    """A child process gave no usable answer."""
 
 
 class LostChildError(ChildError):
-    """The code in a child process that was asked something held it up or took it down."""
+    """The code in a child process held the process up or took the process down."""
 
 
 class PluginError(OpgraftError):
-    """A plugin could not be discovered, selected, loaded or activated, or a method of its platform failed.
+    """A plugin was not discovered, selected, loaded or activated, or its platform failed.
 
-    ``location`` is ``file:line`` of the fault, where it lies in the plugin and no traceback leads to it.
+    ``location`` is ``file:line`` of a fault in the plugin, if no traceback leads there.
     """
 
     exit_code = 4
@@ -238,57 +239,56 @@ class PluginError(OpgraftError):
 
 
 def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first.
+    """Return up to three ``known`` names close to a misspelt ``name``, the nearest first.
 
-    Names that are much farther than the nearest are left out.
+    Names much farther away than the nearest are left out.
     """
-    import difflib  # which no command needs that goes well
+    # Only a failing command needs the module.
+    import difflib
 
     found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
-    ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in found]
-    return [
-        match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER
-    ]
+    similarity = {match: difflib.SequenceMatcher(None, match, name).ratio() for match in found}
+    return [match for match in found if similarity[match] >= similarity[found[0]] - _FARTHER]
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """Give words for an error about an unknown ``name``: the nearest known names, or the first where none is near."""
+    """Return the end of a message about an unknown ``name``: near names, or all known names."""
     names = sorted(set(known))
     near = near_matches(name, names)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    more = f", and {len(names) - _MOST_KNOWN} more" if len(names) > _MOST_KNOWN else ""
-    return f"known: {', '.join(names[:_MOST_KNOWN]) or 'none'}{more}."
+    listed = ", ".join(names[:_MOST_KNOWN]) or "none"
+    left_out = len(names) - _MOST_KNOWN
+    more = f", and {left_out} more" if left_out > 0 else ""
+    return f"known: {listed}{more}."
 
 
 def raised_at(error: BaseException) -> str:
-    """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
-    # As of an import that fails.
+    """Return ``file:line`` of the code that raised a caught ``error``, for messages."""
+    # The frames of a failed import are frozen.
     places = [place for _, place in _places(error) if not place.startswith("<frozen ")]
     return places[-1] if places else "an unknown place"
 
 
 def raised_in(package: str, error: BaseException) -> str | None:
-    """Give ``file:line`` of the innermost code of a top-level ``package`` that a caught ``error`` passed through.
+    """Return ``file:line`` of the innermost code of a ``package`` below a caught ``error``.
 
-    For a file that is no Python it is the place that the parser names. ``None`` where no code of the package ran.
+    For a file without valid Python, return the place of the parser. Return ``None`` if no code of
+    the top-level package ran.
     """
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
-    return next(
-        (
-            place
-            for module, place in reversed(_places(error))
-            if module.partition(".")[0] == package
-        ),
-        None,
-    )
+    for module, place in reversed(_places(error)):
+        top_level, _, _ = module.partition(".")
+        if top_level == package:
+            return place
+    return None
 
 
 def _places(error: BaseException) -> list[tuple[str, str]]:
-    """List the module and ``file:line`` of each frame of a traceback, the outermost first."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return [
-        (str(frame.f_globals.get("__name__")), f"{frame.f_code.co_filename}:{line}")
-        for frame, line in frames
-    ]
+    """Return the module and ``file:line`` of each frame of a traceback, the outermost first."""
+    places = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        places.append((module, f"{frame.f_code.co_filename}:{line}"))
+    return places

@@ -1,11 +1,12 @@
 """The ops as functions of tensors and settings.
 
-A function runs the kernel that its op is bound to here and now, if ``functional_<key>`` of the kernel's class names
-it, and its native definition otherwise. ``torch.ops.opgraft.<name>`` is the same function without autocast, one
-node of a graph.
+A function runs the kernel of its op in this process, if ``functional_<key>`` of the kernel's class
+names the kernel. Otherwise the native definition runs. ``torch.ops.opgraft.<name>`` is the same
+function without autocast, one node of a graph.
 
-``write_kv_cache``, ``concat_and_cache_mla``, updates of states and functions whose names end in ``_`` write to their
-arguments. Registered, these refuse arguments that require a gradient, where gradients are recorded.
+``write_kv_cache``, ``concat_and_cache_mla``, updates of states and functions with a name such as
+``relu_`` write to arguments. If gradients are recorded, the ops of these functions refuse arguments
+that require a gradient.
 """
 
 from opgraft.binding.functional import Functional as _Functional

@@ -31,11 +31,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Uncovered:
-    """A use of a name that opgraft has no counterpart of.
+    """A use of a name without a counterpart in opgraft.
 
     Attributes:
         file: a path below the plugin's folder.
-        line: of the file as it was read.
+        line: of the original file.
         name: in the other host.
         hint: the next step; empty if none is known.
     """
@@ -58,9 +58,9 @@ class Ported:
 
     Attributes:
         name: of the plugin.
-        guide: the file that says what is left to do.
+        guide: the file with the remaining work.
         files: contents by path.
-        uncovered: the uses that have no counterpart.
+        uncovered: uses without a counterpart.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Ported:
 
 
 def built_in_platform(name: str) -> Platform:
-    """Return a platform of opgraft itself, such as ``cpu``, chosen or not.
+    """Return a platform of opgraft, such as ``cpu``. It need not be the chosen one.
 
     Raises:
-        PlatformError: there is none of that name.
+        PlatformError: opgraft has no platform of this name.
     """
     known = []
     for offer in discover().of_group(PLATFORM_GROUP):
@@ -88,7 +88,7 @@ def built_in_platform(name: str) -> Platform:
 
 
 def current_config() -> OpgraftConfig:
-    """Return the settings that hold here and now. Every setting has a value."""
+    """Return the current settings. Every setting has a value."""
     return host_state().settings().config
 
 

@@ -1,4 +1,4 @@
-"""Logging: loggers with ``warning_once``, by the names that vLLM's plugins import, and who gets to see what."""
+"""Loggers with ``warning_once``, under the names in vLLM, and the output of opgraft's log."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LEVELS = {
 
 
 class LogOnce(Protocol):
-    """Log a message, the first time that it comes with these arguments."""
+    """Log a message at the first call with these arguments."""
 
     def __call__(self, msg: str, *args: object, scope: str = "process") -> None: ...
 
 
 class OnceLogger(logging.Logger):
-    """A logger as ``init_logger`` returns it. What this class adds to ``logging.Logger`` is there on the instance."""
+    """A logger of ``init_logger``. The new attributes are on the instance."""
 
     debug_once: LogOnce
     info_once: LogOnce
@@ -34,11 +34,11 @@ class OnceLogger(logging.Logger):
 
 
 def init_logger(name: str) -> OnceLogger:
-    """Return the logger of that name with ``debug_once``, ``info_once``, ``warning_once`` and ``error_once``.
+    """Return the logger of ``logging.getLogger`` with four new methods.
 
-    It is the logger that ``logging.getLogger`` returns. The new methods take what ``debug`` and its like take. They log
-    a message once per process for equal arguments, and accept ``scope``, by which vLLM says which ranks log:
-    here every process logs for itself.
+    ``debug_once``, ``info_once``, ``warning_once`` and ``error_once`` take the arguments of
+    ``debug``, and log once per process for equal arguments. With ``scope``, vLLM chooses the ranks
+    that log. opgraft ignores ``scope``: every process logs.
     """
     plain = logging.getLogger(name)
     for method, level in _LEVELS.items():
@@ -60,14 +60,17 @@ def _once(plain: logging.Logger, level: int) -> Callable[..., None]:
 
 
 logger = init_logger("opgraft")
-"""The logger of opgraft, whose level ``OPGRAFT_LOG`` sets."""
+"""The logger of opgraft. ``OPGRAFT_LOG`` sets the level."""
 
 _stderr = logging.StreamHandler()
 _stderr.setFormatter(logging.Formatter("opgraft %(levelname)s: %(message)s"))
 
 
 def set_level(level: str | None) -> None:
-    """Log from ``level`` on, to stderr unless the program has handlers of its own; ``None``: as the program says."""
+    """Log from ``level`` on. Log to stderr, unless the program has handlers.
+
+    ``None`` leaves the level to the program.
+    """
     logger.removeHandler(_stderr)
     logger.setLevel(level.upper() if level else logging.NOTSET)
     if level and not logger.hasHandlers():
@@ -85,10 +88,11 @@ def silent() -> Iterator[None]:
 
 
 def write_json() -> None:
-    """Write everything that is logged to stderr as lines of JSON, whoever logs it.
+    """Write the log of all libraries to stderr as lines of JSON.
 
-    Each has ``time``, ``level`` and ``logger``, and the record's ``fields`` if it has some, or else its ``message`` and
-    its attributes with a dot in their names; an exception is its ``traceback``.
+    A line has ``time``, ``level`` and ``logger``. If the record has ``fields``, the line has these.
+    Otherwise the line has ``message`` and the attributes with a dot in the name. An exception adds
+    ``traceback``.
     """
     logger.removeHandler(_stderr)
     _stderr.setFormatter(_Json())
@@ -102,12 +106,17 @@ def writes_json() -> bool:
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(
-            timespec="milliseconds"
-        )
-        told = {name: value for name, value in vars(record).items() if "." in name}
-        fields = getattr(record, "fields", None) or {"message": record.getMessage(), **told}
-        line = {"time": time, "level": record.levelname, "logger": record.name, **fields}
+        created = datetime.fromtimestamp(record.created, timezone.utc)
+        fields = getattr(record, "fields", None)
+        if not fields:
+            dotted = {name: value for name, value in vars(record).items() if "." in name}
+            fields = {"message": record.getMessage(), **dotted}
+        line = {
+            "time": created.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            **fields,
+        }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=repr)

@@ -1,4 +1,4 @@
-"""The contract between opgraft and a device: ``PlatformSpec`` to be found by, ``Platform`` to be used by."""
+"""The contract with a device: ``PlatformSpec`` to find a device, ``Platform`` to use the device."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ if TYPE_CHECKING:
     import torch
 
 DISPATCH_KEYS = ("oot", "cpu", "cuda", "hip", "xpu", "tpu", "native")
-"""Every dispatch key; the kernel for ``key`` is the method ``forward_<key>`` of an op class."""
+"""All dispatch keys. The kernel for ``key`` is the method ``forward_<key>`` of an op class."""
 
 HOST = "cpu"
-"""The ``torch.device`` type of tensors in the memory of the host; of the dispatch keys, that of its processors."""
+"""The ``torch.device`` type of tensors in the host's memory, and the host's dispatch key."""
 
 
 @dataclass(frozen=True)
 class PlatformSpec:
-    """The target of an entry point of the group ``opgraft.platforms``; its module must not import torch.
+    """The target of an entry point of the group ``opgraft.platforms``.
+
+    The module of the target must not import torch.
 
     Attributes:
-        probe: tells from a machine's files and environment whether the platform can be used there. Never raises.
-        platform_class: dotted path ``package.module:Class`` of the ``Platform``, or a function that returns the class;
-            imported, or called, once it is selected.
+        probe: returns evidence about the platform from files and variables of a machine. Never
+            raises.
+        platform_class: dotted path ``package.module:Class`` of the ``Platform``, or a function that
+            returns the class. It is imported or called after the selection.
         priority: among built-in platforms the highest available one wins.
-        sightings: of a built-in platform, recognises hardware that is another platform's and may have no plugin here.
-        devices: dotted path ``package.module:NAME`` of a sequence of ``DeviceFigures``, by which ``opgraft plan`` knows
-            devices of the platform.
+        sightings: for built-in platforms. Returns hardware of other platforms without a plugin.
+        devices: dotted path ``package.module:NAME`` of a sequence of ``DeviceFigures`` for
+            ``opgraft plan``.
     """
 
     probe: Callable[[Machine], Evidence]
@@ -46,7 +49,11 @@ class PlatformSpec:
     devices: str | None = None
 
     def load_class(self) -> type[Platform]:
-        """Return the class of the platform. Raises whatever its module does."""
+        """Return the class of the platform.
+
+        Raises:
+            Exception: the module or the function raises.
+        """
         if callable(self.platform_class):
             return self.platform_class()
         module, _, name = self.platform_class.partition(":")
@@ -60,12 +67,12 @@ class DeviceCapability:
 
     Attributes:
         name: the marketing or model name of the device.
-        dtypes: the floating-point dtypes that kernels may be given.
-        fp8_dtype: the fp8 format that the device's arithmetic uses, or ``None``.
-        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``.
-            A platform with ``cpu`` in its dispatch chain names the instruction sets of its CPU as
-            ``/proc/cpuinfo`` does, for kernels of CPUs such as packed linear layers. If a platform
-            that inherits these kernels states nothing, the host's count.
+        dtypes: the floating-point dtypes that kernels take.
+        fp8_dtype: the fp8 format of the device's arithmetic, or ``None``.
+        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or
+            ``("sm_90",)``. A platform with ``cpu`` in the dispatch chain names the instruction sets
+            as ``/proc/cpuinfo`` does, for kernels such as packed linear layers. If a platform
+            inherits the kernels of CPUs and names nothing, the features of the host count.
         computes_float64: if False, the host samples tokens.
     """
 
@@ -85,29 +92,29 @@ class DeviceMemory:
 
 
 class Platform(ABC):
-    """A kind of device that this process can run on. One instance serves the process, without device state of its own.
+    """A kind of device. One instance without device state serves the process.
 
-    Creating a platform must not initialise a device: only a method that takes a device index may.
+    The constructor must not initialise a device. A method with a device index may.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of its entry point, short and lowercase."""
+        """The name of the entry point, short and lowercase."""
 
     @property
     @abstractmethod
     def device_type(self) -> str:
-        """The ``torch.device`` type that its tensors live on."""
+        """The ``torch.device`` type of tensors on the device."""
 
     @property
     @abstractmethod
     def dispatch_chain(self) -> tuple[str, ...]:
-        """The dispatch keys to try, best first, from ``DISPATCH_KEYS``; ``oot`` and ``native`` may be left out."""
+        """Dispatch keys of ``DISPATCH_KEYS``, best first. ``oot`` and ``native`` are optional."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """Count the devices that this process sees."""
+        """Return the number of devices that this process sees."""
 
     @abstractmethod
     def capability(self, index: int = 0) -> DeviceCapability:
@@ -119,7 +126,7 @@ class Platform(ABC):
 
     @abstractmethod
     def synchronize(self, index: int = 0) -> None:
-        """Wait until device ``index`` has finished all work that was queued on it."""
+        """Wait until device ``index`` has finished all queued work."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -127,21 +134,21 @@ class Platform(ABC):
 
     @property
     def runs_cpu_kernels(self) -> bool:
-        """Tell whether kernels for CPUs serve it, behind those of its dispatch chain.
+        """True if kernels for CPUs serve the platform, behind the keys of the dispatch chain.
 
-        By default they do if its tensors are in the memory of the host. A platform that only stands for another device
-        there returns ``False``.
+        The default is True if tensors are in the memory of the host. A platform that simulates
+        another device there returns ``False``.
         """
         return self.device_type == HOST
 
     @property
     def distributed_backend(self) -> str:
-        """The ``torch.distributed`` backend of its collectives."""
+        """The ``torch.distributed`` backend for collectives."""
         return "gloo"
 
     @property
     def compile_backend(self) -> str:
-        """The ``torch.compile`` backend that serves it best."""
+        """The best ``torch.compile`` backend."""
         return "inductor"
 
     @property
@@ -151,56 +158,61 @@ class Platform(ABC):
 
     @property
     def ray_device_key(self) -> str | None:
-        """The name that Ray counts such devices under, as ``"GPU"``; ``None`` where it counts processors only."""
+        """Ray's name for such devices, such as ``"GPU"``. ``None`` if Ray counts processors only."""
         return None
 
     @property
     def graph_class(self) -> type[Any] | None:
-        """The class that captures and replays a sequence of kernels on it, or ``None`` where there is none."""
+        """The class that captures and replays a sequence of kernels, or ``None``."""
         return None
 
     @property
     def streams(self) -> Any | None:
-        """torch's names for queues of work: ``Stream``, ``Event``, ``current_stream`` and the scope ``stream``.
+        """The module with ``Stream``, ``Event``, ``current_stream`` and the scope ``stream``.
 
-        A module that has them, such as ``torch.cuda``, or ``None`` where all work is in one queue.
+        Such as ``torch.cuda``. ``None`` if all work is in one queue.
         """
         return None
 
     def prepare(self, config: OpgraftConfig) -> None:  # noqa: B027  # optional
-        """Set up what holds for the whole process; called once, when plugins have been loaded, with the settings."""
+        """Set the process up. Called once with the settings, after the load of plugins."""
 
     @property
     def kernel_packages(self) -> Mapping[str, Collection[str]]:
-        """Distributions with more kernels for it, each with the names of the ops that it serves."""
+        """Distributions with more kernels for the platform → names of the ops with a kernel."""
         return {}
 
     def default_config(self) -> OpgraftConfig:
-        """Return the settings that this platform changes; the lowest layer above the built-in defaults."""
+        """Return the settings that this platform changes: the layer above the built-in defaults."""
         return OpgraftConfig()
 
 
 def effective_chain(platform: Platform) -> tuple[str, ...]:
-    """Return the dispatch chain as it is walked: ``oot``, what the platform declares, ``cpu`` if that fits, ``native``.
+    """Return the whole dispatch chain of a platform.
+
+    The chain is ``oot``, the declared keys, ``cpu`` if kernels for CPUs serve the platform, and
+    ``native``. Example: a platform with the keys ``("hip", "cuda")`` has the chain
+    ``("oot", "hip", "cuda", "native")``.
 
     Raises:
-        PlatformError: the platform declares a key that is not a dispatch key, or one twice.
+        PlatformError: the platform declares an unknown key, or a key twice.
     """
     declared = tuple(key for key in platform.dispatch_chain if key not in ("oot", "native"))
     unknown = [key for key in declared if key not in DISPATCH_KEYS]
     if unknown or len(set(declared)) != len(declared):
         raise PlatformError(
-            f"platform {platform.name!r} ({type(platform).__module__}) declares the dispatch chain {declared}: "
-            f"each key may stand once and must be one of {DISPATCH_KEYS}"
+            f"platform {platform.name!r} ({type(platform).__module__}) declares the dispatch chain "
+            f"{declared}: each key may stand once and must be one of {DISPATCH_KEYS}"
         )
-    inherited = () if HOST in declared or not platform.runs_cpu_kernels else (HOST,)
+    inherits = platform.runs_cpu_kernels and HOST not in declared
+    inherited = (HOST,) if inherits else ()
     return ("oot", *declared, *inherited, "native")
 
 
 def cpu_features(platform: Platform) -> tuple[str, ...]:
-    """Return the instruction sets that kernels for CPUs go by: what a platform states, or those of the host.
+    """Return the instruction sets for the choice of CPU kernels.
 
-    The host's count for a platform that inherits kernels for CPUs and states nothing.
+    If a platform inherits kernels for CPUs and states no features, return those of the host.
     """
     stated = platform.capability().features
     if stated or not platform.runs_cpu_kernels:
@@ -208,6 +220,7 @@ def cpu_features(platform: Platform) -> tuple[str, ...]:
     return _host_features()
 
 
-@functools.cache  # the file stays as it is
+# The file does not change while the process runs.
+@functools.cache
 def _host_features() -> tuple[str, ...]:
     return features_of(Machine().read(CPUINFO) or "")

@@ -1,4 +1,4 @@
-"""Register a plugin's functions as torch ops, under the name by which vLLM's plugins do."""
+"""Register a plugin's functions as torch ops, under the name in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.library import Library, infer_schema, register_fake
 NAMESPACE = "opgraft"
 
 _registered: dict[str, tuple[Callable[..., Any], Any]] = {}
-"""By qualified name, the function and the library that holds it; torch takes an op back with its library."""
+"""Qualified name → function and library. Torch drops an op with its library."""
 
 
 def direct_register_custom_op(
@@ -25,23 +25,23 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> None:
-    """Make a function ``torch.ops.opgraft.<op_name>``, which compilers show as one node.
+    """Register a function as ``torch.ops.opgraft.<op_name>``, one node for compilers.
 
-    It costs less per call than ``torch.library.custom_op`` and has no backward. The same function again is a no-op, and
-    a reloaded definition of it takes its place.
+    A call costs less than with ``torch.library.custom_op``. The op has no backward. To register the
+    same function again does nothing. A reloaded definition replaces the old one.
 
     Args:
-        op_name: a name that no functional form and no other plugin has; one with the plugin's own prefix is safe.
-        op_func: the function; its annotations make the schema.
-        mutates_args: the arguments that it writes to.
-        fake_impl: computes shapes, dtypes and devices of the results from those of the arguments, for compilers.
-        target_lib: registers the op in that library, and under its namespace, instead.
-        dispatch_key: torch's key, such as ``PrivateUse1``; every device if not given.
+        op_name: a free name. A name with a prefix of the plugin is safe.
+        op_func: the function. The annotations make the schema.
+        mutates_args: the arguments that the function writes to.
+        fake_impl: computes shapes, dtypes and devices of the results, for compilers.
+        target_lib: a library for the op. The op has the namespace of the library.
+        dispatch_key: a key of torch, such as ``PrivateUse1``. The default is every device.
         tags: torch's tags for the op.
 
     Raises:
         ConflictError: the name is taken.
-        ValueError: the annotations make no schema; raised by torch.
+        ValueError: the annotations make no schema.
     """
     namespace = NAMESPACE if target_lib is None else target_lib.ns
     qualname = f"{namespace}::{op_name}"
@@ -52,13 +52,14 @@ def direct_register_custom_op(
         del _registered[qualname]
     if hasattr(getattr(torch.ops, namespace), op_name):
         raise ConflictError(
-            f"torch.ops.{namespace}.{op_name} is registered already, so {op_func.__module__}.{op_func.__qualname__} "
-            "cannot be: choose another op_name, or a target_lib with a namespace of the plugin's own"
+            f"torch.ops.{namespace}.{op_name} is registered already, so "
+            f"{op_func.__module__}.{op_func.__qualname__} cannot be: choose another op_name, or a "
+            "target_lib with a namespace of the plugin's own"
         )
-    library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
-    library.define(
-        op_name + infer_schema(op_func, mutates_args=tuple(mutates_args or ())), tags=tuple(tags)
-    )
+    # Torch has no annotations here.
+    library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    schema = infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
+    library.define(op_name + schema, tags=tuple(tags))
     library.impl(op_name, op_func, dispatch_key or "CompositeExplicitAutograd")
     if fake_impl is not None:
         register_fake(qualname, fake_impl, lib=library)

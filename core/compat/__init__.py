@@ -1,1 +1,1 @@
-"""Private names of torch, which occur nowhere else: each with its reason, and the fallback where it is missing."""
+"""The only users of private names of torch. Each name has a reason, and a fallback without it."""

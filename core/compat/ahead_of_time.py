@@ -1,4 +1,4 @@
-"""Code in a file of its own, by AOTInductor, for much of which torch has no public names."""
+"""Write compiled code to a file, and load it. Torch has few public names for AOTInductor."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ Result = TypeVar("Result")
 
 _OPTIONS = {
     "aot_inductor.package": True,
-    "aot_inductor.package_constants_in_so": False,  # the tensors of the model are handed over when it is loaded
-    "always_keep_tensor_constants": True,  # which a process may have others of
-    "joint_graph_constant_folding": False,  # by which the value that a tensor of one element has now would be code
+    # The process that loads the code hands over the tensors of the model.
+    "aot_inductor.package_constants_in_so": False,
+    # That process may have other values in them.
+    "always_keep_tensor_constants": True,
+    # Folding would write the present value of a tensor with one element into the code.
+    "joint_graph_constant_folding": False,
 }
 
 _LINES = "enable_line_tables"
-"""The switch, of newer versions of torch, for what debuggers know of generated code: two thirds of a package."""
+"""The switch of newer torch for line tables. For debuggers, they fill two thirds of a file."""
 
 
 def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) -> None:
-    """Compile a graph, and write its code to a file ``.pt2``, without its tensors.
+    """Compile a graph, and write the code to a file ``.pt2``, without the tensors of the model.
 
     Args:
-        module: the graph; its output is a tuple of tensors.
-        example: the values of its placeholders, fake ones.
-        file: to write.
+        module: the graph. The output is a tuple of tensors.
+        example: fake tensors for the placeholders.
+        file: the file to write.
 
     Raises:
-        Exception: whatever compilers raise; the graph has something that cannot be written, or this torch no such way.
+        Exception: any error of a compiler. The graph cannot be written, or this torch cannot write.
     """
+    # These imports take as long as torch itself.
     import torch._inductor.config as config
-    import torch._inductor.package as packaging  # as long to import as torch itself
+    import torch._inductor.package as packaging
 
     write: Any = vars(packaging)["package_aoti"]
-    options = {
-        **_OPTIONS,
-        **({f"aot_inductor.{_LINES}": False} if hasattr(config.aot_inductor, _LINES) else {}),
-    }
+    options = dict(_OPTIONS)
+    if hasattr(config.aot_inductor, _LINES):
+        options[f"aot_inductor.{_LINES}"] = False
     files: Any = trusting_processor(
         lambda: torch._inductor.aot_compile(module, tuple(example), options=options)
     )
@@ -52,10 +55,10 @@ def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) ->
 
 
 def trusting_processor(compile: Callable[[], Result]) -> Result:
-    """Have Inductor compile for the instruction sets that the processor names, without trying each of them out.
+    """Compile with Inductor for the instruction sets of this processor, without a trial of each.
 
-    To try them takes a third of what compiling a model does. Where it fails, as with a compiler that does not know them
-    all, it is done again as Inductor does it by itself.
+    The trials take a third of the time to compile a model. If the first attempt fails, for example
+    with a compiler that does not know an instruction set, compile again with the trials.
     """
     import torch._inductor.config as config
     import torch._inductor.cpu_vec_isa as instruction_sets
@@ -63,21 +66,24 @@ def trusting_processor(compile: Callable[[], Result]) -> Result:
     compile = functools.partial(_quietly, compile)
     known: Any = getattr(instruction_sets, "valid_vec_isa_list", None)
     settings: Any = getattr(config, "cpp", None)
-    if getattr(settings, "vec_isa_ok", "") is not None or not hasattr(known, "cache_info"):
-        return compile()  # somebody has said whether to try, or another torch
-    if known.cache_info().currsize:
-        return compile()  # they are known already
+    is_set = getattr(settings, "vec_isa_ok", "") is not None
+    # The user has decided about trials, or this torch has other names.
+    if is_set or not hasattr(known, "cache_info"):
+        return compile()
+    has_tried = known.cache_info().currsize > 0
+    if has_tried:
+        return compile()
     try:
         with config.patch({"cpp.vec_isa_ok": True}):
             return compile()
-    except Exception:  # whatever compilers raise, which raise it again if that was not why
+    # Compilers raise anything. A fault of another kind is raised again below.
+    except Exception:
         known.cache_clear()
         return compile()
 
 
 def _quietly(compile: Callable[[], Result]) -> Result:
-    """Compile without the warning of torch's about a class of its own that Inductor has copied, of which users know
-    nothing."""
+    """Compile without a warning about a class of torch. Inductor copies the class, not the user."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
@@ -86,34 +92,35 @@ def _quietly(compile: Callable[[], Result]) -> Result:
 
 
 class Package:
-    """Code of ``write_package``, loaded: called with the tensors of the placeholders.
+    """Loaded code of ``write_package``. A call takes the tensors of the placeholders.
 
     Args:
-        file: which it was written to.
-        constants: the tensors of the graph by name, read where they are; writes to them are seen.
+        file: written by ``write_package``.
+        constants: the tensors of the graph by name. The code reads them in place and sees writes.
 
     Raises:
-        Exception: whatever torch raises of a file that is damaged, or was made elsewhere.
+        Exception: any error of torch. The file is damaged, or was made for another machine.
     """
 
     def __init__(self, file: Path, constants: Mapping[str, Tensor]) -> None:
         self._loader = _loader(file)
         wanted = set(self._loader.get_constant_fqns())
+        absent = sorted(wanted - constants.keys())
+        if absent:
+            raise KeyError(f"it wants the tensors {absent}")
         self._constants = {name: tensor for name, tensor in constants.items() if name in wanted}
-        if len(self._constants) < len(wanted):
-            raise KeyError(f"it wants the tensors {sorted(wanted - constants.keys())}")
         self._tensors = list(self._constants.values())
         self._layouts = self._found_layouts()
-        # A thread that is in the code waits for Python where it calls ops in Python, and the next one would wait for
-        # the code without letting go of Python.
+        # The code waits for the interpreter when it calls an op in Python. A second thread would
+        # wait for the code and hold the interpreter.
         self._turn = Lock()
         self._load()
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the code; tensors of the model that have moved in memory are looked up again first.
+        """Run the code. Hand over tensors of the model again if one has moved in memory.
 
         Raises:
-            CompilationError: one of those has another dtype, device, shape or strides now, which the code cannot read.
+            CompilationError: a moved tensor has another dtype, device, shape or strides.
         """
         with self._turn:
             if places_of(self._tensors) != self._places:
@@ -123,22 +130,21 @@ class Package:
         return results
 
     def _found_layouts(self) -> list[tuple[Any, ...]]:
-        return [
-            (each.dtype, each.device, tuple(each.shape), each.stride()) for each in self._tensors
-        ]
+        return [(x.dtype, x.device, tuple(x.shape), x.stride()) for x in self._tensors]
 
     def _expect_same_layouts(self) -> None:
-        for name, before, now in zip(
-            self._constants, self._layouts, self._found_layouts(), strict=True
-        ):
-            if now != before:
-                raise CompilationError(
-                    f"the tensor {name} of the model was {_told(*before)}, and is {_told(*now)}, as by .to() or .data: "
-                    "compile the model anew"
-                )
+        layouts = zip(self._layouts, self._found_layouts(), strict=True)
+        for name, (before, now) in zip(self._constants, layouts, strict=True):
+            if now == before:
+                continue
+            raise CompilationError(
+                f"the tensor {name} of the model was {_layout_in_words(*before)}, and is "
+                f"{_layout_in_words(*now)}, as by .to() or .data: compile the model anew"
+            )
 
     def _load(self) -> None:
-        # By reference, so they must stay alive; parameters as they are, as kernels ask what was declared of them.
+        # The code holds no reference, so the dict keeps the tensors alive. A parameter stays a
+        # parameter: kernels read its attributes.
         self._kept = dict(self._constants)
         self._places = places_of(self._tensors)
         if self._kept:
@@ -146,11 +152,11 @@ class Package:
 
 
 def places_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return what is soon looked up of tensors, and changes where one gets other memory or is transposed."""
+    """Return addresses and strides, to notice a tensor with other memory or order."""
     return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.stride, tensors))
 
 
-def _told(
+def _layout_in_words(
     dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> str:
     return f"{dtype} of shape {shape} and strides {strides} on {device}"
@@ -159,6 +165,7 @@ def _told(
 def _loader(file: Path) -> Any:
     try:
         make = torch._C._aoti.AOTIModelPackageLoader
-    except AttributeError:  # another torch: by its public function, which imports Inductor first
+    except AttributeError:
+        # Another torch. The public function imports Inductor, which takes long.
         return torch._inductor.aoti_load_package(str(file)).loader
     return make(str(file), "model", False, 1, -1)

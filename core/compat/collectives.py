@@ -1,4 +1,4 @@
-"""Collectives of torch that were renamed, where older names warn, and what only private names tell of its groups."""
+"""Collectives of torch under their new names, and the time limit of a process group."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 from torch import distributed as dist
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gather into one tensor; ``all_gather_into_tensor`` until torch 2.12."""
+"""Gather into one tensor; ``all_gather_into_tensor`` until torch 2.12. The old name warns."""
 
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""Reduce and scatter one tensor; ``reduce_scatter_tensor`` until torch 2.12."""
+"""Reduce and scatter one tensor; ``reduce_scatter_tensor`` until torch 2.12. The old name warns."""
 
 
 def time_limit(process_group: dist.ProcessGroup) -> float:
-    """Return after how many seconds a collective fails that not every rank has joined; torch's own default if unknown.
+    """Return the seconds until a collective fails because a rank is missing.
 
-    Only the backend of a group has it, and only by a private name.
+    The default of torch is returned if a group does not tell.
     """
     try:
-        return float(
-            process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        )
+        # The backend of a group holds the limit, under a private name.
+        backend = process_group._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""The content of tensors, which torch itself gives by way of numpy only; that need not be installed."""
+"""The bytes of a tensor. Torch gives them by way of numpy only, and numpy need not be installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def content_of(x: Tensor) -> bytearray:
-    """Return the bytes of a tensor that lies in the memory of this process, element after element."""
+    """Return the bytes of a tensor in the memory of this process, element after element."""
     flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     content = bytearray(flat.nbytes)
     if content:

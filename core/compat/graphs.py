@@ -1,4 +1,4 @@
-"""Schemas of operators, and backends called as Dynamo calls them, for which torch has no public names."""
+"""Backends of ``torch.compile``, schemas of operators and nested containers, by private names."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import fx
 from torch.utils import _pytree
 
 FIXED_SIZES = frozenset(("openxla",))
-"""Backends of torch whose code is for the sizes of its first call, and wrong for others."""
+"""Backends with code for the sizes of the first call. The code is wrong for other sizes."""
 
 
 def lookup(name: str) -> Callable[..., Any]:
-    """Return a backend of ``torch.compile`` by its name, the entry points ``torch_dynamo_backends`` included.
+    """Return a backend of ``torch.compile``. Entry points ``torch_dynamo_backends`` count.
 
     Raises:
-        Exception: there is none of that name, or it cannot be imported.
+        Exception: there is no such backend, or its import fails.
     """
-    import torch._dynamo  # as long to import as torch itself
+    # The import takes as long as torch itself.
+    import torch._dynamo
 
     try:
         found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
-    except AttributeError:  # another torch: let Dynamo look it up, and trace the graph anew
-
+    except AttributeError:
+        # Another torch. Dynamo looks the backend up, and traces the graph anew.
         def found(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
             return torch.compile(module, backend=name, dynamic=True)
 
@@ -34,26 +35,25 @@ def lookup(name: str) -> Callable[..., Any]:
 
 
 def known_backends() -> list[str]:
-    """Name the backends of ``torch.compile``."""
+    """Return the names of the backends of ``torch.compile``."""
     return sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
 
 
 def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
-    """Return the context in which Dynamo calls a backend, whose sizes are those of ``fake_mode``.
+    """Return the context around a backend's call in Dynamo, with the sizes of ``fake_mode``.
 
-    Without the names, backends find the mode by their inputs.
+    In another torch, backends find the mode in their inputs.
     """
     guards: Any = getattr(torch, "_guards", None)
     context = getattr(guards, "TracingContext", None)
-    return (
-        guards.tracing(context(fake_mode))
-        if context is not None and fake_mode is not None
-        else nullcontext()
-    )
+    if context is None or fake_mode is None:
+        return nullcontext()
+    tracing: AbstractContextManager[Any] = guards.tracing(context(fake_mode))
+    return tracing
 
 
 def with_symbols_for_sizes() -> AbstractContextManager[Any]:
-    """Return a context for operators with symbols as sizes, such as tracing gives them."""
+    """Return a context in which operators take symbols as sizes, as in a trace."""
     try:
         # Views of torch 2.8 take symbols with this alone; later versions need nothing.
         from torch._dispatch.python import enable_python_dispatcher
@@ -64,55 +64,68 @@ def with_symbols_for_sizes() -> AbstractContextManager[Any]:
 
 
 def returns_new_memory(node: fx.Node) -> bool:
-    """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
+    """Return True if the schema says that the results share no memory with the arguments."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and all(result.alias_info is None for result in schema.returns)
+    if schema is None:
+        return False
+    return all(result.alias_info is None for result in schema.returns)
 
 
 def arguments_of(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments of an operator, each with what is told of its memory: ``None`` where nobody else has it."""
+    """Yield each argument of an operator with the schema's alias information.
+
+    ``None`` means that the operator neither writes to the argument nor returns a view of it.
+    """
     schema = getattr(node.target, "_schema", None)
-    for place, argument in enumerate(() if schema is None else schema.arguments):
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+    if schema is None:
+        return
+    for place, argument in enumerate(schema.arguments):
+        by_place = place < len(node.args)
+        given = node.args[place] if by_place else node.kwargs.get(argument.name)
         yield given, argument.alias_info
 
 
 def flattened(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested containers, and the structure that they stood in."""
+    """Return the leaves of nested containers, and the structure around the leaves."""
     leaves, structure = _pytree.tree_flatten(value)
     return leaves, structure
 
 
 def structure_to_text(structure: Any) -> str:
-    """Write a structure down.
+    """Return a structure as text.
 
     Raises:
-        Exception: it has containers that cannot be written.
+        Exception: a container cannot be written.
     """
     text: str = _pytree.treespec_dumps(structure)
     return text
 
 
 def structure_of_text(text: str) -> Any:
-    """Undo ``structure_to_text``; the classes of containers must have been imported.
+    """Return the structure of a text from ``structure_to_text``.
+
+    The classes of containers must have been imported.
 
     Raises:
-        Exception: the text is no structure, or of a class that is not known.
+        Exception: the text is no structure, or a class is unknown.
     """
     return _pytree.treespec_loads(text)
 
 
 _WRITTEN = {"aot_inductor.metadata"}
-"""Settings of Inductor to which it writes by itself."""
+"""Settings that Inductor writes by itself."""
 
 
 def changed_settings() -> dict[str, Any]:
-    """Return the settings of Inductor that code has changed, to what: none, where it is not imported."""
+    """Return the changed settings of Inductor with their values. Empty if it is not imported."""
     config: Any = sys.modules.get("torch._inductor.config")
     entries: dict[str, Any] = {} if config is None else vars(config)["_config"]
-    # Whoever changes a setting for a while leaves it set to the default.
-    names = entries.keys() - _WRITTEN
-    changed = {name: getattr(config, name) for name in names if not config._is_default(name)}
-    return {
-        name: value for name, value in sorted(changed.items()) if value != entries[name].default
-    }
+    changed = {}
+    for name in sorted(entries.keys() - _WRITTEN):
+        if config._is_default(name):
+            continue
+        value = getattr(config, name)
+        # A setting that was changed for a while is set to the default afterwards.
+        if value != entries[name].default:
+            changed[name] = value
+    return changed

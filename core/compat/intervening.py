@@ -1,4 +1,4 @@
-"""Interventions in calls of torch by others: hooks of every module, modes, and kernels that Python code registers.
+"""Hooks of every module, modes, and kernels that other code has added to torch.
 
 torch has public names for adding interventions, and private names for looking at them. Without a
 private name in a release of torch, nothing is seen.
@@ -34,7 +34,7 @@ _STACKS: Any = (
     getattr(overrides, "_get_current_function_mode_stack", list),
     getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list),
 )
-"""Functions that return the modes of this thread, the one that is asked first at the end."""
+"""Functions that return the modes of this thread. Torch asks the last mode first."""
 
 _OF_C = ("_nn", "_linalg", "_fft", "_special", "_sparse", "_nested")
 """Modules of functions in C, behind ``torch.nn.functional`` and its siblings."""
@@ -48,7 +48,7 @@ def hooks_of_every_module() -> list[dict[int, Any]]:
 
 
 def set_hooks_of_every_module(hooks: list[dict[int, Any]]) -> None:
-    """Have torch call these hooks and no others."""
+    """Replace the hooks that torch calls for each module."""
     for registry, entries in zip(_HOOKS, hooks, strict=True):
         registry.clear()
         registry.update(entries)
@@ -66,24 +66,25 @@ def modules_of_c() -> tuple[ModuleType, ...]:
 
 
 def entered_modes() -> list[Any]:
-    """Return the modes that this thread is in, of functions, then of operators, save that of the default device."""
+    """Return the modes of this thread for functions, then for operators, but no default device."""
     default = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
     return [mode for stack in _STACKS for mode in stack() if mode is not default]
 
 
 def leave_other_modes(kept: list[Any]) -> None:
-    """Leave the modes that this thread has entered since ``entered_modes`` has returned those to keep."""
+    """Leave all modes of this thread but those of an earlier ``entered_modes``."""
     for mode in reversed(entered_modes()):
         if any(mode is each for each in kept):
             continue
         if isinstance(mode, overrides.TorchFunctionMode):
-            _pop_function_mode()  # as its own end does; that of a device fails, which torch enters in C++
+            # As in the mode's __exit__. The __exit__ of a device fails, as torch enters it in C++.
+            _pop_function_mode()
         else:
             mode.__exit__(None, None, None)
 
 
 def registered_kernels() -> frozenset[str]:
-    """Return the kernels that Python code has registered, each as ``namespace/operator/dispatch key``."""
+    """Return the kernels of Python code, each as ``namespace/operator/dispatch key``."""
     return frozenset(getattr(torch.library, "_impls", ()))
 
 

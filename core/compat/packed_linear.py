@@ -1,7 +1,7 @@
-"""oneDNN's linear layer, over a plain weight or one that it has packed once.
+"""oneDNN's linear layer, over a plain weight or a weight that was packed once.
 
-torch has these operators for its compiler, which packs the weights of frozen models; there is no public name for them.
-Where torch lacks one, or was built without oneDNN, ``missing`` says so, and callers run torch's own linear.
+The compiler of torch uses these operators for frozen models. They have no public name. Without one
+of them, or without oneDNN, ``missing`` gives the reason, and callers run the linear of torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ POST_OPS = MappingProxyType(
         "gelu_tanh": ("gelu", "tanh"),
     }
 )
-"""Activation → what the operator calls it, and which algorithm of it. Not relu: oneDNN's makes 0 of NaN."""
+"""Activation → oneDNN's name and algorithm. relu is absent: oneDNN's relu makes 0 of NaN."""
 
 version_of = attrgetter("_version")
-"""The count of writes to a tensor, by which autograd tells that a saved value has changed. It has no public
-name. Tensors made in inference mode have none: ``RuntimeError``."""
+"""The number of writes to a tensor. Autograd tells by the number that a saved value has changed.
+
+A tensor of inference mode has no number: ``RuntimeError``.
+"""
 
 _linear: Any = None
 _linear_add: Any = None
@@ -46,33 +48,37 @@ except AttributeError as error:
 
 
 def missing(dtype: torch.dtype = torch.float32) -> str | None:
-    """Say why weights of ``dtype`` cannot be packed here, or return ``None``."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it so
+    """Return the reason if weights of ``dtype`` cannot be packed here, else ``None``."""
+    # Torch has no annotations here.
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch was built without oneDNN"
-    if absent := _absent or tracing.cannot_tell:
+    absent = _absent or tracing.cannot_tell
+    if absent:
         return absent
-    if dtype == torch.float32 or (dtype == torch.bfloat16 and _packs_bfloat16()):
+    if dtype == torch.float32:
+        return None
+    if dtype == torch.bfloat16 and _packs_bfloat16():
         return None
     return f"oneDNN packs no {dtype} here"
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Pack the weight ``[out_features, in_features]`` in oneDNN's preferred layout: an opaque tensor of that shape."""
+    """Pack a weight ``[out_features, in_features]``. The result is opaque, of the same shape."""
     with torch.no_grad():
         packed: Tensor = _reorder(weight, None)
         return packed
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return the weight that was packed, bit by bit."""
+    """Return the plain weight of a packed one, bit by bit."""
     with torch.no_grad():
         return packed.to_dense()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Compute ``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
+    """Compute ``activation(x · weightᵀ + bias)``, rounded once.
 
-    Unchecked; the bias is read as contiguous.
+    The weight is packed, or plain and contiguous. The bias is contiguous. Nothing is checked.
     """
     attribute, algorithm = POST_OPS[activation]
     result: Tensor = _linear(x, weight, bias, attribute, [], algorithm)
@@ -80,16 +86,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> T
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Compute ``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
+    """Compute ``x · weightᵀ + bias + residual``, rounded once. Nothing is checked."""
     result: Tensor = _linear_add(x, residual, weight, bias, "add")
     return result
 
 
 def watched() -> bool:
-    """Tell whether something follows the operators that run, for which oneDNN's are opaque, or oneDNN is switched off.
+    """Return True if oneDNN is switched off, or something follows the operators.
 
-    That is autocast, ``torch.func``, a dispatch mode such as a FLOP counter, ``torch.jit.trace``, and forward-mode
-    differentiation, whose tangents the operators drop in silence.
+    Autocast, ``torch.func``, a dispatch mode such as a FLOP counter and ``torch.jit.trace`` cannot
+    look into the operators of oneDNN. The operators drop the tangents of forward-mode
+    differentiation without an error.
     """
     return bool(
         torch.is_autocast_enabled("cpu")

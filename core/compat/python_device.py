@@ -1,4 +1,4 @@
-"""Devices that are written in Python, in the place that torch keeps for a backend from outside, ``PrivateUse1``."""
+"""Devices in Python. Torch keeps one place for a foreign backend, ``PrivateUse1``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils import _python_dispatch, backend_registration
 
 _set_up: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-"""Gives the backend in Python what torch asks of it, a guard and hooks; older versions take them in C++ only."""
+"""Gives a backend in Python the guard and the hooks. Older versions take them in C++ only."""
 
 _no_functions: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
 
@@ -22,11 +22,11 @@ _is_traceable: Any = getattr(_python_dispatch, "is_traceable_wrapper_subclass", 
 _KEY = "PrivateUse1"
 
 _kept: list[torch.library.Library] = []
-"""Holds the fallback and the kernels in place; torch takes them back with their library."""
+"""The libraries of the fallback and the kernels. Torch drops kernels with their library."""
 
 
 def why_not() -> str:
-    """Say why there can be no such device in this process, "" where there can be, or is one already."""
+    """Return the reason if this process can have no device in Python, else an empty text."""
     if _set_up is None or _no_functions is None or _wrap is None:
         return (
             f"torch {torch.__version__} takes the guard of a device in C++ only: take a later one"
@@ -41,13 +41,14 @@ def register_device(name: str, compute: Callable[..., Any]) -> None:
     """Make a device type known to torch, once per process.
 
     Args:
-        name: of the type.
-        compute: runs every operator on the device: it takes the operator and its arguments.
+        name: the device type.
+        compute: runs an operator on the device. It takes the operator and the arguments.
     """
     if _kept:
         return
     _set_up(name)
-    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it so
+    # Torch has no annotations here.
+    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(compute, _KEY)
     _kept.extend((library, _kernels_of_aten(compute)))
 
@@ -167,7 +168,7 @@ def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:
     """Return a tensor of a class on a device, without numbers, in the form of ``values``.
 
     The tensor has the shape, the strides and the dtype of ``values``, and is an inference tensor
-    if ``values`` is one: a view that ``torch.inference_mode`` makes of an ordinary tensor is none.
+    if ``values`` is one.
     """
     make = functools.partial(
         _wrap,
@@ -180,7 +181,8 @@ def wrapper_of(cls: Any, values: torch.Tensor, device: torch.device) -> Any:
     )
     is_inference = values.is_inference()
     mode = torch.is_inference_mode_enabled()
-    # Entering a mode takes as long as the rest.
+    # A view of an ordinary tensor is ordinary in inference mode too, so both cases occur. To enter
+    # a mode takes as long as the rest.
     if is_inference == mode:
         return make()
     with torch.inference_mode(is_inference):

@@ -1,4 +1,4 @@
-"""Registered ops that write to their arguments, and autograd."""
+"""Keep registered ops that write to their arguments from dropping gradients."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ import torch
 from torch.library import Library
 
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-"""The guard below which a kernel for autograd goes on, as torch's own notes on custom ops do. It has no public name."""
+"""The guard around the rest of a kernel for autograd, as in torch's notes on custom ops."""
 
 _libraries: dict[str, Library] = {}
-"""By op: what holds its kernel in place; torch takes a kernel back with the library that brought it."""
+"""Op → library of its kernel. Torch drops a kernel with its library."""
 
 
 def on_gradients(op: str, refuse: Callable[[str], object]) -> None:
-    """Have a registered op, named ``namespace::name``, call ``refuse`` before it would drop a gradient.
+    """Have a registered op call ``refuse`` before the op would drop a gradient.
 
-    ``refuse`` is told the argument that requires one, by its name in the schema, and raises. For an op that writes to
-    its arguments torch takes no backward, and the kernel that it puts in the place of one is silent. This takes that
-    place. Without the name that it needs of torch, the op stays silent.
+    Torch takes no backward for an op that writes to arguments. Its own kernel for autograd drops
+    the gradient without an error. This kernel takes that place.
+
+    Args:
+        op: ``namespace::name``.
+        refuse: raises. It takes the name of the argument that requires a gradient.
     """
     _libraries.pop(op, None)
+    # Another torch: the op drops gradients without an error.
     if _below_autograd is None:
         return
     namespace, _, name = op.partition("::")
@@ -32,13 +36,15 @@ def on_gradients(op: str, refuse: Callable[[str], object]) -> None:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
+            given = (*zip(names, args, strict=False), *kwargs.items())
+            for argument, value in given:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     refuse(argument)
         with _below_autograd():
             return overload(*args, **kwargs)
 
-    library: Any = Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
+    # Torch has no annotations here.
+    library: Any = Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     _libraries[op] = library
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)

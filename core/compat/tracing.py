@@ -1,4 +1,4 @@
-"""Tests for code that traces or transforms, and hints to torch's tracer about code that it need not look into."""
+"""Tests for tracers and transforms of torch, and hints for torch's tracer."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from torch.autograd import forward_ad
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 cannot_tell: str | None = None
-"""The reason why ``followed`` and ``transformed`` cannot tell, in which case they are always true."""
+"""The reason why ``followed`` and ``transformed`` cannot tell. Then both are always true."""
 try:
     _transform = torch._C._functorch.peek_interpreter_stack
     _modes = torch._C._len_torch_dispatch_stack
     _trace = torch._C._get_tracing_state
-    forward_ad._current_level  # noqa: B018  # that the name is there
+    # Raises if the name is missing.
+    forward_ad._current_level  # noqa: B018
 except AttributeError as error:
     cannot_tell = f"this torch cannot tell whether its operators are watched ({error})"
 
 
 def followed() -> bool:
-    """Tell whether something follows the operators that run, besides autograd, and might take values for constants.
+    """Return True if something besides autograd follows the operators.
 
-    That is ``torch.func``, as ``vmap``, a dispatch mode such as that of ``make_fx`` or a FLOP counter, and
-    ``torch.jit.trace``. None of them has a public name by which to ask.
+    A follower may take values for constants. Followers are ``torch.func``, such as ``vmap``, a
+    dispatch mode, such as ``make_fx`` or a FLOP counter, and ``torch.jit.trace``.
     """
-    return (
-        cannot_tell is not None or _transform() is not None or _modes() > 0 or _trace() is not None
-    )
+    if cannot_tell is not None or _transform() is not None:
+        return True
+    return _modes() > 0 or _trace() is not None
 
 
 def constant_while_tracing(function: Function) -> Function:
-    """Let Dynamo call ``function`` once, while it traces, and take the result for a constant.
+    """Let Dynamo call ``function`` once in a trace, and take the result for a constant.
 
-    Does what ``torch.compiler.assume_constant_result`` does, without importing Dynamo, which costs as much as torch
-    itself. Should the attribute ever be renamed, Dynamo traces into the function instead, and says where it cannot.
+    ``torch.compiler.assume_constant_result`` does the same, but imports Dynamo, which takes as long
+    as torch itself. If torch renames the attribute, Dynamo traces into the function.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
@@ -46,16 +47,17 @@ def constant_while_tracing(function: Function) -> Function:
 
 @constant_while_tracing
 def transformed() -> bool:
-    """Tell whether ``torch.func`` or forward-mode differentiation follows the operators that run, in any grad mode.
+    """Return True if ``torch.func`` or forward-mode differentiation follows the operators.
 
-    What is not made of torch's own operators drops their tangents in silence. For compiled code it is a constant, as
-    both are among the guards of every graph.
+    The grad mode does not matter. A kernel outside of torch drops tangents without an error. In
+    compiled code the answer is a constant, because every graph has guards for both.
     """
     return cannot_tell is not None or _transform() is not None or forward_ad._current_level >= 0
 
 
 def followed_or_transformed() -> bool:
-    """Tell whether either is so, in one call: every eager call of a linear layer asks."""
+    """Return True if ``followed`` or ``transformed``."""
+    # One function, because each eager call of a linear layer asks.
     untold = cannot_tell is not None or _transform() is not None or _modes() > 0
     return untold or _trace() is not None or forward_ad._current_level >= 0
 
@@ -65,7 +67,7 @@ _CAPTURES: ContextVar[bool] = ContextVar("opgraft_captures", default=False)
 
 @contextmanager
 def captured_for_opgraft() -> Iterator[None]:
-    """Say that what is exported within the block runs with opgraft, and so may have its operators."""
+    """Export within the block for a process with opgraft, so with operators of opgraft."""
     token = _CAPTURES.set(True)
     try:
         yield
@@ -75,14 +77,13 @@ def captured_for_opgraft() -> Iterator[None]:
 
 @constant_while_tracing
 def capturing() -> bool:
-    """Tell whether ``captured_for_opgraft`` holds."""
+    """Return True within ``captured_for_opgraft``."""
     return _CAPTURES.get()
 
 
 @constant_while_tracing
 def exporting() -> bool:
-    """Tell whether ``torch.export`` looks on, for a program that must run without opgraft.
-
-    Ask while tracing: to the compiler of torch 2.8 it always seems so.
-    """
+    """Return True if ``torch.export`` traces a program that must run without opgraft."""
+    # Dynamo calls this function rather than trace it: the compiler of torch 2.8 takes
+    # ``is_exporting`` for always true.
     return torch.compiler.is_exporting() and not _CAPTURES.get()

@@ -1,6 +1,7 @@
-"""The collectives of the tensor group, and the registered ops by which compilers see those of any group.
+"""The collectives of the tensor group, and registered ops for the collectives of any group.
 
-An op finds its group by kind when it runs, so that compiled code serves whatever communicator the group has.
+Compilers see the ops. An op finds the group by kind in each call, so compiled code serves any
+communicator.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torch import Tensor
 
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Sum a tensor over the tensor group; the tensor itself where this rank is alone."""
+    """Sum a tensor over the tensor group. A single rank returns the tensor itself."""
     return get_tp_group().all_reduce(input_)
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """Put the tensors of the tensor group one after another along ``dim``."""
+    """Join the tensors of the tensor group along ``dim``."""
     return get_tp_group().all_gather(input_, dim)
 
 
@@ -28,7 +29,7 @@ def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tenso
 
 
 def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """Put the tensors of the tensor group one after another along ``dim`` on its rank ``dst``; else ``None``."""
+    """Join the tensors of the tensor group along ``dim`` on rank ``dst``; else return ``None``."""
     return get_tp_group().gather(input_, dst, dim)
 
 
@@ -36,8 +37,8 @@ def _communicator(kind: str) -> Communicator:
     communicator = parallelism().groups[kind].communicator
     if communicator is None:
         raise DistributedError(
-            f"code that was compiled for a {kind} group of several ranks runs where this process is alone: call "
-            "opgraft.distributed.init_distributed first, or compile again"
+            f"code that was compiled for a {kind} group of several ranks runs where this process "
+            "is alone: call opgraft.distributed.init_distributed first, or compile again"
         )
     return communicator
 
@@ -55,9 +56,12 @@ def _reduce_scatter(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
 
 
 def _padded(x: Tensor, world_size: int) -> Tensor:
-    """Append rows of zeros where ranks do not divide those that there are."""
+    """Append rows of zeros until the number of ranks divides the number of rows."""
     missing = -x.shape[0] % world_size
-    return torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
+    if not missing:
+        return x
+    zeros = x.new_zeros((missing, *x.shape[1:]))
+    return torch.cat((x, zeros))
 
 
 def _reduce_scatter_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
@@ -65,14 +69,19 @@ def _reduce_scatter_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
 
 
 def _all_gather_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
-    is_fp8 = x.itemsize == 1 and x.is_floating_point()  # which backends may not send
-    gathered = _communicator(kind).all_gather(x.view(torch.uint8) if is_fp8 else x, 0)
-    return (gathered.view(x.dtype) if is_fp8 else gathered)[:rows]
+    communicator = _communicator(kind)
+    is_fp8 = x.itemsize == 1 and x.is_floating_point()
+    if not is_fp8:
+        return communicator.all_gather(x, 0)[:rows]
+    # A backend may not send fp8, but all send bytes.
+    gathered = communicator.all_gather(x.view(torch.uint8), 0)
+    return gathered.view(x.dtype)[:rows]
 
 
 def _rows_of_rank(x: Tensor, world_size: int, kind: str) -> Tensor:
     rows = -(-x.shape[0] // world_size)
-    return _padded(x, world_size).narrow(0, _communicator(kind).rank * rows, rows).clone()
+    first = _communicator(kind).rank * rows
+    return _padded(x, world_size).narrow(0, first, rows).clone()
 
 
 def _summed(x: Tensor, kind: str) -> Tensor:
@@ -92,7 +101,8 @@ def _part(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
 
 
 def _part_of_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
-    return x.new_empty(((x.shape[0] + world_size - 1) // world_size, *x.shape[1:]))
+    rows = (x.shape[0] + world_size - 1) // world_size
+    return x.new_empty((rows, *x.shape[1:]))
 
 
 def _all_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
@@ -113,7 +123,7 @@ for _name, _signature, _run, _fake in (
         _reduce_scatter,
         _part,
     ),
-    # Along the first dimension, of which each rank has an equal part: the last ones are padded.
+    # Each rank has an equal number of rows. Rows of zeros fill up the last ranks.
     (
         "reduce_scatter_rows",
         "(Tensor x, int world_size, str kind) -> Tensor",

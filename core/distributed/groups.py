@@ -1,4 +1,4 @@
-"""The groups that this process belongs to."""
+"""The groups of ranks around this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """A group of ranks, as one of them sees it. Its collectives refuse, over several ranks, to pass on gradients.
+    """A group of ranks with this process. Collectives over several ranks refuse gradients.
 
     Attributes:
         kind: one of ``KINDS``.
         ranks: the global ranks.
         rank: the global rank of this process.
-        communicator: ``None`` for a single rank, which has nobody to talk to.
+        communicator: ``None`` for a single rank.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class ParallelGroup:
         return self.rank == self.ranks[-1]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the ranks; ``x`` itself where there is one rank."""
+        """Sum ``x`` over the ranks. A single rank returns ``x`` itself."""
         if self.communicator is None:
             return x
         _refuse_gradient("all_reduce", x)
@@ -61,7 +61,7 @@ class ParallelGroup:
         return self.communicator.all_reduce(x)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Put the ``x`` of all ranks one after another along ``dim``."""
+        """Join the ``x`` of all ranks along ``dim``."""
         if self.communicator is None:
             return x
         _refuse_gradient("all_gather", x)
@@ -71,7 +71,7 @@ class ParallelGroup:
         return self.communicator.all_gather(x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Sum ``x`` over the ranks and keep this rank's part along ``dim``, which they divide."""
+        """Sum ``x`` over the ranks and keep this rank's equal part along ``dim``."""
         if self.communicator is None:
             return x
         _refuse_gradient("reduce_scatter", x)
@@ -81,21 +81,21 @@ class ParallelGroup:
         return self.communicator.reduce_scatter(x, dim)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Put the ``x`` of all ranks one after another along ``dim`` on rank ``dst`` of the group; else ``None``."""
+        """Join the ``x`` of all ranks along ``dim`` on rank ``dst``; else return ``None``."""
         if self.communicator is None:
             return x
         _refuse_gradient("gather", x)
         return self.communicator.gather(x, dst, dim)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[r]`` rows of ``x`` to each rank ``r``, and return the ``received[r]`` rows from each."""
+        """Send ``sent[r]`` rows of ``x`` to each rank, and return ``received[r]`` rows from each."""
         if self.communicator is None:
             return x
         _refuse_gradient("all_to_all", x)
         return self.communicator.all_to_all(x, sent, received)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Send ``x`` to rank ``dst`` of the group, which is another one and receives it.
+        """Send ``x`` to another rank ``dst`` of the group, for a ``recv`` there.
 
         Raises:
             DistributedError: this rank is alone.
@@ -105,7 +105,7 @@ class ParallelGroup:
     def recv(
         self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int
     ) -> Tensor:
-        """Receive what rank ``src`` of the group sends, of this size and dtype.
+        """Receive a tensor of this size and dtype from rank ``src`` of the group.
 
         Raises:
             DistributedError: this rank is alone.
@@ -115,8 +115,8 @@ class ParallelGroup:
     def _other(self) -> Communicator:
         if self.communicator is None:
             raise DistributedError(
-                f"the {self.kind} group of this process has no other rank to send to or receive from: call "
-                "opgraft.distributed.init_distributed with more ranks"
+                f"the {self.kind} group of this process has no other rank to send to or receive "
+                "from: call opgraft.distributed.init_distributed with more ranks"
             )
         return self.communicator
 
@@ -128,32 +128,35 @@ class ParallelGroup:
         return self.communicator.broadcast(x, src)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Return the ``value`` of rank ``src`` of the group, which can be pickled."""
-        return (
-            value if self.communicator is None else self.communicator.broadcast_object(value, src)
-        )
+        """Return the ``value`` of rank ``src`` of the group. It is pickled on the way."""
+        if self.communicator is None:
+            return value
+        return self.communicator.broadcast_object(value, src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the ``value`` of each rank, which can be pickled, in their order."""
-        return [value] if self.communicator is None else self.communicator.all_gather_object(value)
+        """Return the ``value`` of each rank in rank order. Values are pickled on the way."""
+        if self.communicator is None:
+            return [value]
+        return self.communicator.all_gather_object(value)
 
 
 def _refuse_gradient(name: str, x: Tensor) -> None:
     if x.requires_grad and torch.is_grad_enabled():
         raise DistributedError(
-            f"{name} was given a tensor that requires a gradient, which would stop at the ranks' border: layers over "
-            "several ranks are for inference. Call the model under torch.inference_mode() or torch.no_grad()"
+            f"{name} was given a tensor that requires a gradient, which would stop at the ranks' "
+            "border: layers over several ranks are for inference. Call the model under "
+            "torch.inference_mode() or torch.no_grad()"
         )
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The layout of all ranks, and the group of each kind that this one belongs to.
+    """The layout of all ranks, and the group of each kind around this rank.
 
     Attributes:
         layout: of the job.
         groups: by kind.
-        joined: whether the job was joined to make them, and is left with them.
+        joined: ``init_distributed`` joined the job, and ``destroy_distributed`` leaves the job.
     """
 
     layout: ParallelLayout
@@ -161,7 +164,7 @@ class Parallelism:
     joined: bool = False
 
 
-# So that layers ask for their group without asking whether there is one.
+# A layer always finds a group, and needs no test for one.
 ALONE = Parallelism(ParallelLayout(), {kind: ParallelGroup(kind) for kind in KINDS})
 
 PARALLELISM = StateValue[Parallelism](lambda: ALONE)
@@ -169,7 +172,7 @@ PARALLELISM = StateValue[Parallelism](lambda: ALONE)
 
 
 def parallelism() -> Parallelism:
-    """Return the layout and groups of this process; those of a single rank where none were set up."""
+    """Return the layout and groups of this process. Without a set-up, return a single rank."""
     known = PARALLELISM.peek()
     return ALONE if known is None else known
 
@@ -185,25 +188,25 @@ def get_tp_group() -> ParallelGroup:
 
 
 def get_pp_group() -> ParallelGroup:
-    """Return the ranks that have the stages of one pipeline."""
+    """Return the ranks with the stages of one pipeline."""
     return parallelism().groups["pipeline"]
 
 
 def get_dp_group() -> ParallelGroup:
-    """Return the ranks that have other requests and the same weights, but for experts that an expert group shares."""
+    """Return the ranks with other requests and the same weights. Experts may differ."""
     return parallelism().groups["data"]
 
 
 def get_ep_group() -> ParallelGroup:
-    """Return the ranks that share the experts of a layer: all of one pipeline stage."""
+    """Return the ranks that share the experts of a layer: all ranks of one pipeline stage."""
     return parallelism().groups["expert"]
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Return the position of this process in its tensor group, 0 where it is alone."""
+    """Return the position of this process in the tensor group, 0 for a single rank."""
     return get_tp_group().rank_in_group
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Return the size of the tensor group, 1 where this process is alone."""
+    """Return the size of the tensor group, 1 for a single rank."""
     return get_tp_group().world_size

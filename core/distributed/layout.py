@@ -1,4 +1,4 @@
-"""The formula for which ranks belong together."""
+"""The place of each rank in a job, and the groups of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHARED: dict[str, Callable[[Place], tuple[int, ...]]] = {
     "data": lambda place: place[1:],
     "expert": lambda place: place[1:2],
 }
-"""Kind of group → what its ranks have in common."""
+"""Kind of group → the common part of the places of the ranks."""
 
 KINDS = tuple(_SHARED)
 """The kinds of groups. Every rank is in one group of each."""
@@ -25,17 +25,21 @@ KINDS = tuple(_SHARED)
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The sizes by which ranks share a model: ``rank = (data · pipelines + pipeline) · tensors + tensor``.
+    """The numbers of ranks along each way to share a model.
 
-    Neighbouring ranks, which mostly have the fastest connection, are shards of the same tensors. A tensor group holds
-    the ranks that differ in their shard only, a pipeline group those that differ in their stage only, and a data group
-    those that differ in their replica only. An expert group holds all ranks of one pipeline stage, in the order of
-    their ranks.
+    ``rank = (data · pipelines + pipeline) · tensors + tensor``. Neighbours mostly have the fastest
+    connection, so they are shards of the same tensors.
+
+    The ranks of a tensor group differ in the shard only, of a pipeline group in the stage only, and
+    of a data group in the replica only. An expert group holds all ranks of one pipeline stage, in
+    ascending order.
+
+    Example: with ``tensor=2`` and ``pipeline=2``, the tensor groups are ``(0, 1)`` and ``(2, 3)``.
 
     Attributes:
         tensor: ranks that share each layer.
-        pipeline: ranks that have different layers.
-        data: ranks that have other requests and the same weights, but for experts that an expert group shares.
+        pipeline: ranks with different layers.
+        data: ranks with other requests and the same weights. An expert group may share experts.
 
     Raises:
         DistributedError: a size is no positive integer.
@@ -50,7 +54,8 @@ class ParallelLayout:
             size = getattr(self, field.name)
             if not isinstance(size, int) or size < 1:
                 raise DistributedError(
-                    f"the number of {field.name}-parallel ranks is {size!r}, expected a positive integer"
+                    f"the number of {field.name}-parallel ranks is {size!r}, expected a positive "
+                    "integer"
                 )
 
     @property
@@ -61,11 +66,14 @@ class ParallelLayout:
     def place(self, rank: int) -> Place:
         """Return the place of a rank, each part counted from 0."""
         rest, tensor = divmod(rank, self.tensor)
-        return (*divmod(rest, self.pipeline), tensor)
+        data, pipeline = divmod(rest, self.pipeline)
+        return data, pipeline, tensor
 
     def groups(self, kind: str) -> list[tuple[int, ...]]:
-        """List the ranks of each group of a kind of ``KINDS``, in ascending order."""
+        """Return the ranks of each group of a kind of ``KINDS``, in ascending order."""
+        shared_part = _SHARED[kind]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            found.setdefault(_SHARED[kind](self.place(rank)), []).append(rank)
+            shared = shared_part(self.place(rank))
+            found.setdefault(shared, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]

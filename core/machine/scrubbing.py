@@ -19,7 +19,7 @@ _LONGEST_ID = 40
 
 _SECRET_KEYS = ("serial", "unique_id")
 _DIGITS = "1234567890abcdef"
-"""Digits of stand-ins. The zero comes late, because a ``unique_id`` of 0 means that there is none."""
+"""Digits of stand-ins. The zero comes late: a ``unique_id`` of 0 means that there is none."""
 
 _SETTING_ENDS = ("", ",")
 """Characters around a setting, or around an entry of a setting."""
