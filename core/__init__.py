@@ -1,7 +1,7 @@
 """opgraft: a plugin host that grafts device kernels onto PyTorch models.
 
-``import opgraft`` imports neither torch nor a plugin. A public name or module is imported at the first
-use.
+``import opgraft`` imports neither torch nor a plugin. A public name or module is imported at the
+first use.
 """
 
 from __future__ import annotations

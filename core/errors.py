@@ -49,7 +49,7 @@ class CheckpointError(InputError):
 
     @classmethod
     def listing(cls, subject: str, problems: Sequence[str], next_step: str) -> CheckpointError:
-        """Return the error with the number of ``problems``, and the first ``MOST_LISTED`` of them."""
+        """Return the error with the number of ``problems`` and the first ``MOST_LISTED``."""
         shown = "; ".join(problems[:MOST_LISTED])
         left_out = len(problems) - MOST_LISTED
         more = f"; and {left_out} more" if left_out > 0 else ""
@@ -161,7 +161,7 @@ class DistributedError(OpgraftError):
 
 
 class StageError(DistributedError):
-    """An earlier stage of a pipeline has failed in a step. The message is the error of the stage."""
+    """An earlier stage of a pipeline has failed in a step. The message tells the fault there."""
 
 
 class LayerError(OpgraftError, ValueError):

@@ -5,7 +5,7 @@ names the kernel. Otherwise the native definition runs. ``torch.ops.opgraft.<nam
 function without autocast, one node of a graph.
 
 ``write_kv_cache``, ``concat_and_cache_mla``, updates of states and functions with a name such as
-``relu_`` write to arguments. If gradients are recorded, the ops of these functions refuse arguments
+``silu_`` write to arguments. If gradients are recorded, the ops of these functions refuse arguments
 that require a gradient.
 """
 
@@ -30,5 +30,5 @@ from opgraft.ops.quantization.functional import *
 from opgraft.ops.rotary.functional import *
 from opgraft.ops.state_space.functional import *
 
-# A type checker reads the imports above. It would take an assignment for the whole list of exported names.
+# A type checker reads the imports above. It would take an assignment for the whole list of names.
 globals()["__all__"] = [name for name, value in globals().items() if isinstance(value, _Functional)]

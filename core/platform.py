@@ -158,7 +158,7 @@ class Platform(ABC):
 
     @property
     def ray_device_key(self) -> str | None:
-        """Ray's name for such devices, such as ``"GPU"``. ``None`` if Ray counts processors only."""
+        """Ray's name for the devices, such as ``"GPU"``. ``None`` if Ray counts CPUs only."""
         return None
 
     @property

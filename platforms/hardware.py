@@ -1,9 +1,9 @@
-"""Hardware that no built-in platform serves: told by PCI ids, and by device nodes where there is no PCI.
+"""Hardware without a built-in platform, by PCI ids, and by device nodes on machines without PCI.
 
-Nodes such as ``/dev/accel*`` belong to several vendors and are never asked. Sources: the ids of pci.ids
-(https://pci-ids.ucw.cz), the drivers habanalabs and ivpu (drivers/accel of Linux, HabanaAI/hl-thunk), Huawei's
-npu-driver installer (PCIE_BDF_310 and its siblings); for the classes the detectors of gpustack/runtime; more beside the
-rows.
+Nodes such as ``/dev/accel*`` belong to several vendors and are never asked. Sources of ids: pci.ids
+(https://pci-ids.ucw.cz), the drivers habanalabs and ivpu (drivers/accel of Linux,
+HabanaAI/hl-thunk), Huawei's npu-driver installer (PCIE_BDF_310 and its siblings). Sources of
+classes: the detectors of gpustack/runtime. More sources stand beside the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from opgraft.machine.evidence import Sighting
 from opgraft.machine.machine import Machine
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
-DISPLAY, PROCESSOR, ACCELERATOR = 0x03, 0x0B, 0x12
+DISPLAY = 0x03
+PROCESSOR = 0x0B
+ACCELERATOR = 0x12
 MOST_NODES = 64
 MACOS = "/System/Library/CoreServices/SystemVersion.plist"
 
@@ -25,13 +27,14 @@ class Kind:
     """One row of the table.
 
     Attributes:
-        name: what they are called where ``models`` does not know the id.
+        name: the name of a device with an id outside of ``models``.
         vendor: PCI vendor id.
-        classes: upper bytes of the PCI class that processing functions have; a vendor's other functions do not count.
-        served_by: the software that makes a PyTorch device of them.
-        models: device ids and what they are called.
-        only_models: whether functions with other ids do not count.
-        nodes: what their device nodes below /dev are called before their number, where PCI may not show them.
+        classes: upper bytes of the PCI class of processing functions. Other functions do not count.
+        served_by: the software that makes a PyTorch device of the hardware.
+        models: device id → name.
+        only_models: functions with other ids do not count.
+        nodes: the beginning of the names of device nodes below /dev, if PCI may not show the
+            devices.
     """
 
     name: str
@@ -47,7 +50,8 @@ _GPU = frozenset({DISPLAY, ACCELERATOR})
 _NPU = frozenset({ACCELERATOR})
 
 KINDS: Sequence[Kind] = (
-    # Class 03 of this vendor is the board management controller's VGA (pci.ids: 1711), a127 another accelerator.
+    # Class 03 of this vendor is the board management controller's VGA (pci.ids: 1711). a127 is
+    # another accelerator.
     Kind(
         "Huawei Ascend",
         0x19E5,
@@ -86,46 +90,50 @@ KINDS: Sequence[Kind] = (
     Kind("MetaX GPU", 0x9999, _GPU, "MetaX's build of torch for MACA (device cuda)"),
     Kind("Moore Threads GPU", 0x1ED5, _GPU, "torch_musa (device musa)"),
     Kind("Cambricon MLU", 0xCABC, _GPU, "torch_mlu (device mlu)"),
-    # Its processors share the vendor's id. DCUs are display controllers or co-processors (0b40), as PaddlePaddle's
-    # guide for K100_AI finds them: lspci | grep -i -E "disp|co-pro".
+    # Hygon's CPUs share the vendor id. DCUs are display controllers or co-processors (0b40), as
+    # PaddlePaddle's guide for K100_AI finds them: lspci | grep -i -E "disp|co-pro".
     Kind("Hygon DCU", 0x1D94, _GPU | {PROCESSOR}, "Hygon's build of torch for DTK (device cuda)"),
     Kind("Iluvatar GPU", 0x1E3E, _GPU, "Iluvatar's build of torch for CoreX (device cuda)"),
 )
 
 
 def sightings(machine: Machine) -> Iterator[Sighting]:
-    """Yield what the table recognises on a machine, by kind."""
+    """Yield the hardware of the table on a machine, by kind."""
     for kind in KINDS:
-        functions = [
-            function for function in pci_functions(machine, kind.vendor) if _is_one(kind, function)
-        ]
-        names = [kind.models.get(function.device, kind.name) for function in functions]
-        for name in dict.fromkeys(names):
-            addresses = tuple(
-                f.address for f, own in zip(functions, names, strict=True) if own == name
-            )
-            yield Sighting(name, len(addresses), FOLDER, addresses, _remedy(kind.served_by))
-        if not functions and kind.nodes:
+        remedy = _remedy(kind.served_by)
+        addresses = _addresses_by_name(machine, kind)
+        for name, of_name in addresses.items():
+            yield Sighting(name, len(of_name), FOLDER, tuple(of_name), remedy)
+        if not addresses and kind.nodes:
             yield from _by_node(machine, kind)
+    # macOS has neither PCI functions nor device nodes in files.
     if machine.exists(MACOS) and not machine.exists("/proc"):
         yield Sighting("Apple GPU", 1, MACOS, (), _remedy("PyTorch itself (device mps)"))
 
 
+def _addresses_by_name(machine: Machine, kind: Kind) -> dict[str, list[str]]:
+    """Return the PCI addresses of the devices of a kind, by the names of the devices."""
+    addresses: dict[str, list[str]] = {}
+    for function in pci_functions(machine, kind.vendor):
+        if _is_one(kind, function):
+            name = kind.models.get(function.device, kind.name)
+            addresses.setdefault(name, []).append(function.address)
+    return addresses
+
+
 def _is_one(kind: Kind, function: PciFunction) -> bool:
-    return function.kind in kind.classes and (
-        not kind.only_models or function.device in kind.models
-    )
+    if function.kind not in kind.classes:
+        return False
+    return not kind.only_models or function.device in kind.models
 
 
 def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
-    found = [
-        node
-        for node in (f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES))
-        if machine.exists(node)
-    ]
+    nodes = [f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES)]
+    found = [node for node in nodes if machine.exists(node)]
     if found:
         yield Sighting(kind.name, len(found), found[0], (), _remedy(kind.served_by))
 
 
 def _remedy(served_by: str) -> str:
-    return f"served by {served_by}; install a plugin that offers it as a platform of opgraft, or write one"
+    plugin = "install a plugin that offers it as a platform of opgraft, or write one"
+    return f"served by {served_by}; {plugin}"

@@ -1,4 +1,4 @@
-"""Devices that were found, and what stands in the way of using them; shared by the probes of GPUs."""
+"""Found devices, and the obstacles to their use; shared by the probes of GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opgraft.machine.machine import UNREAD, Machine
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A thing that is missing, and the next step."""
+    """A missing thing, and the next step."""
 
     missing: str
     remedy: str
@@ -19,7 +19,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """A device, the UUIDs that variables may name it by, and what stands in its way."""
+    """A device, the UUIDs in variables that name the device, and the obstacle to its use."""
 
     device: Device
     identities: tuple[str, ...] = ()
@@ -27,30 +27,47 @@ class FoundDevice:
 
 
 def usable(found: Sequence[FoundDevice]) -> list[FoundDevice]:
-    """Return those that nothing stands in the way of; where there are none, all."""
+    """Return the devices without an obstacle. If there are none, return all devices."""
     return [one for one in found if not one.obstacle] or list(found)
 
 
+def counted_usable(
+    within_reach: Sequence[FoundDevice], found: Sequence[FoundDevice], noun: str
+) -> str:
+    """Return the number of devices in words, such as "8 GPUs" or "2 of 8 GPUs within reach"."""
+    if len(within_reach) < len(found):
+        return f"{len(within_reach)} of {len(found)} {noun}s within reach"
+    # Under WSL more devices may be within reach than files show.
+    return counted(len(within_reach), noun)
+
+
+def obstacle_facts(found: Sequence[FoundDevice]) -> list[Fact]:
+    """Return a fact for each device with an obstacle."""
+    facts = []
+    for one in found:
+        if one.obstacle:
+            source = one.device.pci_address or one.device.name
+            facts.append(Fact(source, one.obstacle.missing))
+    return facts
+
+
 def hide(devices: Sequence[Device], visible: Sequence[int]) -> tuple[Device, ...]:
-    """Mark the devices that are not among the visible positions as hidden."""
+    """Return the devices, marked as hidden outside of the visible positions."""
     return tuple(
         replace(device, hidden=index not in visible) for index, device in enumerate(devices)
     )
 
 
 def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | None:
-    """Return an obstacle with ``remedy`` where the installed torch was not built for ``backend``."""
+    """Return an obstacle with ``remedy`` if the installed torch was not built for ``backend``."""
     build = machine.torch_build()
-    if build is not None and backend in build.backends:
+    if build is None:
+        return Obstacle("torch is not installed", remedy)
+    if backend in build.backends:
         return None
-    if build is not None and build.version == UNREAD:
+    if build.version == UNREAD:
         return Obstacle("what the installed torch is built for could not be read", remedy)
-    missing = (
-        f"the installed torch {build.version} is built without {backend}"
-        if build
-        else "torch is not installed"
-    )
-    return Obstacle(missing, remedy)
+    return Obstacle(f"the installed torch {build.version} is built without {backend}", remedy)
 
 
 def verdict(
@@ -59,7 +76,7 @@ def verdict(
     obstacles: Sequence[Obstacle | None],
     facts: Sequence[Fact],
 ) -> Evidence:
-    """Call devices available where nothing stands in the way; else say everything that does."""
+    """Return the evidence about devices. They are available if there is no obstacle."""
     visible = sum(not device.hidden for device in devices)
     found = f"{found}, {visible} visible" if 0 < visible < len(devices) else found
     real = [obstacle for obstacle in obstacles if obstacle]
@@ -71,5 +88,5 @@ def verdict(
 
 
 def counted(number: int, noun: str) -> str:
-    """Count in words, such as "1 GPU" or "8 GPUs"."""
+    """Return a number in words, such as "1 GPU" or "8 GPUs"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,4 @@
-"""The PCI functions of a machine, as /sys shows them; shared by the probes."""
+"""The PCI functions of a machine in /sys; shared by the probes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from opgraft.machine.machine import Machine
 
 FOLDER = "/sys/bus/pci/devices"
 _KIND = ("device", "class")
-"""The files that tell what a function of a vendor is."""
+"""The files with the model and the class of a function."""
 _BUSES = "/sys/bus"
 _PCI = "/sys/bus/pci"
 
 
 @dataclass(frozen=True)
 class PciFunction:
-    """One PCI function. ``kind`` is the class code's upper byte: 0x03 display, 0x12 processing accelerator.
+    """One PCI function.
 
-    ``numa_node`` is ``None`` where the kernel does not know it.
+    ``kind`` is the upper byte of the class code: 0x03 display, 0x12 processing accelerator.
+    ``numa_node`` is ``None`` if the kernel does not know the node.
     """
 
     address: str
@@ -36,38 +37,39 @@ class PciFunction:
 
 
 def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
-    """Return the functions of one vendor, in the order of their addresses. Damaged entries are left out."""
+    """Return the functions of one vendor in the order of addresses, without damaged entries."""
     addresses = _by_vendor(machine).get(vendor, ())
     found = (_function(machine, vendor, address) for address in addresses)
     return tuple(function for function in found if function is not None)
 
 
 def absence(machine: Machine, vendor: int, hardware: str, looked_for: str) -> Evidence:
-    """Give the evidence of a probe that found no PCI function: there is none, or it could not be read.
+    """Return the evidence of a probe without a PCI function: there is none, or it is unreadable.
 
     Args:
         machine: the machine.
-        vendor: of the hardware.
-        hardware: what was not found, such as ``NVIDIA GPU``.
+        vendor: PCI vendor id.
+        hardware: the missing hardware, such as ``NVIDIA GPU``.
         looked_for: the same in terms of PCI, such as ``display controller of vendor 10de``.
     """
     unread = _unread(machine, vendor)
     if unread is None:
         return Evidence(False, f"no {hardware}", facts=(Fact(FOLDER, f"no {looked_for}"),))
-    fact = Fact(FOLDER, f"could not be read: {unread}")
-    return Evidence(
-        False, f"no {hardware} found, as {FOLDER} could not be read: {unread}", facts=(fact,)
-    )
+    failure = f"could not be read: {unread}"
+    reason = f"no {hardware} found, as {FOLDER} {failure}"
+    return Evidence(False, reason, facts=(Fact(FOLDER, failure),))
 
 
 def _unread(machine: Machine, vendor: int) -> str | None:
-    """Say what of the PCI functions could not be read, ``None`` if nothing of that vendor can be among it."""
+    """Return the unreadable files of PCI functions, or ``None`` if none may be of the vendor."""
     vendors = _by_vendor(machine)
     why = None if vendors else machine.unlisted(FOLDER)
     if why is None:
-        unread = [f"{address}/vendor" for address in vendors.get(None, ())]
-        own = [f"{address}/{file}" for address in vendors.get(vendor, ()) for file in _KIND]
-        unread += [file for file in own if machine.read(f"{FOLDER}/{file}") is None]
+        unknown = vendors.get(None, ())
+        own = vendors.get(vendor, ())
+        unread = [f"{address}/vendor" for address in unknown]
+        files = [f"{address}/{file}" for address in own for file in _KIND]
+        unread += [file for file in files if machine.read(f"{FOLDER}/{file}") is None]
         return ", ".join(unread) or None
     # A machine without a PCI bus has other buses.
     has_other_buses = machine.unlisted(_BUSES) is None and machine.names(_BUSES)
@@ -75,10 +77,11 @@ def _unread(machine: Machine, vendor: int) -> str | None:
 
 
 def _by_vendor(machine: Machine) -> dict[int | None, list[str]]:
-    """Return the addresses of the functions by vendor; ``None`` stands for those whose vendor could not be read."""
+    """Return the addresses of functions by vendor. The key ``None`` means an unreadable vendor."""
     vendors: dict[int | None, list[str]] | None = machine.memo.get("pci")
     if vendors is None:
-        vendors = machine.memo["pci"] = {}
+        vendors = {}
+        machine.memo["pci"] = vendors
         for address in machine.names(FOLDER):
             number = _number(machine.read(f"{FOLDER}/{address}/vendor"))
             vendors.setdefault(number, []).append(address)
@@ -87,28 +90,26 @@ def _by_vendor(machine: Machine) -> dict[int | None, list[str]]:
 
 def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None:
     folder = f"{FOLDER}/{address}"
-    device, code = (
-        _number(machine.read(f"{folder}/device")),
-        _number(machine.read(f"{folder}/class")),
-    )
+    device = _number(machine.read(f"{folder}/device"))
+    code = _number(machine.read(f"{folder}/class"))
     if device is None or code is None:
         return None
     node = (machine.read(f"{folder}/numa_node") or "").strip()
+    # The kernel writes -1 for an unknown node.
+    is_known = re.fullmatch(r"\d{1,4}", node)
     return PciFunction(
         address=address,
         vendor=vendor,
         device=device,
         kind=code >> 16,
         subsystem=_number(machine.read(f"{folder}/subsystem_device")),
-        numa_node=int(node)
-        if re.fullmatch(r"\d{1,4}", node)
-        else None,  # -1: unknown to the kernel
+        numa_node=int(node) if is_known else None,
         driver=machine.link(f"{folder}/driver"),
     )
 
 
 def _number(text: str | None) -> int | None:
-    """Parse a hexadecimal number such as ``0x10de``; ``None`` for anything else."""
+    """Return a hexadecimal number such as ``0x10de``, or ``None`` for another text."""
     try:
         return int((text or "").strip(), 16)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The base of platforms that PyTorch serves through ``torch.cuda``: CUDA itself, and ROCm, which goes by its name."""
+"""The base of platforms below ``torch.cuda``: CUDA and ROCm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opgraft.platform import DeviceMemory, Platform
 
 
 class TorchCudaPlatform(Platform):
-    """A GPU of ``torch.cuda``. Only methods that take a device index initialise it, so a process may fork before."""
+    """A GPU of ``torch.cuda``. A process may fork before the first method with a device index."""
 
     @property
     def device_type(self) -> str:
@@ -18,11 +18,12 @@ class TorchCudaPlatform(Platform):
 
     @abstractmethod
     def visible_devices(self) -> int:
-        """Count the devices that this process may use, as the probe finds them."""
+        """Return the number of devices for this process, as the probe finds them."""
 
     def device_count(self) -> int:
-        """Count by the probe until ``torch.cuda`` is in use: its own count may start the driver, and end forking."""
-        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
+        """Return the number of devices. Ask the probe until ``torch.cuda`` is in use."""
+        # torch.cuda may start the driver to count, and the process could fork no more.
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return torch.cuda.device_count() if in_use else self.visible_devices()
 
     def memory(self, index: int = 0) -> DeviceMemory:
@@ -33,7 +34,7 @@ class TorchCudaPlatform(Platform):
         torch.cuda.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the CPU and every GPU; PyTorch seeds a GPU that is not in use yet when it is."""
+        """Seed the CPU and every GPU. PyTorch seeds an idle GPU at the first use."""
         torch.manual_seed(seed)
 
     @property

@@ -1,4 +1,4 @@
-"""Environment variables that choose devices by number or by UUID; shared by the probes of GPUs."""
+"""Variables that choose devices by number or UUID; shared by the probes of GPUs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 
 def chosen(value: str, identities: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Return the positions that a list such as ``2,0`` or ``GPU-8932f937,GPU-1f5b`` names, in its order.
+    """Return the positions of the devices in a list such as ``2,0`` or ``GPU-8932f937,GPU-1f5b``.
 
-    ``identities`` holds the UUIDs of each device; its first characters will do. The first entry that names no device
-    ends the list ("-1" is the usual one), and a device that is named twice empties it.
-    The rules are those of the CUDA programming guide, "CUDA Environment Variables", and of ``torch.cuda``; ROCm's "GPU
-    isolation techniques" describes the same lists.
+    The first characters of a UUID are enough. An entry without a device, such as ``-1``, ends the
+    list. A list with one device twice is empty.
+
+    Source: "CUDA Environment Variables" in the CUDA programming guide, and ``torch.cuda``. ROCm's
+    "GPU isolation techniques" describes the same lists.
+
+    Args:
+        value: the value of a variable.
+        identities: the UUIDs of each device.
     """
     positions: list[int] = []
     for entry in value.lower().split(","):
@@ -30,9 +35,8 @@ def _position(entry: str, identities: Sequence[Sequence[str]]) -> int | None:
         return int(entry) if int(entry) < len(identities) else None
     if len(entry) <= len("gpu-"):
         return None
-    matches = [
-        at
-        for at, names in enumerate(identities)
-        if any(name.lower().startswith(entry) for name in names)
-    ]
+    matches = []
+    for position, names in enumerate(identities):
+        if any(name.lower().startswith(entry) for name in names):
+            matches.append(position)
     return matches[0] if len(matches) == 1 else None

@@ -88,7 +88,7 @@ class ParallelGroup:
         return self.communicator.gather(x, dst, dim)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send ``sent[r]`` rows of ``x`` to each rank, and return ``received[r]`` rows from each."""
+        """Send ``sent[r]`` rows of ``x`` to each rank, and return ``received[r]`` from each."""
         if self.communicator is None:
             return x
         _refuse_gradient("all_to_all", x)

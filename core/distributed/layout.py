@@ -27,8 +27,8 @@ KINDS = tuple(_SHARED)
 class ParallelLayout:
     """The numbers of ranks along each way to share a model.
 
-    ``rank = (data · pipelines + pipeline) · tensors + tensor``. Neighbours mostly have the fastest
-    connection, so they are shards of the same tensors.
+    ``rank = (data · pipelines + pipeline) · tensors + tensor``. Neighbours mostly have the
+    fastest connection, so they are shards of the same tensors.
 
     The ranks of a tensor group differ in the shard only, of a pipeline group in the stage only, and
     of a data group in the replica only. An expert group holds all ranks of one pipeline stage, in

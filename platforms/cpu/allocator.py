@@ -1,4 +1,4 @@
-"""Keeping freed memory in the process, so that large tensors are not paid for in page faults again and again."""
+"""Keep freed memory in the process, so that large tensors need no new pages from the system."""
 
 from __future__ import annotations
 
@@ -10,42 +10,47 @@ from opgraft.logger import logger
 _TOP_PAD = 64 << 20
 
 _OPTIONS = (
-    (-4, 0),  # M_MMAP_MAX: no block gets a mapping of its own, which would end with it
-    (-1, -1),  # M_TRIM_THRESHOLD: what is free at the end of the heap is never given back
-    (-2, _TOP_PAD),  # M_TOP_PAD: the heap grows by this much more than was asked for
-    (
-        -8,
-        1,
-    ),  # M_ARENA_MAX: threads share that heap; in one of their own no block of 64 MiB fits, and each gets a mapping
+    # M_MMAP_MAX: no block gets a mapping of its own. The mapping would end with the block.
+    (-4, 0),
+    # M_TRIM_THRESHOLD: the free end of the heap never goes back to the system.
+    (-1, -1),
+    # M_TOP_PAD: the heap grows by more than was asked for.
+    (-2, _TOP_PAD),
+    # M_ARENA_MAX: threads share this heap. A heap of a thread has no room for 64 MiB.
+    (-8, 1),
 )
-"""The parameters of mallopt(3), by their numbers in glibc's malloc.h, and their values."""
+"""The parameters of mallopt(3) by number in glibc's malloc.h, with values."""
 
 
 def keep_memory() -> str | None:
-    """Have glibc keep the memory that is freed, for the rest of this process; what prevents it, or ``None``.
+    """Have glibc keep freed memory for the rest of this process.
 
-    By default a block of more than 32 MiB, and the end of a heap that has shrunk, go back to the system when they are
-    freed, and come again page by page, each cleared on first touch. Kept, they are used again as they are, once glibc
-    has some ten blocks of a size. Calling it again changes nothing.
+    By default, freed blocks of more than 32 MiB and the free end of the heap go back to the system.
+    A new block then comes page by page, and the system clears each page. Kept memory is used again
+    without that, once glibc has about ten blocks of a size. A second call changes nothing.
 
-    It holds for the main thread and those that allocate after it only: others keep the heap that they have, and leave
-    it to a later thread when they end.
+    Only the main thread, and threads with a first allocation after the call, use the kept heap.
+    Other threads keep their heaps, and leave them to later threads.
+
+    Returns:
+        The reason if glibc cannot keep memory, else ``None``.
     """
     if not _c_library().startswith("glibc"):
         return "the C library is not glibc"
-    refused = [option for option, value in _OPTIONS if not ctypes.CDLL(None).mallopt(option, value)]
+    mallopt = ctypes.CDLL(None).mallopt
+    refused = [option for option, value in _OPTIONS if not mallopt(option, value)]
     return f"mallopt refuses option {refused[0]}" if refused else None
 
 
 def keep_memory_or_warn() -> None:
-    """Call ``keep_memory``, which a setting has asked for; what prevents it goes to the log."""
+    """Call ``keep_memory`` for the setting ``cpu_keep_memory``, and log a failure."""
     obstacle = keep_memory()
     if obstacle:
         logger.warning("cpu_keep_memory has no effect: %s", obstacle)
 
 
 def _c_library() -> str:
-    """Return the name and version of the C library where it tells them, else nothing."""
+    """Return the name and version of the C library, or an empty text."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Distributions with kernels for CPUs beyond those that PyTorch brings."""
+"""Distributions with more kernels for CPUs."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
         }
     ),
 }
-"""Distribution to the names of the ops that it serves."""
+"""Distribution → names of the ops with a kernel."""

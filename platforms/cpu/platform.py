@@ -46,11 +46,13 @@ class CpuPlatform(Platform):
 
     @cached_property
     def _capability(self) -> DeviceCapability:
-        """Read ``/proc/cpuinfo`` once: it stays as it is, and is asked for with each kernel and shape."""
+        # Cached, because each kernel and shape asks and the file does not change.
         devices = probe(Machine()).devices
-        name, features = (devices[0].name, devices[0].capability) if devices else ("CPU", None)
+        name = devices[0].name if devices else "CPU"
+        words = (devices[0].capability or "") if devices else ""
+        features = tuple(words.split())
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-        return DeviceCapability(name, dtypes, torch.float8_e4m3fn, tuple((features or "").split()))
+        return DeviceCapability(name, dtypes, torch.float8_e4m3fn, features)
 
     def memory(self, index: int = 0) -> DeviceMemory:
         return DeviceMemory(*host_memory())

@@ -1,8 +1,8 @@
 """Chips by PCI device id or device-tree name.
 
-NVIDIA numbers the devices of a chip in one block. The blocks are those that the PCI ID database
-(https://pci-ids.ucw.cz, vendor 10de) and the table of NVIDIA/open-gpu-kernel-modules (README.md, "Compatible GPUs")
-show; the compute capability of a chip is that of https://developer.nvidia.com/cuda-gpus.
+NVIDIA numbers the devices of a chip in one block. Sources of the blocks: the PCI ID database
+(https://pci-ids.ucw.cz, vendor 10de) and the table of NVIDIA/open-gpu-kernel-modules (README.md,
+"Compatible GPUs"). Source of the compute capabilities: https://developer.nvidia.com/cuda-gpus.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TEGRA = {
     "tegra234": "sm_87",
     "tegra264": "sm_110",
 }
-"""Compute capability of the systems on a chip that carry a GPU without a PCI address (Jetson)."""
+"""System on a chip with a GPU without a PCI address (Jetson) → compute capability."""
 
 
 def chip(device: int) -> tuple[str, str | None]:
-    """Name and compute capability for a PCI device id; the name says no more than the id does."""
+    """Return name and compute capability for a PCI device id."""
     for first, last, architecture, capability in BLOCKS:
         if first <= device <= last:
             return f"NVIDIA {architecture} GPU (10de:{device:04x})", capability

@@ -1,4 +1,4 @@
-"""Figures of NVIDIA's devices for data centres, as the data sheets have them: dense, without sparsity."""
+"""Figures of NVIDIA's devices for data centres, from data sheets: dense, without sparsity."""
 
 from opgraft.machine.device_figures import DeviceFigures
 
@@ -12,7 +12,8 @@ DEVICES = (
         flops={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
         link=300e9,
         network=25e9,
-        source="A100 SXM data sheet (NVLink 600 GB/s both ways together); DGX A100 for the network, 200 Gb/s each",
+        source="A100 SXM data sheet (NVLink 600 GB/s both ways together); "
+        "DGX A100 for the network, 200 Gb/s each",
     ),
     DeviceFigures(
         "h100",
@@ -21,7 +22,8 @@ DEVICES = (
         flops=_HOPPER,
         link=450e9,
         network=50e9,
-        source="H100 SXM data sheet (NVLink 900 GB/s both ways together); DGX H100 for the network, 400 Gb/s each",
+        source="H100 SXM data sheet (NVLink 900 GB/s both ways together); "
+        "DGX H100 for the network, 400 Gb/s each",
     ),
     DeviceFigures(
         "h200",
@@ -30,6 +32,7 @@ DEVICES = (
         flops=_HOPPER,
         link=450e9,
         network=50e9,
-        source="H200 SXM data sheet, of 141 GB of which programs see 140 GiB; DGX H200 for the network, 400 Gb/s each",
+        source="H200 SXM data sheet, of 141 GB of which programs see 140 GiB; "
+        "DGX H200 for the network, 400 Gb/s each",
     ),
 )

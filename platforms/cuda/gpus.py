@@ -1,7 +1,8 @@
 """NVIDIA GPUs by the files of PCI and of NVIDIA's driver.
 
-The files of the driver are described by kernel-open/nvidia/nv-procfs.c of NVIDIA/open-gpu-kernel-modules, the folder
-``capabilities`` by the chapter "Device Nodes and Capabilities" of NVIDIA's MIG user guide.
+Sources: kernel-open/nvidia/nv-procfs.c of NVIDIA/open-gpu-kernel-modules for the files of the
+driver, and the chapter "Device Nodes and Capabilities" of NVIDIA's MIG user guide for the folder
+``capabilities``.
 """
 
 from __future__ import annotations
@@ -25,55 +26,51 @@ MIG = " MIG device"
 
 _NO_DRIVER = Obstacle(
     "NVIDIA's driver is not loaded",
-    "install it (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide) and check with nvidia-smi",
+    "install it (https://docs.nvidia.com/datacenter/tesla/driver-installation-guide) and check "
+    "with nvidia-smi",
 )
 
 
 def driver_version(machine: Machine) -> str | None:
-    """Return a version such as 550.54.15, "" where the driver does not say, ``None`` where it is not loaded."""
+    """Return a version such as 550.54.15, "" for an unknown one, or ``None`` without a driver."""
     text = machine.read(f"{DRIVER}/version")
     if text is None:
         return None
-    found = re.search(
-        r"Kernel Module[^\d\n]{0,20}(?:x86_64|aarch64)?[ ]{0,4}(\d[\d.]{2,20})", text[:1000]
-    )
+    pattern = r"Kernel Module[^\d\n]{0,20}(?:x86_64|aarch64)?[ ]{0,4}(\d[\d.]{2,20})"
+    found = re.search(pattern, text[:1000])
     return found.group(1) if found else ""
 
 
 def gpus(machine: Machine) -> list[FoundDevice]:
-    """List the GPUs of the machine, in the order of their addresses."""
+    """Return the GPUs of the machine in the order of addresses."""
     version = driver_version(machine)
     if machine.names(FOLDER):
-        functions = [
-            function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY
-        ]
-        return [_gpu(machine, version, function.address, function) for function in functions]
-    # A sandbox without /sys: the driver's own files cannot be cross-checked, but there is nothing else to go by.
+        functions = pci_functions(machine, VENDOR)
+        displays = [function for function in functions if function.kind == DISPLAY]
+        return [_gpu(machine, version, function.address, function) for function in displays]
+    # A sandbox without /sys has the driver's files only. Nothing confirms them.
     if version is None:
         return list(_nodes_alone(machine))
     return [_gpu(machine, version, address, None) for address in machine.names(f"{DRIVER}/gpus")]
 
 
 def partitions(machine: Machine, gpu: FoundDevice) -> list[FoundDevice]:
-    """Return the MIG devices of a GPU, or the GPU itself where it has none. No file tells how much memory each has."""
+    """Return the MIG devices of a GPU, or the GPU itself. No file tells the memory of a part."""
     minor = _minor(_information(machine, gpu.device.pci_address or ""))
+    if minor is None:
+        return [gpu]
     folder = f"{DRIVER}/capabilities/gpu{minor}/mig"
-    pairs = [
-        (instance, part)
-        for instance in (_numbered(machine, folder, "gi") if minor is not None else ())
-        for part in _numbered(machine, f"{folder}/gi{instance}", "ci")
-    ]
     device = replace(gpu.device, name=f"{gpu.device.name}{MIG}", memory=None)
-    return [
-        replace(
-            gpu, device=device, identities=tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities)
-        )
-        for gi, ci in pairs
-    ] or [gpu]
+    parts = []
+    for gi in _numbered(machine, folder, "gi"):
+        for ci in _numbered(machine, f"{folder}/gi{gi}", "ci"):
+            names = tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities)
+            parts.append(replace(gpu, device=device, identities=names))
+    return parts or [gpu]
 
 
 def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
-    """Return the numbers of the entries that are called ``prefix`` and a number."""
+    """Return the numbers of the entries with the name ``prefix`` and a number."""
     matches = (re.fullmatch(rf"{prefix}(\d{{1,4}})", name) for name in machine.names(folder))
     return sorted(int(match.group(1)) for match in matches if match)
 
@@ -85,18 +82,22 @@ def _gpu(
     name, capability = chip(function.device) if function else ("NVIDIA GPU", None)
     uuid = information.get("GPU UUID", "")
     driver = f"nvidia {version}".strip() if version is not None else None
+    if function and _has_other_driver(function):
+        driver = function.driver
     device = Device(
         name=information.get("Model") or name,
         capability=capability,
         pci_address=address,
         numa_node=function.numa_node if function else None,
-        driver=driver
-        if function is None or function.driver in (None, "nvidia")
-        else function.driver,
+        driver=driver,
     )
-    return FoundDevice(
-        device, (uuid,) if uuid else (), _obstacle_of_gpu(machine, version, function, information)
-    )
+    identities = (uuid,) if uuid else ()
+    obstacle = _obstacle_of_gpu(machine, version, function, information)
+    return FoundDevice(device, identities, obstacle)
+
+
+def _has_other_driver(function: PciFunction) -> bool:
+    return function.driver not in (None, "nvidia")
 
 
 def _obstacle_of_gpu(
@@ -105,7 +106,7 @@ def _obstacle_of_gpu(
     function: PciFunction | None,
     information: Mapping[str, str],
 ) -> Obstacle | None:
-    if function and function.driver not in (None, "nvidia"):
+    if function and _has_other_driver(function):
         missing = f"{function.address} is bound to the driver {function.driver}"
         return Obstacle(f"{missing}, not to NVIDIA's", _NO_DRIVER.remedy)
     if version is None:
@@ -122,21 +123,19 @@ def _obstacle_of_gpu(
 
 
 def node_obstacle(machine: Machine, nodes: tuple[str, ...]) -> Obstacle | None:
-    """Name the first of the device nodes that is missing or may not be opened."""
+    """Return the obstacle of the first device node that is missing or closed to this user."""
     for node in nodes:
         if not machine.exists(node):
             return _no_node(f"there is no device node {node}")
         if not machine.may_open(node):
-            remedy = (
-                f"join the group that may (ls -l {node}; often video or render), then log in again"
-            )
-            return Obstacle(f"this user may not open {node}", remedy)
+            group = f"join the group that may (ls -l {node}; often video or render)"
+            return Obstacle(f"this user may not open {node}", f"{group}, then log in again")
     return None
 
 
 def _no_node(missing: str) -> Obstacle:
-    remedy = "in a container: start it with the GPU (docker run --gpus all); elsewhere: run nvidia-smi once as root"
-    return Obstacle(missing, remedy)
+    in_container = "in a container: start it with the GPU (docker run --gpus all)"
+    return Obstacle(missing, f"{in_container}; elsewhere: run nvidia-smi once as root")
 
 
 def _nodes_alone(machine: Machine) -> Iterator[FoundDevice]:
@@ -144,15 +143,17 @@ def _nodes_alone(machine: Machine) -> Iterator[FoundDevice]:
         return
     for name in machine.names("/dev"):
         if re.fullmatch(r"nvidia\d{1,4}", name):
-            yield FoundDevice(
-                Device("NVIDIA GPU"), obstacle=node_obstacle(machine, (f"/dev/{name}", CONTROL))
-            )
+            obstacle = node_obstacle(machine, (f"/dev/{name}", CONTROL))
+            yield FoundDevice(Device("NVIDIA GPU"), obstacle=obstacle)
 
 
 def _information(machine: Machine, address: str) -> dict[str, str]:
-    """Read the lines of ``information``, such as ``Device Minor: <tab> 0``; none where the driver lacks the GPU."""
-    lines = (machine.read(f"{DRIVER}/gpus/{address}/information") or "")[:4000].splitlines()
-    pairs = (line.partition(":") for line in lines)
+    """Return the lines of ``information``, such as ``Device Minor: <tab> 0``.
+
+    They are missing if the driver lacks the GPU.
+    """
+    text = machine.read(f"{DRIVER}/gpus/{address}/information") or ""
+    pairs = [line.partition(":") for line in text[:4000].splitlines()]
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 

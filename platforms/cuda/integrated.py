@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that have no PCI address here: in a Jetson, and under the Windows Subsystem for Linux."""
+"""NVIDIA GPUs without a PCI address: in a Jetson, and under the Windows Subsystem for Linux."""
 
 from __future__ import annotations
 
@@ -18,43 +18,52 @@ _JETSON_NODES = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")
 
 
 def jetson(machine: Machine) -> list[FoundDevice]:
-    """Find the GPU of a Jetson, whose release begins ``# R36 (release), REVISION: 4.3, …``; memory is the machine's."""
-    release = re.match(
-        r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or ""
-    )
-    # Such as nvidia,tegra234.
-    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split("\0")
-    chips = [name.partition(",")[2] for name in compatible if name.startswith("nvidia,tegra")]
+    """Find the GPU of a Jetson. The GPU uses the memory of the machine."""
+    # The file begins "# R36 (release), REVISION: 4.3, …".
+    pattern = r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})"
+    release = re.match(pattern, machine.read(RELEASE) or "")
+    chips = _chips(machine)
     if not release and not chips:
         return []
-    memory = re.search(
-        r"^MemTotal:\s{0,20}(\d{1,15}) kB$",
-        (machine.read("/proc/meminfo") or "")[:1000],
-        re.MULTILINE,
-    )
+    model = machine.read(f"{DEVICE_TREE}/model") or ""
+    known = [TEGRA[chip] for chip in chips if chip in TEGRA]
     device = Device(
-        name=(machine.read(f"{DEVICE_TREE}/model") or "")[:100].rstrip("\0\n") or "NVIDIA Jetson",
-        capability=next((TEGRA[chip] for chip in chips if chip in TEGRA), None),
-        memory=int(memory.group(1)) * 1024 if memory else None,
+        name=model[:100].rstrip("\0\n") or "NVIDIA Jetson",
+        capability=known[0] if known else None,
+        memory=_memory(machine),
         driver=f"L4T {release.group(1)}.{release.group(2)}" if release else None,
     )
-    present = [node for node in _JETSON_NODES if machine.exists(node)]
-    missing = Obstacle(
+    return [FoundDevice(device, obstacle=_obstacle_of_jetson(machine))]
+
+
+def _chips(machine: Machine) -> list[str]:
+    """Return the chips in the device tree, such as ``tegra234`` for ``nvidia,tegra234``."""
+    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000]
+    vendor = "nvidia,"
+    names = compatible.split("\0")
+    return [name.removeprefix(vendor) for name in names if name.startswith(f"{vendor}tegra")]
+
+
+def _memory(machine: Machine) -> int | None:
+    text = (machine.read("/proc/meminfo") or "")[:1000]
+    memory = re.search(r"^MemTotal:\s{0,20}(\d{1,15}) kB$", text, re.MULTILINE)
+    return int(memory.group(1)) * 1024 if memory else None
+
+
+def _obstacle_of_jetson(machine: Machine) -> Obstacle | None:
+    # Releases of the driver have different nodes. One is enough.
+    for node in _JETSON_NODES:
+        if machine.exists(node):
+            return node_obstacle(machine, (node,))
+    return Obstacle(
         f"there is none of the device nodes {', '.join(_JETSON_NODES)}",
         "in a container: start it with the GPU (docker run --runtime nvidia)",
     )
-    return [
-        FoundDevice(
-            device, obstacle=node_obstacle(machine, tuple(present[:1])) if present else missing
-        )
-    ]
 
 
 def under_wsl(machine: Machine) -> list[FoundDevice]:
-    """Find a GPU of the Windows host. The node alone may be any vendor's; NVIDIA's driver mounts its libcuda beside it.
-
-    No file tells how many there are, nor which.
-    """
+    """Find a GPU of the Windows host. No file tells the number or the models of the GPUs."""
+    # The node alone may be of any vendor. NVIDIA's driver mounts libcuda, too.
     if not machine.exists(WSL_NODE) or not machine.exists(WSL_LIBRARY):
         return []
     device = Device("NVIDIA GPU of the Windows host", driver="dxgkrnl")

@@ -1,7 +1,7 @@
-"""Detail that no file has, from NVIDIA's management library where its Python package is installed.
+"""Details from NVIDIA's management library, if the Python package of the library is installed.
 
-The library creates no CUDA context. It is asked in a child process with a time limit all the same: a driver in trouble
-makes it hang.
+No file has these details. The library creates no CUDA context. A driver in trouble makes the
+library hang, so a child process with a time limit asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from opgraft.machine.evidence import Device, Fact
 from opgraft.machine.machine import Machine
 
 PACKAGE = "nvidia-ml-py"
-TIME_LIMIT = 3.0  # seconds
+TIME_LIMIT = 3.0
+"""Seconds."""
 
 _CHILD = """
 import pynvml
@@ -28,7 +29,7 @@ for index in range(pynvml.nvmlDeviceGetCount()):
     level = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-    except pynvml.NVMLError:  # a GPU that shares the memory of the machine has no answer
+    except pynvml.NVMLError:  # a GPU without memory of its own has no answer
         memory = None
     rows.append([address, text(pynvml.nvmlDeviceGetName(handle)), "sm_%d%d" % tuple(level), memory])
 with open(reply_to, "w") as reply:
@@ -37,9 +38,9 @@ with open(reply_to, "w") as reply:
 
 
 def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], tuple[Fact, ...]]:
-    """Return the devices with what the library adds to the files, and a fact that says what came of asking it.
+    """Return the devices with details, and a fact about the library.
 
-    Only the live machine is asked, and only where its package is installed.
+    A recorded machine has no library, and gets no fact.
     """
     if machine.root != Path("/") or machine.version_of(PACKAGE) is None:
         return devices, ()
@@ -47,32 +48,31 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
         rows = _ask()
     except (ChildError, ValueError, TypeError) as error:
         return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
-    by_address = {device.pci_address: device for device in rows}
-    # Under WSL the library alone tells them apart.
+    answered = (Fact(PACKAGE, "answered"),)
+    # Under WSL the files show one device without an address. The library alone tells GPUs apart.
     if devices and not any(device.pci_address for device in devices):
-        return [replace(row, driver=devices[0].driver) for row in rows] or devices, (
-            Fact(PACKAGE, "answered"),
-        )
-    return [_merged(device, by_address.get(device.pci_address)) for device in devices], (
-        Fact(PACKAGE, "answered"),
-    )
+        driver = devices[0].driver
+        return [replace(row, driver=driver) for row in rows] or devices, answered
+    by_address = {row.pci_address: row for row in rows}
+    return [_merged(device, by_address.get(device.pci_address)) for device in devices], answered
 
 
 def _ask() -> list[Device]:
-    return [
-        Device(str(name), str(capability), memory and int(memory), _sysfs_address(str(address)))
-        for address, name, capability, memory in ask_child(_CHILD, time_limit=TIME_LIMIT)
-    ]
+    rows = []
+    for address, name, capability, memory in ask_child(_CHILD, time_limit=TIME_LIMIT):
+        size = memory and int(memory)
+        rows.append(Device(str(name), str(capability), size, _sysfs_address(str(address))))
+    return rows
 
 
 def _sysfs_address(address: str) -> str:
-    """Shorten the domain, which NVML writes with eight digits and /sys with four."""
+    """Return an address of NVML in the form of /sys: four digits of the domain, not eight."""
     domain, _, rest = address.partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def _merged(device: Device, detail: Device | None) -> Device:
-    """Merge; files come first, and the library fills what they leave open."""
+    """Return a device with details for everything that the files leave open."""
     if detail is None:
         return device
     return replace(

@@ -24,14 +24,17 @@ class CudaPlatform(TorchCudaPlatform):
         return visible_count(probe(Machine()))
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        """List bfloat16 from compute capability 8.0 on, as arithmetic; fp8 from 8.9 on."""
+        """Return bfloat16 from compute capability 8.0 on, for arithmetic, and fp8 from 8.9 on."""
         level = torch.cuda.get_device_capability(index)
-        dtypes = (torch.float32, torch.float64, torch.float16)
+        major, minor = level
+        dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.float16)
+        if level >= (8, 0):
+            dtypes = (*dtypes, torch.bfloat16)
         return DeviceCapability(
             name=torch.cuda.get_device_name(index),
-            dtypes=(*dtypes, torch.bfloat16) if level >= (8, 0) else dtypes,
+            dtypes=dtypes,
             fp8_dtype=torch.float8_e4m3fn if level >= (8, 9) else None,
-            features=(f"sm_{level[0]}{level[1]}",),
+            features=(f"sm_{major}{minor}",),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Figures of AMD's devices for data centres, as the data sheets have them: dense, without sparsity."""
+"""Figures of AMD's devices for data centres, from data sheets: dense, without sparsity."""
 
 from opgraft.machine.device_figures import DeviceFigures
 
@@ -10,6 +10,7 @@ DEVICES = (
         flops={"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12},
         link=448e9,
         network=50e9,
-        source="Instinct MI300X data sheet (7 Infinity Fabric links of 128 GB/s both ways); 400 Gb/s of network",
+        source="Instinct MI300X data sheet (7 Infinity Fabric links of 128 GB/s both ways); "
+        "400 Gb/s of network",
     ),
 )

@@ -1,7 +1,8 @@
-"""AMD GPUs by the topology that the kernel's compute driver (KFD) publishes, and by PCI.
+"""AMD GPUs by the topology of the kernel's compute driver (KFD), and by PCI.
 
-The files are those of drivers/gpu/drm/amd/amdkfd/kfd_topology.c in Linux: lines of a key and a decimal number. Their
-``location_id`` is the PCI address, into which newer kernels mix the number of the partition.
+A file of the topology has lines of a key and a decimal number. ``location_id`` is the PCI address.
+Newer kernels mix the number of the partition into the address. Source:
+drivers/gpu/drm/amd/amdkfd/kfd_topology.c in Linux.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
 VENDOR = 0x1002
 NODES = "/sys/class/kfd/kfd/topology/nodes"
-_DISPLAY, _PROCESSING = 0x03, 0x12
-_FRAME_BUFFER = (1, 2)  # heap_type of memory on the device, visible to the host and not
+_DISPLAY = 0x03
+_PROCESSING = 0x12
+_FRAME_BUFFER = (1, 2)
+"""Values of ``heap_type`` for memory on the device: visible to the host, and not."""
 
 MODELS = {
     0x738C: "AMD Instinct MI100",
@@ -30,12 +33,15 @@ MODELS = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""Names by PCI device id (https://pci-ids.ucw.cz), for cards that do not tell their own."""
+"""PCI device id → name (https://pci-ids.ucw.cz), for cards without a name in a file."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node of the topology that is a GPU, or a partition of one; ``function`` is ``None`` where /sys has no PCI."""
+    """A GPU or a partition of a GPU in the topology.
+
+    ``function`` is ``None`` if /sys has no PCI.
+    """
 
     number: str
     properties: Mapping[str, int]
@@ -44,10 +50,14 @@ class Node:
 
     @property
     def target(self) -> str | None:
-        """The LLVM target: 90402 is gfx942 and 90010 gfx90a, two decimal digits each for minor version and stepping."""
+        """The LLVM target. 90402 is gfx942, and 90010 is gfx90a."""
         version = self.properties.get("gfx_target_version", 0)
-        major, minor, stepping = version // 10000, version // 100 % 100, version % 100
-        return f"gfx{major}{minor:x}{stepping:x}" if version else None
+        if not version:
+            return None
+        # Two decimal digits each for minor version and stepping.
+        rest, stepping = divmod(version, 100)
+        major, minor = divmod(rest, 100)
+        return f"gfx{major}{minor:x}{stepping:x}"
 
     @property
     def render_node(self) -> str:
@@ -60,66 +70,58 @@ class Node:
 
 
 def gpu_functions(machine: Machine) -> tuple[PciFunction, ...]:
-    """Return the PCI functions that are AMD GPUs."""
+    """Return the PCI functions of AMD GPUs."""
     return tuple(f for f in pci_functions(machine, VENDOR) if f.kind in (_DISPLAY, _PROCESSING))
 
 
 def gpu_nodes(machine: Machine) -> Iterator[Node]:
-    """Yield the GPUs of the topology; a container is refused the files of those that it was not given."""
+    """Yield the GPUs of the topology. A container can read the files of its own GPUs only."""
     functions = {function.address: function for function in gpu_functions(machine)}
-    for number in sorted(
-        (name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)), key=int
-    ):
+    numbers = [name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)]
+    for number in sorted(numbers, key=int):
         properties = _properties(machine.read(f"{NODES}/{number}/properties"))
+        # A CPU, or the device of another vendor with AMD's driver.
         if properties.get("vendor_id") != VENDOR or not properties.get("simd_count"):
-            continue  # a CPU; or the device of a vendor who took over AMD's driver
+            continue
         function = _function(properties, functions)
         if function or not machine.names(FOLDER):
             yield Node(number, properties, _memory(machine, number), function)
 
 
 def refused(machine: Machine) -> list[str]:
-    """Return the nodes whose files this process may not read."""
-    return [
-        number
-        for number in machine.names(NODES)
-        if machine.read(f"{NODES}/{number}/gpu_id") is None
-    ]
+    """Return the nodes with files that this process may not read."""
+    nodes = machine.names(NODES)
+    return [number for number in nodes if machine.read(f"{NODES}/{number}/gpu_id") is None]
 
 
 def model(machine: Machine, device: int, function: PciFunction | None) -> str:
-    """Return what the card calls itself, where it has a memory for that, else what its PCI id stands for."""
-    own = (machine.read(f"{function.folder}/product_name") or "")[:64].strip() if function else ""
-    return own or MODELS.get(device, f"AMD GPU (1002:{device:04x})")
+    """Return the name in the memory of the card, or else the name for the PCI id."""
+    own = machine.read(f"{function.folder}/product_name") if function else None
+    name = (own or "")[:64].strip()
+    return name or MODELS.get(device, f"AMD GPU (1002:{device:04x})")
 
 
 def _function(
     properties: Mapping[str, int], functions: Mapping[str, PciFunction]
 ) -> PciFunction | None:
+    domain = properties.get("domain", 0)
     location = properties.get("location_id", 0)
-    slot = (
-        f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-    )
-    # The number of a partition may stand where that of the function does.
+    bus = location >> 8 & 0xFF
+    slot = f"{domain:04x}:{bus:02x}:{location >> 3 & 0x1F:02x}"
+    # The number of a partition may stand in the place of the number of the function.
     return functions.get(f"{slot}.{location & 7}") or functions.get(f"{slot}.0")
 
 
 def _memory(machine: Machine, number: str) -> int | None:
     folder = f"{NODES}/{number}/mem_banks"
-    banks = [
-        _properties(machine.read(f"{folder}/{bank}/properties"))
-        for bank in machine.names(folder)[:64]
-    ]
-    return (
-        sum(
-            bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type") in _FRAME_BUFFER
-        )
-        or None
-    )
+    total = 0
+    for name in machine.names(folder)[:64]:
+        bank = _properties(machine.read(f"{folder}/{name}/properties"))
+        if bank.get("heap_type") in _FRAME_BUFFER:
+            total += bank.get("size_in_bytes", 0)
+    return total or None
 
 
 def _properties(text: str | None) -> dict[str, int]:
-    return {
-        key: int(value)
-        for key, value in re.findall(r"(?m)^(\w{1,40}) (\d{1,20})$", (text or "")[:8000])
-    }
+    lines = re.findall(r"(?m)^(\w{1,40}) (\d{1,20})$", (text or "")[:8000])
+    return {key: int(value) for key, value in lines}

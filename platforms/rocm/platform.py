@@ -1,4 +1,4 @@
-"""AMD GPUs as PyTorch sees them: under the device type and the functions of ``torch.cuda``."""
+"""AMD GPUs in PyTorch: the device type and the functions of ``torch.cuda``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opgraft.platforms.rocm.probe import UPPER_VARIABLES, probe, visible_count
 from opgraft.platforms.torch_cuda import TorchCudaPlatform
 
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-"""The fp8 format of the targets that have one; that of gfx942 has no negative zero."""
+"""Target → fp8 format. The format of gfx942 has no negative zero."""
 
 
 class RocmPlatform(TorchCudaPlatform):
@@ -27,7 +27,7 @@ class RocmPlatform(TorchCudaPlatform):
         return visible_count(probe(Machine()))
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        # Gfx942:sramecc+:xnack-.
+        # Such as gfx942:sramecc+:xnack-.
         target, *switches = torch.cuda.get_device_properties(index).gcnArchName.split(":")
         return DeviceCapability(
             name=torch.cuda.get_device_name(index),

@@ -1,4 +1,4 @@
-"""The TPU platform: Google's chips, through torch_xla or torch_tpu, whichever fits the installed torch."""
+"""The TPU platform: Google's chips through torch_xla or torch_tpu, by the installed torch."""
 
 from opgraft.platform import PlatformSpec
 from opgraft.platforms.tpu.probe import probe

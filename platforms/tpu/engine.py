@@ -1,4 +1,4 @@
-"""The parts of the engine on TPUs: its model runner and its attention, which keep to fixed shapes."""
+"""The model runner and the attention of the engine on TPUs, with fixed shapes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from torch import Tensor, nn
 HEADS = 2
 """The dimension of the heads in a cache."""
 PRIORITY = -1
-"""Below the default, which plugins with a kernel for attention have."""
+"""Below the default, so that a plugin with a kernel for attention comes first."""
 
 
 class TpuModelRunner(BucketedModelRunner):
-    """Computes steps by programs of XLA, which write to the cache in place."""
+    """Computes steps by programs of XLA. The programs write to the cache in place."""
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         super().__init__(opgraft_config, device)
         self.runtime = runtime_of_platform()
 
     def operators_of(self, cache: Tensor) -> CacheOperators:
-        place = (
-            self.runtime.placing(cache.dim(), self._divided_dim(cache)) if self._devices > 1 else ()
-        )
+        place: tuple[Any, ...] = ()
+        if self._devices > 1:
+            place = self.runtime.placing(cache.dim(), self._divided_dim(cache))
         return CacheOperators(self.runtime.donating(), place)
 
     def whole(self, dims: int) -> tuple[Any, ...]:
@@ -55,50 +55,54 @@ class TpuModelRunner(BucketedModelRunner):
         return HEADS if cache.shape[HEADS] % self._devices == 0 else None
 
     def load_model(self) -> None:
-        """Make the model and read its weights; over several devices, divide those that ranks would share."""
+        """Make the model and read the weights. Divide shared weights among several devices."""
         super().load_model()
-        for tensor, dim in divided_weights(self.model, self._devices) if self._devices > 1 else ():
-            self.runtime.shard(tensor, dim)
+        if self._devices > 1:
+            for tensor, dim in divided_weights(self.model, self._devices):
+                self.runtime.shard(tensor, dim)
 
     def compilations(self) -> int:
-        """Count what XLA compiled in this process; where the package does not tell, what the runner had compiled."""
+        """Return the number of programs that XLA, or else the runner, has compiled here."""
         try:
             return self.runtime.compilations()
+        # The package has no public count.
         except PlatformError:
             return super().compilations()
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
         super().allocate_cache(num_blocks, num_states)
-        for cache in self.tensors if self._devices > 1 else ():
-            self.runtime.shard(cache, self._divided_dim(cache))
-        # What fills it is a program, too, but none of a step.
+        if self._devices > 1:
+            for cache in self.tensors:
+                self.runtime.shard(cache, self._divided_dim(cache))
+        # A program fills the cache. It runs now, so that it is no part of the first step.
         self.runtime.synchronize(self.device.index or 0)
 
 
 class TpuWorker(Worker):
-    """Has one chip, or all that the process sees as one device."""
+    """Has one chip, or all visible chips as one device."""
 
     @classmethod
     def expect_split(cls, parallel: ParallelConfig) -> None:
-        """Refuse ranks that share a model: each would see its chip alone, and its sums would be of one rank.
+        """Check that no ranks share a model. Each rank would sum over its own chip only.
 
         Raises:
-            ConfigError: there are to be some.
+            ConfigError: several ranks share a model.
         """
         ranks = parallel.tensor * parallel.pipeline
         if ranks > 1 or parallel.expert > 1:
+            chips = max(ranks, parallel.expert)
             raise ConfigError(
-                f"parallel.tensor is {parallel.tensor}, parallel.pipeline {parallel.pipeline} and parallel.expert "
-                f"{parallel.expert}, and processes on TPUs share no model, as each sees its own chip alone: set them "
-                f"to 1, and parallel.devices_per_rank to {max(ranks, parallel.expert)}, by which one process shares "
-                "each layer among so many chips"
+                f"parallel.tensor is {parallel.tensor}, parallel.pipeline {parallel.pipeline} and "
+                f"parallel.expert {parallel.expert}, and processes on TPUs share no model, as each "
+                "sees its own chip alone: set them to 1, and parallel.devices_per_rank to "
+                f"{chips}, by which one process shares each layer among so many chips"
             )
 
     def claim_devices(self) -> None:
-        """Set the process up for its chips, before the runtime takes them.
+        """Choose the chips of this process, before the runtime takes them.
 
         Raises:
-            PlatformError: the package cannot do so.
+            PlatformError: the package cannot use several chips as one device.
         """
         runtime = runtime_of_platform()
         if self.opgraft_config.parallel.devices_per_rank > 1:
@@ -108,9 +112,9 @@ class TpuWorker(Worker):
 
 
 def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]]:
-    """Return the weights that tensor-parallel ranks would divide, each with the dimension along which.
+    """Yield the weights that tensor-parallel ranks would divide, each with the dimension.
 
-    Those whose size ``parts`` does not divide are left out: each device has the whole.
+    Each device has the whole weight if ``parts`` does not divide the size.
     """
     for layer in model.modules():
         if isinstance(layer, RowParallelLinear):
@@ -126,10 +130,10 @@ def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]
 
 
 def runtime_of_platform() -> Runtime:
-    """Return the runtime of the current platform, for TPUs.
+    """Return the runtime of the current platform.
 
     Raises:
-        PlatformError: the platform is another.
+        PlatformError: the current platform is not for TPUs.
     """
     platform = current_platform()
     if not isinstance(platform, RuntimeOwner):
@@ -144,7 +148,7 @@ def _is_tpu(platform: Platform) -> bool:
 
 
 def register() -> None:
-    """Declare the replacements; done again, nothing changes."""
+    """Declare the replacements. A second call changes nothing."""
     PluggableClass.register_oot(TpuModelRunner, name=ModelRunner, priority=PRIORITY, when=_is_tpu)
     PluggableClass.register_oot(TpuWorker, name=Worker, priority=PRIORITY, when=_is_tpu)
     CustomOp.register_oot(PaddedAttention, name=Attention, priority=PRIORITY, when=_is_tpu)

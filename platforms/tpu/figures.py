@@ -1,6 +1,6 @@
-"""Figures of Google's TPUs, as Cloud TPU's documentation has them by version.
+"""Figures of Google's TPUs, from Cloud TPU's documentation by version.
 
-All chips of a slice are linked; the figure of a link is that of all links of a chip together, in one direction.
+All chips of a slice are linked. ``link`` is the sum over all links of a chip in one direction.
 """
 
 from opgraft.machine.device_figures import DeviceFigures

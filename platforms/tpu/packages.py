@@ -1,4 +1,4 @@
-"""The two packages that give PyTorch a TPU device, and which of them fits the installed torch. Metadata only."""
+"""The two packages with a TPU device for PyTorch, and the choice by metadata."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class RuntimePackage:
 
     Attributes:
         name: the distribution.
-        series: the versions of it that this row describes, such as 2.9, all of its patch releases.
-        oldest, newest: the versions of torch that those were built for; as many parts count as are given.
-        device_type: the ``torch.device`` type that it adds.
-        compile_backend: the ``torch.compile`` backend that it adds.
-        distributed_backend: the ``torch.distributed`` backend that it adds.
-        runtime: dotted path ``package.module:Class`` of our ``Runtime``, imported once the platform is selected.
-        only_vfio: whether it sees chips below ``/dev/vfio`` only.
-        xla_clients: whether PJRT_DEVICE makes it use another device than a TPU.
+        series: the versions of the distribution, such as 2.9 for all patch releases of 2.9.
+        oldest, newest: the versions of torch for the series. Only the given parts count.
+        device_type: the ``torch.device`` type of the package.
+        compile_backend: the ``torch.compile`` backend of the package.
+        distributed_backend: the ``torch.distributed`` backend of the package.
+        runtime: dotted path ``package.module:Class`` of our ``Runtime``. It is imported after the
+            platform is selected.
+        only_vfio: the package sees chips below ``/dev/vfio`` only.
+        xla_clients: the package uses another device if PJRT_DEVICE names one.
     """
 
     name: str
@@ -40,23 +41,23 @@ class RuntimePackage:
 
     @property
     def torch(self) -> str:
-        """The versions of torch that it was built for, in words."""
-        return (
-            _text(self.oldest)
-            if self.oldest == self.newest
-            else f"{_text(self.oldest)} to {_text(self.newest)}"
-        )
+        """The versions of torch for the package, in words."""
+        if self.oldest == self.newest:
+            return _text(self.oldest)
+        return f"{_text(self.oldest)} to {_text(self.newest)}"
 
     def fits(self, torch: str | None) -> bool:
-        """Tell whether it was built for a version of torch."""
+        """Return True if the package was built for a version of torch."""
         release = _release(torch)
-        return (
-            bool(release) and self.oldest <= release and release[: len(self.newest)] <= self.newest
-        )
+        if not release:
+            return False
+        compared = release[: len(self.newest)]
+        return self.oldest <= release and compared <= self.newest
 
 
 PACKAGES = (
-    # torch_xla declares no requirement on torch but is bound to one ABI: 2.9 with torch 2.13 ends in undefined symbols
+    # torch_xla declares no requirement on torch, but has the ABI of one version: torch_xla 2.9 with
+    # torch 2.13 ends in undefined symbols.
     RuntimePackage(
         name="torch_xla",
         series=(2, 9),
@@ -85,7 +86,15 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The package that fits ``torch``, or ``None``; ``facts`` say why for each, and ``remedy`` what to install."""
+    """The choice of a package.
+
+    Attributes:
+        torch: the installed torch, in words.
+        package: the package for this torch, or ``None``.
+        version: of the package.
+        facts: a reason for or against each package.
+        remedy: the package to install, if none fits.
+    """
 
     torch: str
     package: RuntimePackage | None
@@ -95,40 +104,39 @@ class Choice:
 
 
 def choose(machine: Machine) -> Choice:
-    """Choose the first package of the table that is installed and fits the installed torch."""
+    """Choose the first installed package of the table that fits the installed torch."""
     build = machine.torch_build()
     torch = build.version if build else None
     installed = f"torch {torch}" if torch else "no torch"
     facts = [Fact("package torch", torch or "not installed")]
     for package in PACKAGES:
         version = machine.version_of(package.name)
-        if version is None:
-            facts.append(
-                Fact(f"package {package.name}", f"not installed (for torch {package.torch})")
-            )
-        elif _release(version)[: len(package.series)] != package.series:
-            facts.append(
-                Fact(
-                    f"package {package.name}",
-                    f"{version} is not known here, {_text(package.series)} is",
-                )
-            )
-        elif not package.fits(torch):
-            facts.append(
-                Fact(f"package {package.name}", f"{version} was built for torch {package.torch}")
-            )
-        else:
-            says = f"{version} fits: device {package.device_type}, compile backend {package.compile_backend}"
-            return Choice(
-                installed, package, version, (*facts, Fact(f"package {package.name}", says))
-            )
+        objection = _objection(package, version, torch)
+        source = f"package {package.name}"
+        if objection is None and version is not None:
+            device = f"device {package.device_type}"
+            fits = f"{version} fits: {device}, compile backend {package.compile_backend}"
+            return Choice(installed, package, version, (*facts, Fact(source, fits)))
+        facts.append(Fact(source, objection or ""))
     return Choice(installed, None, "", tuple(facts), _remedy(torch))
 
 
+def _objection(package: RuntimePackage, version: str | None, torch: str | None) -> str | None:
+    """Return the reason against an installed version of a package, or ``None``."""
+    if version is None:
+        return f"not installed (for torch {package.torch})"
+    if _release(version)[: len(package.series)] != package.series:
+        return f"{version} is not known here, {_text(package.series)} is"
+    if not package.fits(torch):
+        return f"{version} was built for torch {package.torch}"
+    return None
+
+
 def _remedy(torch: str | None) -> str:
-    fitting = [package for package in PACKAGES if package.fits(torch)]
-    if fitting:
-        return f"install {fitting[0].name} {_text(fitting[0].series)}, which is built for torch {fitting[0].torch}"
+    for package in PACKAGES:
+        if package.fits(torch):
+            name = f"{package.name} {_text(package.series)}"
+            return f"install {name}, which is built for torch {package.torch}"
     pairs = (
         f"torch {package.torch} with {package.name} {_text(package.series)}" for package in PACKAGES
     )
@@ -136,9 +144,11 @@ def _remedy(torch: str | None) -> str:
 
 
 def _release(version: str | None) -> Release:
-    """Return the numbers that a version begins with; none where it does not begin with any."""
+    """Return the numbers at the beginning of a version; empty without any."""
     found = re.match(r"\d{1,4}(\.\d{1,4}){0,3}", version or "", re.ASCII)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    if not found:
+        return ()
+    return tuple(int(part) for part in found[0].split("."))
 
 
 def _text(release: Release) -> str:

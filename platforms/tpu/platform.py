@@ -1,4 +1,4 @@
-"""TPUs as PyTorch sees them, through whichever of two packages fits the installed torch."""
+"""TPUs in PyTorch, through the one of two packages for the installed torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opgraft.platforms.tpu.runtime import Runtime, RuntimeOwner
 
 
 class TpuPlatform(Platform, RuntimeOwner):
-    """TPU chips, or XLA's CPU client where ``PJRT_DEVICE=CPU`` asks for it.
+    """TPU chips, or XLA's CPU client with ``PJRT_DEVICE=CPU``.
 
     Raises:
-        PlatformError: no package that gives PyTorch a TPU device fits the installed torch.
+        PlatformError: no package with a TPU device fits the installed torch.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,8 @@ class TpuPlatform(Platform, RuntimeOwner):
 
     @property
     def runs_cpu_kernels(self) -> bool:
-        return False  # told without the packages that know the device type
+        # The default would ask a runtime package for the device type.
+        return False
 
     @property
     def dispatch_chain(self) -> tuple[str, ...]:
@@ -52,18 +53,18 @@ class TpuPlatform(Platform, RuntimeOwner):
         return self.runtime.device_count()
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        """Name and generation from the probe; matrix units multiply bfloat16, float32 by several passes."""
+        """Return name and generation from the probe."""
+        # The matrix units multiply bfloat16, and float32 in several passes.
         dtypes = (torch.bfloat16, torch.float32)
         if self.runtime.on_cpu():
             return DeviceCapability("XLA on the CPU", (*dtypes, torch.float64, torch.float16))
         chips = probe(Machine()).devices
         if not chips:
             return DeviceCapability("Google TPU", dtypes)
-        # All of a host are alike; in some generations a chip is two devices.
+        # All chips of a host are alike. In some generations a chip is two devices.
         chip = chips[min(index, len(chips) - 1)]
-        return DeviceCapability(
-            chip.name, dtypes, features=(chip.capability,) if chip.capability else ()
-        )
+        features = (chip.capability,) if chip.capability else ()
+        return DeviceCapability(chip.name, dtypes, features=features)
 
     def memory(self, index: int = 0) -> DeviceMemory:
         return self.runtime.memory(index)
@@ -76,7 +77,7 @@ class TpuPlatform(Platform, RuntimeOwner):
         self.runtime.manual_seed(seed)
 
     def compilations(self) -> int:
-        """Count the programs that XLA has compiled in this process.
+        """Return the number of programs that XLA has compiled in this process.
 
         ``opgraft.models.bucketing.no_recompilation`` compares two counts.
 
@@ -94,7 +95,7 @@ class TpuPlatform(Platform, RuntimeOwner):
         return self.package.compile_backend
 
     def prepare(self, config: OpgraftConfig) -> None:
-        """Have engines construct the parts of theirs that are made for this platform."""
+        """Have engines construct the model runner, the worker and the attention for TPUs."""
         importlib.import_module("opgraft.platforms.tpu.engine").register()
 
     @property

@@ -1,8 +1,9 @@
-"""The probe for TPU chips, which reads their PCI functions and device nodes.
+"""The probe for TPU chips. It reads PCI functions and device nodes.
 
-Ids, memory and nodes: tpu_info/device.py of AI-Hypercomputer/cloud-accelerator-diagnostics, torch_xla 2.9
-(_internal/tpu.py) and torch_tpu 0.2.0 (_internal/utils/hardware.py). Google's other PCI functions, such as network
-cards, share the vendor's id, hence the table of device ids.
+Google's other PCI functions, such as network cards, share the vendor id. So a table of device ids
+is needed. Sources of ids, memory and nodes: tpu_info/device.py of
+AI-Hypercomputer/cloud-accelerator-diagnostics, torch_xla 2.9 (_internal/tpu.py) and torch_tpu 0.2.0
+(_internal/utils/hardware.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from dataclasses import dataclass
 
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
-from opgraft.platforms.obstacles import FoundDevice, Obstacle, counted, hide, usable, verdict
+from opgraft.platforms.obstacles import (
+    FoundDevice,
+    Obstacle,
+    counted_usable,
+    hide,
+    obstacle_facts,
+    usable,
+    verdict,
+)
 from opgraft.platforms.pci import PciFunction, absence, pci_functions
 from opgraft.platforms.tpu.packages import Choice, choose
 
@@ -24,16 +33,18 @@ CPU_CLIENT = "XLA's CPU client, for tests"
 
 @dataclass(frozen=True)
 class Generation:
-    """``memory`` is the GiB of a chip, from the pages cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e,tpu7x}."""
+    """A generation of chips. ``memory`` is the GiB of a chip.
+
+    Source: the pages cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e,tpu7x}.
+    """
 
     name: str
     memory: int
 
 
 GENERATIONS = {
-    (0x0027, 0x004E): Generation(
-        "v2", 16
-    ),  # v2 and v3 share a device id; the subsystem tells them apart
+    # v2 and v3 share a device id, and differ in the subsystem.
+    (0x0027, 0x004E): Generation("v2", 16),
     (0x0027, 0x004F): Generation("v3", 32),
     (0x005E, None): Generation("v4", 32),
     (0x0062, None): Generation("v5p", 95),
@@ -44,13 +55,13 @@ GENERATIONS = {
 
 
 def probe(machine: Machine) -> Evidence:
-    """Give evidence for TPUs.
+    """Return evidence for TPUs.
 
-    With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU client,
-    so that programs can be tested without a chip. Nobody else sets that variable. In an automatic
-    choice, the platform then comes before the CPU platform and after the platforms of GPUs.
+    With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU
+    client. So programs can be tested without a chip. In an automatic choice, the platform then
+    comes before the CPU platform and after the platforms of GPUs.
     """
-    functions = [function for function in pci_functions(machine, VENDOR) if _generation(function)]
+    functions = [each for each in pci_functions(machine, VENDOR) if _generation(each)]
     wants_cpu = machine.environ.get(SELECTOR, "").upper() == "CPU"
     if not functions and not wants_cpu:
         return _absence(machine)
@@ -77,7 +88,7 @@ def _absence(machine: Machine) -> Evidence:
 
 
 def _neither(machine: Machine, choice: Choice, facts: Sequence[Fact]) -> Evidence:
-    """Give evidence without a TPU and without the client for tests."""
+    """Return evidence without a TPU and without the client for tests."""
     missing = _absence(machine)
     asks = f"{SELECTOR}=CPU asks for {CPU_CLIENT}"
     lacks = f"no torch_xla fits {choice.torch}"
@@ -87,9 +98,8 @@ def _neither(machine: Machine, choice: Choice, facts: Sequence[Fact]) -> Evidenc
 
 
 def _generation(function: PciFunction) -> Generation | None:
-    return GENERATIONS.get((function.device, None)) or GENERATIONS.get(
-        (function.device, function.subsystem)
-    )
+    by_device = GENERATIONS.get((function.device, None))
+    return by_device or GENERATIONS.get((function.device, function.subsystem))
 
 
 def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> FoundDevice:
@@ -109,38 +119,47 @@ def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) 
 def _obstacle_of_chip(
     machine: Machine, function: PciFunction, index: int, only_vfio: bool
 ) -> Obstacle | None:
-    """Look at ``/dev/vfio/<iommu group>`` (chips from v5e on) and ``/dev/accel<index>`` (up to v4; old v5e images)."""
+    """Return the obstacle to a chip.
+
+    Chips from v5e on have the node ``/dev/vfio/<iommu group>``. Chips up to v4, and v5e with old
+    images, have ``/dev/accel<index>``.
+    """
     group = machine.link(f"{function.folder}/iommu_group")
-    nodes = [f"/dev/vfio/{group}"] if group else []
-    node = next((node for node in (*nodes, f"/dev/accel{index}") if machine.exists(node)), None)
-    if node is None:
-        if function.driver is None:
-            remedy = (
-                "use a TPU VM image, which binds vfio-pci (from v5e) or its own driver (up to v4)"
-            )
-            return Obstacle(f"{function.address} has no driver", remedy)
-        remedy = "in a container: hand in /dev/vfio (from v5e) or /dev/accel* (up to v4)"
-        return Obstacle(f"there is no device node for {function.address}", remedy)
+    vfio_nodes = [f"/dev/vfio/{group}"] if group else []
+    nodes = [node for node in (*vfio_nodes, f"/dev/accel{index}") if machine.exists(node)]
+    if not nodes:
+        return _without_node(function)
+    node = nodes[0]
     if not machine.may_open(node):
-        return Obstacle(
-            f"this user may not open {node}", f"grant read and write permission on {node}"
-        )
-    if only_vfio and node not in nodes:
-        return Obstacle(
-            "torch_tpu finds chips below /dev/vfio only", "use torch 2.9 with torch_xla 2.9"
-        )
+        grant = f"grant read and write permission on {node}"
+        return Obstacle(f"this user may not open {node}", grant)
+    if only_vfio and node not in vfio_nodes:
+        missing = "torch_tpu finds chips below /dev/vfio only"
+        return Obstacle(missing, "use torch 2.9 with torch_xla 2.9")
     return None
 
 
+def _without_node(function: PciFunction) -> Obstacle:
+    if function.driver is None:
+        image = "use a TPU VM image, which binds vfio-pci (from v5e) or its own driver (up to v4)"
+        return Obstacle(f"{function.address} has no driver", image)
+    in_container = "in a container: hand in /dev/vfio (from v5e) or /dev/accel* (up to v4)"
+    return Obstacle(f"there is no device node for {function.address}", in_container)
+
+
 def _visible(machine: Machine, count: int) -> tuple[int, ...]:
-    """Return the positions that the first of the variables leaves visible; empty or not set, all."""
+    """Return the positions that the first set variable leaves visible. Without one, return all."""
     variable = _visibility(machine)
-    chosen = {part.strip() for part in machine.environ[variable].split(",")} if variable else None
-    return tuple(index for index in range(count) if chosen is None or str(index) in chosen)
+    if variable is None:
+        return tuple(range(count))
+    chosen = {part.strip() for part in machine.environ[variable].split(",")}
+    return tuple(index for index in range(count) if str(index) in chosen)
 
 
 def _visibility(machine: Machine) -> str | None:
-    return next((name for name in VISIBILITY_VARIABLES if machine.environ.get(name)), None)
+    """Return the first variable with a value. An empty one counts as not set."""
+    names = [name for name in VISIBILITY_VARIABLES if machine.environ.get(name)]
+    return names[0] if names else None
 
 
 def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
@@ -156,15 +175,12 @@ def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
         return Obstacle(f"no runtime package fits {choice.torch}", choice.remedy)
     wanted = machine.environ.get(SELECTOR, "") if choice.package.xla_clients else ""
     if wanted and wanted.split("_")[0].upper() != "TPU":
-        return Obstacle(
-            f"{SELECTOR}={wanted} asks for another device", f"unset {SELECTOR}, or set it to TPU"
-        )
+        asks = f"{SELECTOR}={wanted} asks for another device"
+        return Obstacle(asks, f"unset {SELECTOR}, or set it to TPU")
     if machine.version_of("libtpu") is None and not machine.environ.get("TPU_LIBRARY_PATH"):
         name = f"{choice.package.name} {choice.version}"
-        return Obstacle(
-            f"{name} needs libtpu, which is not installed",
-            f"pip install the libtpu that {name} asks for",
-        )
+        missing = f"{name} needs libtpu, which is not installed"
+        return Obstacle(missing, f"pip install the libtpu that {name} asks for")
     return None
 
 
@@ -172,14 +188,14 @@ def _summary_of_chips(
     found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], choice: Choice
 ) -> str:
     name = f"TPU {found[0].device.capability}"
-    some = f"{len(within_reach)} of {len(found)} {name} chips within reach"
-    text = some if len(within_reach) < len(found) else counted(len(found), f"{name} chip")
-    return f"{text}, through {choice.package.name} {choice.version}" if choice.package else text
+    text = counted_usable(within_reach, found, f"{name} chip")
+    if choice.package is None:
+        return text
+    return f"{text}, through {choice.package.name} {choice.version}"
 
 
 def _facts(machine: Machine, found: Sequence[FoundDevice]) -> list[Fact]:
     names = (*VISIBILITY_VARIABLES, SELECTOR)
-    facts = [Fact(name, machine.environ[name]) for name in names if machine.environ.get(name)]
-    return facts + [
-        Fact(one.device.pci_address or "", one.obstacle.missing) for one in found if one.obstacle
-    ]
+    values = {name: machine.environ.get(name) for name in names}
+    facts = [Fact(name, value) for name, value in values.items() if value]
+    return facts + obstacle_facts(found)

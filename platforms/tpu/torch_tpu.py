@@ -1,12 +1,15 @@
-"""torch_tpu: PyTorch's device for out-of-tree backends under the name ``tpu``, reached through ``torch.accelerator``.
+"""torch_tpu: an out-of-tree backend of PyTorch with the name ``tpu``.
 
-Its own ``torch.tpu`` functions of the same names refuse to be called by others from torch 2.11 on.
+The calls go through ``torch.accelerator``. From torch 2.11 on, the functions of ``torch.tpu``
+refuse foreign callers.
 """
 
 from __future__ import annotations
 
 import torch
-import torch_tpu  # noqa: F401  # registers the device, where torch has not loaded it already
+
+# Registers the device, if torch has not loaded the package already.
+import torch_tpu  # noqa: F401
 from opgraft.errors import PlatformError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.tpu.runtime import Runtime
@@ -26,9 +29,10 @@ class TorchTpu(Runtime):
         torch.accelerator.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        """Do nothing: ``torch.manual_seed`` seeds registered devices too."""
+        """Do nothing: ``torch.manual_seed`` has seeded all registered devices."""
 
     def compilations(self) -> int:
         raise PlatformError(
-            "torch_tpu has no public count of compilations: count under torch_xla with PJRT_DEVICE=CPU"
+            "torch_tpu has no public count of compilations: count under torch_xla with "
+            "PJRT_DEVICE=CPU"
         )

@@ -1,4 +1,4 @@
-"""torch_xla: tensors of the device type ``xla`` record what is done to them and run it when it is needed."""
+"""torch_xla: tensors of the type ``xla`` record operations, and run them at the first read."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ class Xla(Runtime):
         return int(torch_xla.device_count())
 
     def memory(self, index: int) -> DeviceMemory:
-        if self.on_cpu():  # XLA's CPU client keeps no account of its memory
+        # XLA's CPU client keeps no account of its memory.
+        if self.on_cpu():
             page = os.sysconf("SC_PAGE_SIZE")
-            return DeviceMemory(
-                os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-            )
+            total = os.sysconf("SC_PHYS_PAGES") * page
+            return DeviceMemory(total, os.sysconf("SC_AVPHYS_PAGES") * page)
         info = xm.get_memory_info(torch_xla.device(index))
-        return DeviceMemory(info["bytes_limit"], info["bytes_limit"] - info["bytes_used"])
+        total = info["bytes_limit"]
+        return DeviceMemory(total, total - info["bytes_used"])
 
     def synchronize(self, index: int) -> None:
         torch_xla.sync(wait=True)
-        xm.wait_device_ops()  # of every device: it knows them by other names than torch does
+        # Of all devices, because torch_xla has other names for them here.
+        xm.wait_device_ops()
 
     def manual_seed(self, seed: int) -> None:
         for index in range(self.device_count()):
             torch_xla.manual_seed(seed, torch_xla.device(index))
 
     def compilations(self) -> int:
-        # (number of samples, their sum, the last of them).
+        # A tuple: number of samples, sum, last samples.
         data = metrics.metric_data("CompileTime")
         return int(data[0]) if data else 0
 
@@ -62,7 +64,7 @@ class Xla(Runtime):
 
 
 def _spmd() -> Any:
-    # Slow, and for several devices only.
+    # The import is slow, and needed for several devices only.
     return importlib.import_module("torch_xla.distributed.spmd")
 
 

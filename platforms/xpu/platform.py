@@ -10,7 +10,7 @@ from opgraft.platforms.xpu.probe import MASK
 
 
 class XpuPlatform(Platform):
-    """Discrete Intel GPUs through ``torch.xpu``; a tile of a data-centre GPU is a device of its own."""
+    """Discrete Intel GPUs through ``torch.xpu``. Each tile of a data-centre GPU is a device."""
 
     @property
     def name(self) -> str:
@@ -28,15 +28,20 @@ class XpuPlatform(Platform):
         return torch.xpu.device_count()
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        """List float64 and float16 only where the driver names them: Arc has no float64. No unit computes in fp8."""
+        """Return float64 and float16 if the driver names them. No unit computes in fp8."""
         properties = torch.xpu.get_device_properties(index)
         dtypes = [torch.float32, torch.bfloat16]
-        dtypes += [torch.float16] if properties.has_fp16 else []
-        dtypes += [torch.float64] if properties.has_fp64 else []
-        features = ("dpas",) if properties.has_subgroup_matrix_multiply_accumulate else ()
-        whole = torch.float64 in dtypes
-        name = properties.name
-        return DeviceCapability(name, tuple(dtypes), features=features, computes_float64=whole)
+        if properties.has_fp16:
+            dtypes.append(torch.float16)
+        # Arc has no float64.
+        if properties.has_fp64:
+            dtypes.append(torch.float64)
+        return DeviceCapability(
+            properties.name,
+            tuple(dtypes),
+            features=("dpas",) if properties.has_subgroup_matrix_multiply_accumulate else (),
+            computes_float64=torch.float64 in dtypes,
+        )
 
     def memory(self, index: int = 0) -> DeviceMemory:
         free, total = torch.xpu.mem_get_info(index)
@@ -46,7 +51,7 @@ class XpuPlatform(Platform):
         torch.xpu.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        # Which seeds all XPUs too, or lets them be seeded when they are first used.
+        # PyTorch seeds all XPUs too, an idle one at the first use.
         torch.manual_seed(seed)
 
     @property
@@ -63,7 +68,7 @@ class XpuPlatform(Platform):
 
     @property
     def graph_class(self) -> type[Any] | None:
-        """``torch.xpu.XPUGraph``, which torch has from 2.11 on."""
+        """``torch.xpu.XPUGraph``, from torch 2.11 on."""
         return vars(torch.xpu).get("XPUGraph")
 
     @property
