@@ -1,4 +1,4 @@
-"""Running part of a command in a child process, where a plugin that ends its process takes nothing else down."""
+"""Run part of a command in a child process, so that a plugin cannot take the command down."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
 from opgraft.registry.watching import LISTENERS, told_when_late
 
-TIME_LIMIT = (
-    60.0  # seconds; a plugin that compiles its kernels when it is first imported needs more
-)
-MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
-_LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
+TIME_LIMIT = 60.0
+"""Seconds. A plugin that compiles kernels at the first import needs more."""
 
-_BEFORE_THE_END = 0.9  # of the time limit: who is still at it by then is asked where
+MEMORY_SHARE = 2
+"""The memory of the host, divided by the limit of the child."""
+
+_LINGER = 10.0
+"""Seconds after the load of a plugin in which threads of the plugin may still do harm."""
+
+_BEFORE_THE_END = 0.9
+"""The part of the time limit after which Python writes the stack of running code."""
+
 _DUMP = re.compile(r"^(Fatal Python error: .*|Timeout \(\d+:\d+:\d+.*\)!)$", re.MULTILINE)
 _RAISED_AT_EXIT = re.compile(r"^Exception ignored (in|while calling) atexit callback", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^<"][^"]*)", line (\d+),? in', re.MULTILINE)
@@ -45,7 +50,7 @@ _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a child may take: ``seconds`` without a word, and ``memory`` in bytes."""
+    """The limits of a child: ``seconds`` without a word, and ``memory`` in bytes."""
 
     seconds: float = TIME_LIMIT
     memory: int = field(default_factory=lambda: memory_limit() // MEMORY_SHARE)
@@ -56,13 +61,15 @@ class ProcessOutcome:
     """The result of a function in a child process, or the finding about the end of the child.
 
     Attributes:
-        left_out: the findings about plugins that the result does without.
-        begun: whose code had begun, in that order.
-        end: how the child ended, in words.
-        guilty: whether that is a reason for quarantine.
-        late: whether it had to be ended, as it did not come back.
-        seconds: that it lived.
-        at_exit: the finding about code that ran after the result, while the child ended.
+        result: of the function.
+        crash: the finding about the end of the child, instead of a result.
+        left_out: findings about plugins that were left out.
+        begun: the providers of code that had begun, in this order.
+        end: the end of the child in words.
+        guilty: the end is a reason for quarantine.
+        late: the child did not come back, and was stopped.
+        seconds: the life time of the child.
+        at_exit: the finding about code that ran after the result.
     """
 
     result: Any = None
@@ -81,37 +88,39 @@ def examined(
 ) -> ProcessOutcome:
     """Call a function as ``isolated`` does, without the plugins that end the child.
 
-    A plugin that takes a child down alone as well is to blame, and is put into quarantine: the crash of
-    one plugin may come from a thread of another one.
+    A crash may come from a thread of another plugin. So a plugin goes into quarantine only if it
+    takes a child down alone, too.
     """
-    limits, left_out = limits or Limits(), list[Finding]()
+    limits = limits or Limits()
+    left_out: list[Finding] = []
     while True:
         without = [finding.provider.name for finding in left_out if finding.provider]
-        outcome = isolated(
-            module, function, *arguments, limits=limits, given=_going_without(without)
-        )
+        given = _going_without(without)
+        outcome = isolated(module, function, *arguments, limits=limits, given=given)
         crash = outcome.crash
         if crash is None or crash.provider is None or crash.provider.name in without:
             at_exit = outcome.at_exit
             if at_exit is not None:
-                at_exit = _attributed(at_exit, outcome, limits)
-                at_exit = _advised(at_exit)
+                at_exit = _advised(_attributed(at_exit, outcome, limits))
             if crash is not None:
                 crash = _advised(crash)
             return replace(outcome, crash=crash, left_out=tuple(left_out), at_exit=at_exit)
         found = _tried(outcome, crash, limits)
+        # A plugin in quarantine is left out of the next child anyway.
         if found.provider is None or against(found.provider) is None:
             left_out.append(found)
 
 
 def _tried(outcome: ProcessOutcome, crash: Finding, limits: Limits) -> Finding:
-    """Return the finding about the plugin that ended a child; in quarantine if that is certain."""
+    """Return the finding about the plugin that ended a child. Put a guilty one in quarantine."""
     if not outcome.guilty:
         return _advised(crash)
     if outcome.late:
         return _confined(crash)
     linger = str(min(_LINGER, outcome.seconds))
-    for provider in dict.fromkeys((crash.provider, *reversed(outcome.begun))):
+    # The plugin with the running code first, then earlier ones, the latest first.
+    suspects = dict.fromkeys((crash.provider, *reversed(outcome.begun)))
+    for provider in suspects:
         name = provider.name if provider else ""
         given = {"plugins": name}
         alone = isolated(__name__, "load_alone", linger, limits=limits, given=given)
@@ -122,15 +131,16 @@ def _tried(outcome: ProcessOutcome, crash: Finding, limits: Limits) -> Finding:
         message = f"{provider}, some time after it was loaded alone, {alone.end}"
         later = Finding(message, provider, exit_code=4)
         return _confined(later)
-    words = f"{crash.message}; it is not in quarantine, as neither it nor one before it does so when it is loaded alone"
-    return _advised(replace(crash, message=words))
+    alone_it_works = "neither it nor one before it does so when it is loaded alone"
+    message = f"{crash.message}; it is not in quarantine, as {alone_it_works}"
+    return _advised(replace(crash, message=message))
 
 
 def _attributed(at_exit: Finding, outcome: ProcessOutcome, limits: Limits) -> Finding:
-    """Return a finding about the end of a child with the plugin that is to blame, as far as that is certain.
+    """Return a finding about the end of a child with the guilty plugin, if the guilt is certain.
 
-    A destructor in C leaves no line of Python. The plugin is to blame if the end goes wrong after the
-    plugin alone was loaded, and well after no plugin was.
+    A destructor in C leaves no line of Python. A plugin is guilty if a child with the plugin alone
+    ends badly, and a child without plugins ends well.
     """
     if at_exit.provider is not None or _ending_without(limits, "") is not None:
         return at_exit
@@ -142,7 +152,7 @@ def _attributed(at_exit: Finding, outcome: ProcessOutcome, limits: Limits) -> Fi
 
 
 def _ending_without(limits: Limits, plugin: str) -> Finding | None:
-    """Return the finding about the end of a child that loads no other plugin than this one."""
+    """Return the finding about the end of a child with this plugin alone, or without plugins."""
     given = {"plugins": plugin}
     return isolated(__name__, "load_alone", "0", limits=limits, given=given).at_exit
 
@@ -154,9 +164,8 @@ def _confined(crash: Finding) -> Finding:
 
 def _advised(crash: Finding) -> Finding:
     name = crash.provider.name if crash.provider else "<name>"
-    return replace(
-        crash, message=f"{crash.message}. {PLUGINS_DISABLE}={name} goes without a plugin."
-    )
+    advice = f"{PLUGINS_DISABLE}={name} goes without a plugin."
+    return replace(crash, message=f"{crash.message}. {advice}")
 
 
 def _going_without(names: Sequence[str]) -> dict[str, str]:
@@ -181,9 +190,15 @@ def isolated(
     heard: Callable[[Any], None] | None = None,
     given: Mapping[str, str] | None = None,
 ) -> ProcessOutcome:
-    """Call a function that returns plain data in a child process, under this process's settings.
+    """Call a function in a child process, under the settings of this process.
 
-    ``heard`` is called with what the function hands to ``tell`` meanwhile. ``given`` settings stand above the others.
+    Args:
+        module: of the function.
+        function: returns plain data.
+        *arguments: of the function.
+        limits: of the child.
+        heard: called with the data that the function hands to ``tell``.
+        given: settings above all others.
     """
     limits = limits or Limits()
     above = {}
@@ -200,7 +215,8 @@ def isolated(
         "seconds": limits.seconds,
     }
     data = {**call, "given": above, "file": file}
-    began, lines = time.monotonic(), _Lines(heard, limits.seconds)
+    began = time.monotonic()
+    lines = _Lines(heard, limits.seconds)
     try:
         with lines:
             ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
@@ -215,40 +231,35 @@ def _outcome(
     ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds: float
 ) -> ProcessOutcome:
     """Return the result of a child, or the finding about its end."""
-    last, end = _last_line(ended.reply), _end_in_words(ended, limits)
+    last = _last_line(ended.reply)
+    end = _end_in_words(ended, limits)
     late = ended.status is None and not ended.memory
+    outcome = ProcessOutcome(begun=begun, end=end, late=late, seconds=seconds)
     if "result" in last:
-        at_exit = _at_exit(ended, end)
-        return ProcessOutcome(
-            last["result"], begun=begun, end=end, late=late, seconds=seconds, at_exit=at_exit
-        )
+        return replace(outcome, result=last["result"], at_exit=_at_exit(ended, end))
 
     provider = Provider(**last["provider"]) if last.get("provider") else None
     place = _place(ended.output, provider) if provider else None
     what = last.get("what", "loading the plugins")
     crash = Finding(f"{what} {end}", provider, place, exit_code=4)
-    return ProcessOutcome(
-        crash=crash, begun=begun, end=end, guilty=ended.died, late=late, seconds=seconds
-    )
+    return replace(outcome, crash=crash, guilty=ended.died)
 
 
 def _at_exit(ended: Ended, end: str) -> Finding | None:
-    """Return a finding about a child that ended badly after its answer, as each command with its plugins does."""
+    """Return a finding if a child ended badly after the answer. Each command would do the same."""
     problem, exit_code = _problem_at_exit(ended, end)
     if not problem:
         return None
-    provider, place = None, None
+    message = f"code that runs when the process ends {problem}"
     for offer in discover().offers:
         place = None if offer.built_in else _place(ended.output, offer.provider)
         if place is not None:
-            provider = offer.provider
-            break
-    message = f"code that runs when the process ends {problem}"
-    return Finding(message, provider, place, exit_code=exit_code)
+            return Finding(message, offer.provider, place, exit_code=exit_code)
+    return Finding(message, exit_code=exit_code)
 
 
 def _problem_at_exit(ended: Ended, end: str) -> tuple[str, int]:
-    """Return what went wrong after the answer, empty if nothing did, and the exit code for the finding."""
+    """Return the problem after the answer and the exit code. Without a problem, the text is empty."""
     dumps = _DUMP.findall(ended.output)
     if ended.status == 1 and dumps and dumps[-1].startswith("Timeout"):
         late = f"had not ended after {PATIENCE:g} s"
@@ -263,14 +274,15 @@ def _problem_at_exit(ended: Ended, end: str) -> tuple[str, int]:
 
 
 class _Lines:
-    """Puts pieces of a reply together, notes whose code runs, and hands on what lines tell.
+    """The lines of a reply: they name the running code, and carry data for ``heard``.
 
-    Slow code is told of while the scope of this object lasts.
+    While the object is entered, slow code is reported on stderr.
     """
 
     def __init__(self, heard: Callable[[Any], None] | None, time_limit: float) -> None:
         self.heard = heard
         self.time_limit = time_limit
+        # A dictionary, as a set with an order.
         self.begun: dict[Provider, None] = {}
         self.rest = b""
         self.running = ExitStack()
@@ -306,22 +318,16 @@ def tell(data: Any) -> None:
 def _last_line(reply: str) -> Mapping[str, Any]:
     try:
         return dict(json.loads(reply.splitlines()[-1]))
-    # Nothing was written, or plugins wrote to it too.
-    except (
-        IndexError,
-        ValueError,
-        TypeError,
-        RecursionError,
-    ):
+    # Nothing was written, or a plugin has written to the pipe.
+    except (IndexError, ValueError, TypeError, RecursionError):
         return {}
 
 
 def _end_in_words(ended: Ended, limits: Limits) -> str:
     if ended.memory:
+        taken = f"{ended.memory / 2**30:.1f} GiB of memory"
         most = f"{limits.memory / 2**30:.1f} GiB that it may have"
-        end = (
-            f"took {ended.memory / 2**30:.1f} GiB of memory, more than the {most}, and was stopped"
-        )
+        end = f"took {taken}, more than the {most}, and was stopped"
     elif ended.status is None:
         longer = f"'opgraft plugins doctor --time-limit {10 * limits.seconds:g}' waits longer"
         end = f"did not come back within {limits.seconds:g} s ({longer})"
@@ -329,7 +335,8 @@ def _end_in_words(ended: Ended, limits: Limits) -> str:
         end = f"crashed the process with signal {_signal_name(-ended.status)}"
     else:
         end = f"ended the process with status {ended.status}"
-    return ": ".join([end, *_DUMP.split(ended.output)[0].strip().splitlines()[-1:]])
+    before_dump = _DUMP.split(ended.output)[0].strip().splitlines()
+    return f"{end}: {before_dump[-1]}" if before_dump else end
 
 
 def _place(output: str, provider: Provider) -> str | None:
@@ -338,7 +345,8 @@ def _place(output: str, provider: Provider) -> str | None:
     for offer in discover().offers:
         if offer.provider == provider:
             tops.add(offer.module.partition(".")[0])
-    dump = _RAISED_AT_EXIT.split(_DUMP.split(output)[-1])[-1]
+    last_dump = _DUMP.split(output)[-1]
+    dump = _RAISED_AT_EXIT.split(last_dump)[-1]
     _, _, stack = dump.rpartition("(most recent call first):")
     for file, line in _FRAME.findall(stack):
         path = Path(file)
@@ -356,7 +364,7 @@ def answer(
     file: str | None,
     seconds: float,
 ) -> None:
-    """Call the function on the child's side; write whose code runs, then the result, a line of JSON each.
+    """Call the function in the child. Write the running code, then the result, as lines of JSON.
 
     At a crash, or shortly before the end of ``seconds``, Python writes the stack to the output.
     """
@@ -370,7 +378,8 @@ def answer(
         call = getattr(owner, function)
         result = call(*arguments)
     _write(reply_to, {"result": result})
-    if awaited_threads():  # which may go on for ever
+    # A thread may go on for ever.
+    if awaited_threads():
         os._exit(0)
     # Functions of plugins that run at exit run now, and the parent sees the end.
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -382,7 +391,7 @@ def _write(reply_to: int, data: Mapping[str, Any]) -> None:
 
 
 class _Reporter:
-    """Writes whose code runs whenever that changes, and what there is to tell."""
+    """Writes the provider of the running code at each change, and data for the parent."""
 
     def __init__(self, reply_to: int, seconds: float) -> None:
         self.reply_to = reply_to
@@ -390,7 +399,8 @@ class _Reporter:
         self.running: list[dict[str, Any]] = [{}]
 
     def begins(self, what: str, provider: Provider | None) -> None:
-        self.running.append({"what": what, "provider": provider.to_dict() if provider else None})
+        owner = provider.to_dict() if provider else None
+        self.running.append({"what": what, "provider": owner})
         self._tell_who()
 
     def ends(self) -> None:
@@ -407,5 +417,7 @@ class _Reporter:
 
 
 def _signal_name(number: int) -> str:
-    """Return the name of a signal; those for real-time use have none."""
-    return signal.Signals(number).name if number in set(signal.Signals) else str(number)
+    """Return the name of a signal, or the number of a real-time signal."""
+    if number not in set(signal.Signals):
+        return str(number)
+    return signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""``Connection``: uvicorn's connection with limits for clients that send too much, too slowly or what is no HTTP."""
+"""``Connection``: a connection of uvicorn with limits for clients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 _HEAD_BYTES = 1 << 16
+"""The largest head of a request."""
+
 _HEADERS = 200
+"""The most headers of a request."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection.
+    """A connection with limits.
 
-    The head of a request has limits in bytes, headers and time, as the rest of a body has that was refused. A client
-    that reads no more is given up. Requests are answered one by one: with one that comes while another is answered, the
-    connection closes after that answer, as otherwise nobody would see that its client leaves.
+    The head of a request, and the rest of a refused body, have limits in bytes, headers and time. A
+    client that stops reading is given up.
+
+    Requests are answered one by one. If a second request comes during an answer, the connection
+    closes after this answer. Otherwise the server could not see the client leave.
 
     Args:
         settings: the limits.
@@ -36,7 +41,9 @@ class Connection(HttpToolsProtocol):
     def __init__(self, settings: ServerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
-        self._bytes, self._headers = 0, 0  # of the head that comes
+        # The size of the present head.
+        self._bytes = 0
+        self._headers = 0
         self._in_head = False
         self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
@@ -51,11 +58,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         limit = self._settings.max_connections
         if len(self.connections) > limit:
-            self._refuse(
-                HTTPError(
-                    503, f"{limit} connections are open, and no more are taken: try again later"
-                )
-            )
+            message = f"{limit} connections are open, and no more are taken: try again later"
+            self._refuse(HTTPError(503, message))
         else:
             self._expect_soon()
 
@@ -66,19 +70,21 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come, unless the connection takes no more requests."""
+        """Take bytes, unless the connection takes no more requests."""
         if self._deaf:
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            # The parser keeps a header to itself until it has come to its end.
+            # The parser hands over a header only when the whole header has come.
             self._bytes += len(data)
             if self._too_large:
                 self.send_400_response("")
 
     def on_message_begin(self) -> None:
         """Begin with a request."""
-        self._bytes, self._headers, self._in_head = 0, 0, True
+        self._bytes = 0
+        self._headers = 0
+        self._in_head = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -92,7 +98,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Have the request answered, if no other is."""
+        """Answer the request, unless another answer is running."""
         if self._answering:
             self._deaf = True
             self.cycle.keep_alive = False
@@ -109,12 +115,12 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Take note that the request has come as a whole."""
+        """Note that the whole request has come."""
         if not self._deaf:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the rest of the request, if its body was refused, or for another."""
+        """Wait for the rest of a refused request, or for another request."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._expect_soon()
@@ -126,12 +132,11 @@ class Connection(HttpToolsProtocol):
 
     def _expect_reading(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(
-            self._settings.read_seconds, self._look_at_reader, unread
-        )
+        seconds = self._settings.read_seconds
+        self._stalled = self.loop.call_later(seconds, self._look_at_reader, unread)
 
     def _look_at_reader(self, unread: int) -> None:
-        """Go on waiting for a client that has read since, and give up one that has not."""
+        """Wait on for a client that has read something meanwhile. Give up any other client."""
         if self.transport.get_write_buffer_size() < unread:
             self._expect_reading()
         else:
@@ -143,20 +148,15 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, or too much of it; where an answer goes on, the connection is closed instead."""
+        """Refuse invalid HTTP or a large head. During an answer, close the connection instead."""
         if self._answering:
             self.transport.close()
         elif self._too_large:
-            self._refuse(
-                HTTPError(
-                    431,
-                    f"the head of the request is larger than {_HEAD_BYTES} bytes or {_HEADERS} headers",
-                )
-            )
+            limits = f"{_HEAD_BYTES} bytes or {_HEADERS} headers"
+            self._refuse(HTTPError(431, f"the head of the request is larger than {limits}"))
         else:
-            self._refuse(
-                HTTPError(400, "this is no valid request of HTTP/1.1", code="invalid_http")
-            )
+            message = "this is no valid request of HTTP/1.1"
+            self._refuse(HTTPError(400, message, code="invalid_http"))
 
     @property
     def _too_large(self) -> bool:
@@ -166,7 +166,8 @@ class Connection(HttpToolsProtocol):
         self._bytes += size
         self._headers += headers
         if self._too_large:
-            raise ValueError("the head is too large")  # the parser makes an invalid request of it
+            # The parser takes the error for an invalid request.
+            raise ValueError("the head is too large")
 
     def _expect_soon(self) -> None:
         _cancel(self._timer)
@@ -175,31 +176,33 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> None:
         if self._in_head and not self._answering:
             seconds = self._settings.head_seconds
-            self._refuse(
-                HTTPError(408, f"the head of the request did not come within {seconds:g} seconds")
-            )
-        elif (
-            self.transport.get_write_buffer_size()
-        ):  # of an answer that is still read, which has a limit of its own
+            message = f"the head of the request did not come within {seconds:g} seconds"
+            self._refuse(HTTPError(408, message))
+        elif self.transport.get_write_buffer_size():
+            # The client still reads an answer. ``_look_at_reader`` limits that time.
             self._expect_soon()
         else:
             self.transport.abort()
 
     def _refuse(self, error: HTTPError) -> None:
-        """Answer what never came as far as the application, and close."""
+        """Send an error without the application, and close the connection."""
         body = json.dumps(faults.content(error)).encode()
         name = uuid4().hex
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        self.transport.write(
-            STATUS_LINE[error.status] + f"{head}x-request-id: {name}\r\n\r\n".encode() + body
-        )
+        headers = {
+            "content-type": "application/json",
+            "content-length": len(body),
+            "connection": "close",
+            "x-request-id": name,
+        }
+        lines = "".join(f"{header}: {value}\r\n" for header, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + f"{lines}\r\n".encode() + body)
         self.transport.close()
         record = {"request_id": name, "status": error.status, "error": str(error)}
         log.info("%s", json.dumps(record), extra={"fields": record})
 
 
 class _Unchunked:
-    """Sends an answer to a client of HTTP/1.0, which knows no chunks.
+    """Sends an answer without chunks to a client of HTTP/1.0.
 
     A body of unknown length ends with the connection.
 
