@@ -72,7 +72,7 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Run the console script: an error becomes one message on stderr and its exit code."""
+    """Run the console script. An error becomes one message on stderr, and an exit code."""
     _open_standard_streams()
     # Prints the file of a plugin that crashes the process.
     faulthandler.enable()
@@ -104,40 +104,47 @@ def _open_standard_streams() -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command line; returns its exit code.
+    """Run a command line, and return the exit code.
 
-    With ``--json`` an error is also an object on stdout.
+    With ``--json`` an error is an object on stdout, too.
     """
     shows_all, arguments = _takes_traceback(arguments)
     try:
         code = _called(arguments)
-    except BrokenPipeError:  # help whose reader has gone
+    # Nobody reads the help any more, as after "| head".
+    except BrokenPipeError:
         _output().discard_stdout()
         return 0
     except click.Abort:
         click.echo("aborted", err=True)
         return 1
     except Exception as raised:
-        error = _of_finder(raised) or raised
-        told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
-        failure = _failure(error, told)
-        if "--json" in arguments:
-            _output().print_error(failure, told)
-        if isinstance(failure, click.ClickException):
-            _show(failure)
-            return failure.exit_code
-        if shows_all or not isinstance(failure, OpgraftError):
-            _output().print_traceback(error)
-        if isinstance(failure, OpgraftError):
-            click.echo(f"{_WORD}{failure}", err=True)
-        if told is not None and failure is error:
-            click.echo(str(told), err=True)
-        return failure.exit_code if isinstance(failure, OpgraftError) else 1
+        return _report(_of_finder(raised) or raised, arguments, shows_all)
     return code if isinstance(code, int) else 0
 
 
+def _report(error: Exception, arguments: Sequence[str], shows_all: bool) -> int:
+    """Print an error, and return the exit code."""
+    told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
+    failure = _failure(error, told)
+    if "--json" in arguments:
+        _output().print_error(failure, told)
+    if isinstance(failure, click.ClickException):
+        _show(failure)
+        return failure.exit_code
+    # An unexpected error is a fault of opgraft, and a report needs the traceback.
+    if shows_all or not isinstance(failure, OpgraftError):
+        _output().print_traceback(error)
+    if isinstance(failure, OpgraftError):
+        click.echo(f"{_WORD}{failure}", err=True)
+    # The sentence of a PluginError names the plugin already.
+    if told is not None and failure is error:
+        click.echo(str(told), err=True)
+    return failure.exit_code if isinstance(failure, OpgraftError) else 1
+
+
 def _called(arguments: Sequence[str]) -> object:
-    """Call the command; returns its result.
+    """Call the command, and return the result.
 
     Raises:
         PluginError: the code of a plugin raised ``SystemExit``.
@@ -185,22 +192,27 @@ def _of_finder(error: Exception) -> OpgraftError | None:
     """
     trace = error.__traceback__
     while trace is not None and not isinstance(error, OpgraftError):
+        code = trace.tb_frame.f_code
         local = trace.tb_frame.f_locals
-        asked: Any = local.get("self", local.get("cls"))
-        known = any(asked is finder for finder in sys.meta_path)
-        if known and trace.tb_frame.f_code.co_name == "find_spec":
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-            sys.meta_path.remove(asked)
-            kind = asked if isinstance(asked, type) else type(asked)
-            fault = PluginError(
-                f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised "
-                f"{described(error)} at an import ({place}): uninstall the package that puts it "
-                "there, or mend it"
-            )
+        # A finder may be a class with class methods.
+        finder: Any = local.get("self", local.get("cls"))
+        is_known = any(finder is each for each in sys.meta_path)
+        if is_known and code.co_name == "find_spec":
+            sys.meta_path.remove(finder)
+            fault = _finder_error(finder, error, f"{code.co_filename}:{trace.tb_lineno}")
             fault.__cause__ = error
             return fault
         trace = trace.tb_next
     return None
+
+
+def _finder_error(finder: Any, error: Exception, place: str) -> PluginError:
+    kind = finder if isinstance(finder, type) else type(finder)
+    return PluginError(
+        f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised "
+        f"{described(error)} at an import ({place}): uninstall the package that puts it there, or "
+        "mend it"
+    )
 
 
 def _output() -> Any:

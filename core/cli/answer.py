@@ -60,6 +60,7 @@ def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) ->
         logits[str(prompt)] = values.float().cpu()
         return values
 
+    # The first call prepares kernels and memory, so its time does not count.
     first_token = replace(params, max_tokens=1, logits_processors=(keep,))
     first = _ask(llm, prompts, first_token)
     outputs, seconds = timed(lambda: _ask(llm, prompts, params))
@@ -86,6 +87,7 @@ def answer_prompts(
         Abort: after an interrupt, and after the answers so far are printed.
     """
     start = time.perf_counter()
+    # People see a single answer while it grows.
     if len(prompts) == 1 and not as_json:
         outputs = [_streamed(llm, prompts[0], params)]
     else:

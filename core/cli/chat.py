@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from opgraft.serving.outputs import RequestOutput
 
 _MOST_TOKENS = 512
-_LONGEST_LINE = 1 << 22  # characters
+_LONGEST_LINE = 1 << 22
+"""Characters of a line of stdin."""
+
 _PROMPT = "> "
 _KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer"
 
@@ -64,11 +66,8 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     find_checkpoint(model)
-    from opgraft.cli.answer import (  # imports torch, which --help does without
-        open_llm,
-        show_idle_plugins,
-        show_stream,
-    )
+    # These import torch, and --help needs no torch.
+    from opgraft.cli.answer import open_llm, show_idle_plugins, show_stream
     from opgraft.models.build import generates
     from opgraft.serving.engine_settings import engine_config
 
@@ -119,6 +118,7 @@ class _Chat:
                 return
             if line == "/clear":
                 self.messages = list(self.first)
+            # A pipe may hold lines such as paths, and people type a slash for a command.
             elif interactive and line.startswith("/") and " " not in line:
                 click.echo(f"there is no command {printable(line)}: {_KEYS}", err=True)
             elif line:
@@ -156,7 +156,10 @@ def _lines() -> Iterator[str]:
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    while line := sys.stdin.readline(_LONGEST_LINE + 1):
+    while True:
+        line = sys.stdin.readline(_LONGEST_LINE + 1)
+        if not line:
+            return
         if len(line) > _LONGEST_LINE:
             raise RequestError(
                 f"a line of stdin has more than {_LONGEST_LINE:,} characters: break it"

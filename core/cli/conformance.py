@@ -21,7 +21,8 @@ from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 from opgraft.version import __version__
 
-TIME_LIMIT = 24 * 3600.0  # seconds: kernels of a simulated device may take long
+TIME_LIMIT = 24 * 3600.0
+"""Seconds. Kernels of a simulated device may take long."""
 
 _FILE = GivenPath(path_type=Path, dir_okay=False)
 
@@ -144,9 +145,8 @@ class Run:
             try:
                 done = json.dumps([list(key) for key in self.found.outcomes])
                 given = (self.plugin, str(self.brief), done)
-                ended = isolated(
-                    __name__, "examine", *given, limits=Limits(TIME_LIMIT), heard=self.hear
-                )
+                limits = Limits(TIME_LIMIT)
+                ended = isolated(__name__, "examine", *given, limits=limits, heard=self.hear)
             except KeyboardInterrupt:
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
                 same = " with the same --json" if self.file is not None else ""
@@ -155,8 +155,10 @@ class Run:
                 raise click.Abort from None
             if ended.crash is None:
                 return
+            # The child has ended before the first question.
             if not self.asked:
                 raise PluginError(str(ended.crash))
+            # A check that ends the process has failed. The next child goes on behind the check.
             reason = printable(str(ended.crash))
             self.hear({"outcome": {**self.asked, **_CRASHED, "reason": reason}})
 

@@ -69,16 +69,16 @@ class ConformanceEvidence:
         self.outcomes[key_of(outcome)] = dict(outcome)
 
     def counted(self) -> dict[str, int]:
-        """Count the answers by status."""
+        """Return the number of answers by status."""
         found = Counter(outcome["status"] for outcome in self.outcomes.values())
         return {status: found[status] for status in ("passed", "failed", "skipped")}
 
     def failed(self) -> list[dict[str, Any]]:
-        """List the answers that are failures."""
+        """Return the failed answers."""
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
     def regressions(self, baseline: ConformanceEvidence) -> list[dict[str, Any]]:
-        """List the passed checks of an earlier run that do not pass any more."""
+        """Return the checks that passed in an earlier run, and do not pass now."""
         gone = {"status": "missing", "reason": "it is not asked any more"}
         found = []
         for key, before in baseline.outcomes.items():
@@ -111,11 +111,12 @@ class ConformanceEvidence:
         changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
         if not changed:
             return
-        told = "; ".join(
-            f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}" for name in changed
-        )
+        changes = []
+        for name in changed:
+            changes.append(f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}")
+        listed = "; ".join(changes)
         raise InputError(
-            f"{path} cannot be gone on with: {told}. Run without --resume to begin anew."
+            f"{path} cannot be gone on with: {listed}. Run without --resume to begin anew."
         )
 
 
@@ -125,7 +126,11 @@ def key_of(outcome: Mapping[str, Any]) -> Key:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write evidence; raises as ``write_text``."""
+    """Write evidence.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -181,6 +186,7 @@ def _evidence_of(data: Any) -> ConformanceEvidence:
     if data["schema"] != SCHEMA:
         raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
     about = {name: data[name] for name in _SUBJECT}
+    # Older evidence lacks these fields.
     about |= {name: data[name] for name in _FURTHER if name in data}
     for name, kind in _ABOUT.items():
         if not isinstance(about.get(name, kind()), kind):

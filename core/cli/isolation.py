@@ -259,7 +259,7 @@ def _at_exit(ended: Ended, end: str) -> Finding | None:
 
 
 def _problem_at_exit(ended: Ended, end: str) -> tuple[str, int]:
-    """Return the problem after the answer and the exit code. Without a problem, the text is empty."""
+    """Return the problem after the answer, or an empty text, and the exit code."""
     dumps = _DUMP.findall(ended.output)
     if ended.status == 1 and dumps and dumps[-1].startswith("Timeout"):
         late = f"had not ended after {PATIENCE:g} s"

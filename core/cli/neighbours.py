@@ -27,6 +27,7 @@ def measure_vectors(llm: LLM, texts: Sequence[str]) -> Measurement:
     Raises:
         RequestError: the model computes no numbers for a text.
     """
+    # The first call prepares kernels and memory, so its time does not count.
     llm.embed(texts, truncate=True)
     outputs, seconds = timed(lambda: llm.embed(texts, truncate=True))
     vectors = torch.tensor([output.embedding for output in outputs])
@@ -82,6 +83,7 @@ def nearest(embeddings: Tensor) -> list[int]:
     rows = max(1, _MOST_SIMILARITIES // max(1, len(units)))
     for start in range(0, len(units), rows):
         similarity = units[start : start + rows] @ units.T
+        # A text is most similar to itself.
         if len(units) > 1:
             similarity.diagonal(start).fill_(-torch.inf)
         found += similarity.argmax(dim=1).tolist()

@@ -55,16 +55,16 @@ class GivenPath(click.Path):
             BadParameter: the path is empty.
         """
         if not os.fspath(value):
-            self.fail(
-                "the path is empty: name a file or a folder, or leave the option out", param, ctx
-            )
+            message = "the path is empty: name a file or a folder, or leave the option out"
+            self.fail(message, param, ctx)
         return super().convert(value, param, ctx)
 
 
 COMMAND_LINE = "the command line"
 """The origin of settings from options."""
 
-_EAGER, _COMPILATION = "--enforce-eager", "--compilation-config"
+_EAGER = "--enforce-eager"
+_COMPILATION = "--compilation-config"
 """Options with vLLM's spelling."""
 
 _OF_PLUGINS = "opgraft.cli.options_of_plugins"
@@ -109,16 +109,16 @@ class SettingsCommand(click.Command):
 
         Raises:
             ConfigError: an option is no setting of the plugin that the option begins with.
-            UsageError: an option is vLLM's; the message names the one to use here.
+            UsageError: an option belongs to vLLM. The message names the option of opgraft.
         """
+        # click empties the list.
         given = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            # Of "-tp", click reads "-t".
-            option = next(
-                (each for each in given if each.startswith(error.option_name)), error.option_name
-            )
+            # click reads "-t" of "-tp".
+            spelled = [each for each in given if each.startswith(error.option_name)]
+            option = spelled[0] if spelled else error.option_name
             name = option.partition("=")[0]
             if settings_beside(name.removeprefix("--")):
                 check_known(name.removeprefix("--"))
@@ -212,19 +212,19 @@ def with_settings(
     def run(**options: Any) -> Any:
         path = options.pop(_FILE)
         file = read_file(path) if path is not None else None
+        # The rest of the options are the command's own.
         layer = config_from_fields(_given(options))
         with set_config(layer, origin=COMMAND_LINE, file=file):
             return command(**options)
 
     with_options = _with_options(run, short, hidden)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
-    return click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())(
-        with_options
-    )
+    config = click.option("--config", _FILE, metavar="FILE", help=help, type=GivenPath())
+    return config(with_options)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings out of the options of a command; return those that are given, by dotted name."""
+    """Take the settings out of the options, and return the given ones by dotted name."""
     values = {}
     for name in known_fields():
         # A program that calls the function itself gives no options of plugins.
@@ -239,10 +239,13 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 def _with_options(
     run: Callable[..., Any], short: Mapping[str, str], hidden: Collection[str]
 ) -> Callable[..., Any]:
-    """Give a command one option per setting, and those with vLLM's spelling."""
+    """Give a command an option for each setting, and the options with vLLM's spelling."""
+    # The last option that is added comes first in the help.
     for name, field in reversed(list(FIELDS.items())):
         complete = functools.partial(_complete, name)
-        spellings = [short[name], f"--{name}"] if name in short else [f"--{name}"]
+        spellings = [f"--{name}"]
+        if name in short:
+            spellings.insert(0, short[name])
         option = click.option(
             *spellings,
             _parameter(name),
@@ -261,11 +264,11 @@ def _with_options(
 
 
 def _add(values: dict[str, Any], option: str, given: Any) -> None:
-    """Add the settings that an option with vLLM's spelling stands for.
+    """Add the settings of an option with vLLM's spelling.
 
     Raises:
-        UsageError: another option sets one of them.
-        ConfigError: the text is no JSON, or has a key that is no setting.
+        UsageError: another option has one of these settings.
+        ConfigError: the text is no JSON, or a key is no setting.
     """
     if not given:
         return
@@ -332,6 +335,7 @@ def echo(text: str = "") -> None:
 
 def discard_stdout() -> None:
     """Drop all further output to stdout without an error, also at the end of the process."""
+    # Python flushes stdout at exit, and would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), answers().fileno())
 
 
@@ -370,12 +374,14 @@ def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
         if columns is None:
             echo(f"{indent}{line}" if line.strip() else "")
             continue
-        hanging = indent + " " * (len(line) - len(line.lstrip()) + 2)
+        own_indent = len(line) - len(line.lstrip())
+        hanging = indent + " " * (own_indent + 2)
         lines = textwrap.wrap(
             line,
             min(columns, _TEXT_WIDTH),
             initial_indent=indent,
             subsequent_indent=hanging,
+            # A path or a command stays whole, to be copied.
             break_long_words=False,
             break_on_hyphens=False,
         )

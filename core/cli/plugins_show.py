@@ -92,7 +92,8 @@ def _installed(offers: Sequence[Offer]) -> dict[str, Any]:
     """Report what is known of plugins and platforms without importing them."""
     providers = {offer.provider for offer in offers}
     findings = [finding for finding in metadata_findings() if finding.concerns(providers)]
-    findings += [end for offer in offers if (end := _refusal(offer)) is not None]
+    refusals = map(_refusal, offers)
+    findings += [finding for finding in refusals if finding is not None]
     return _report([_metadata(offer) for offer in offers], findings, None)
 
 
@@ -113,6 +114,7 @@ def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
     for finding in (*outcome.left_out, outcome.crash):
         if finding and finding.concerns(providers):
             lost.append(finding)
+    # The child that gave the result went without a lost plugin, so the result says nothing of it.
     if outcome.result is None or lost:
         error = lost[0] if lost else outcome.crash
         return _report([_metadata(offer) for offer in offers], [], error)

@@ -19,8 +19,12 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.registry.state import host_state
 
-_LARGEST_INPUT = 1 << 26  # bytes
-_MOST_LINES = 1 << 20  # each line is a request of some 3 kB
+_LARGEST_INPUT = 1 << 26
+"""Bytes of an input file."""
+
+_MOST_LINES = 1 << 20
+"""Lines of an input file. Each line is a request of about 3 kB."""
+
 _MOST_TOKENS = 128
 _PRECISIONS = ("highest", "high", "medium")
 
@@ -107,21 +111,19 @@ def read_lines(file: Path) -> tuple[str, ...]:
     """Return the lines of a text file, without empty ones.
 
     Raises:
-        InputError: it cannot be read, is not UTF-8, has no text, or more than anybody waits for.
+        InputError: the file cannot be read, is not UTF-8, has no text, or is too large.
     """
     try:
-        with open(
-            file, "rb", opener=without_waiting
-        ) as opened:  # a pipe that nobody writes to is empty
+        # A pipe without a writer counts as empty, and holds up nothing.
+        with open(file, "rb", opener=without_waiting) as opened:
             os.set_blocking(opened.fileno(), True)
             content = opened.read(_LARGEST_INPUT + 1)
-        if len(content) > _LARGEST_INPUT:
-            raise InputError(
-                f"the input file {file} has more than {_LARGEST_INPUT:,} bytes: split it"
-            )
-        text = content.decode()
     except OSError as error:
         raise InputError(f"the input file {file} cannot be read: {error.strerror}") from error
+    if len(content) > _LARGEST_INPUT:
+        raise InputError(f"the input file {file} has more than {_LARGEST_INPUT:,} bytes: split it")
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise InputError(
             f"the input file {file} is not UTF-8 (byte {error.start}): convert it, e.g. with iconv"

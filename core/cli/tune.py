@@ -86,7 +86,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
 
 
 def _claimed() -> list[torch.dtype]:
-    """Return the device's dtypes for models: float16 stands in for a missing bfloat16."""
+    """Return the device's dtypes for models. float16 replaces a missing bfloat16."""
     claimed = claimed_dtypes(current_platform())
     half = torch.bfloat16 if torch.bfloat16 in claimed else torch.float16
     return [dtype for dtype in (torch.float32, half) if dtype in claimed]

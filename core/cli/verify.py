@@ -59,18 +59,18 @@ _WHOLE = "(model)"
 def command(
     model: str, prompt: str | None, as_graft: bool, tokens: int, folder: Path, as_json: bool
 ) -> None:
-    """Compare each op of MODEL with native definitions, on the same inputs, and name the first that departs.
+    """Compare each op of MODEL with native definitions, and name the first that departs.
 
-    MODEL is as for 'opgraft run', or module:function, of a function that returns a PyTorch model and what to call it
-    with. Exit code 1: a result left its tolerance. The call then goes to --save, with a script that makes it again.
+    Both get the same inputs. MODEL is as for 'opgraft run', or module:function, of a function that
+    returns a PyTorch model and what to call it with. Exit code 1: a result left its tolerance. The
+    call then goes to --save, with a script that makes it again.
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     made = _is_function(model)
     if made and (prompt is not None or as_graft):
-        raise click.UsageError(
-            f"{model} makes a model and its inputs: leave PROMPT and --graft out"
-        )
+        message = f"{model} makes a model and its inputs: leave PROMPT and --graft out"
+        raise click.UsageError(message)
     if not made:
         find_checkpoint(model)
     # These import torch, which --help does without.
@@ -138,9 +138,8 @@ def _print_as_text(found: Verification, script: Path | None) -> None:
     rows = [(len(places), name, _worst(places), _state(places)) for name, places in grouped.items()]
     print_table(("modules", "op", "largest error", "result"), rows)
     if found.unreached:
-        print_wrapped(
-            f"not compared, as the native model calls nothing there: {', '.join(found.unreached)}"
-        )
+        listed = ", ".join(found.unreached)
+        print_wrapped(f"not compared, as the native model calls nothing there: {listed}")
     if found.departure:
         _print_departure(found.departure, script)
 
@@ -152,8 +151,11 @@ def _kernels(place: Place) -> str:
 
 def _worst(places: Sequence[Place]) -> str:
     errors = [place.error for place in places]
-    told = [error for error in errors if error is not None]
-    return "?" if len(told) < len(errors) else f"{max(told):.2g}"
+    numbers = [error for error in errors if error is not None]
+    # A result of another shape has no error in numbers.
+    if len(numbers) < len(errors):
+        return "?"
+    return f"{max(numbers):.2g}"
 
 
 def _state(places: Sequence[Place]) -> str:
