@@ -1,4 +1,4 @@
-"""Admission: a bound on what waits, so that whoever is admitted is answered in time and the rest know at once."""
+"""Bounds on waiting requests: an admitted request is answered in time, and others fail at once."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 
 ADMITTED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-"""Asked of the model, for which others may wait already."""
+"""Paths with work for the model. Such requests may have to wait."""
 
 
 @dataclass
 class Slot:
-    """Room that a request takes among those that wait, from its admission until its first token has come."""
+    """The share of a request in the waiting work, from admission to the first token."""
 
     sequences: int = 0
     tokens: int = 0
 
 
 class Bodies:
-    """Count of the bytes of bodies that are held at once; for one event loop."""
+    """The bytes of all bodies in memory. One event loop uses the object."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -30,18 +30,19 @@ class Bodies:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[int], None]]:
-        """Count a body until the end of the block: call what is yielded with the bytes that have come of it.
+        """Count a body until the end of the block.
 
-        That raises ``HTTPError`` where others hold so many that they have no room.
+        Yields a function for the number of new bytes of the body. The function raises ``HTTPError``
+        if the bodies of other requests leave no room.
         """
         size = 0
 
         def hold(more: int) -> None:
             nonlocal size
+            # A body alone has room, whatever its size: ``max_body_bytes`` bounds it.
             if self._bytes > size and self._bytes + more > self._limit:
-                raise _overloaded(
-                    f"the bodies of all requests may have {self._limit} bytes together"
-                )
+                reason = f"the bodies of all requests may have {self._limit} bytes together"
+                raise _overloaded(reason)
             size += more
             self._bytes += more
 
@@ -52,7 +53,7 @@ class Bodies:
 
 
 class Admission:
-    """Count of the sequences and prompt tokens that wait for a first token; for one event loop."""
+    """The sequences and prompt tokens without a first token. One event loop uses the object."""
 
     def __init__(self, settings: ServerConfig) -> None:
         self._settings = settings
@@ -60,37 +61,35 @@ class Admission:
         self.tokens = 0
 
     def take(self, slot: Slot, sequences: int, tokens: int) -> None:
-        """Put sequences and tokens in the place of those that a request has held so far.
+        """Replace the share of a request by these sequences and tokens.
 
         Raises:
-            HTTPError: there is no room for as many.
+            HTTPError: there is no room for so many.
         """
-        self._expect(
-            "sequences",
-            self.sequences - slot.sequences,
-            sequences,
-            self._settings.max_waiting_requests,
-        )
-        self._expect("tokens", self.tokens - slot.tokens, tokens, self._settings.max_waiting_tokens)
+        settings = self._settings
+        others = self.sequences - slot.sequences
+        self._expect("sequences", others, sequences, settings.max_waiting_requests)
+        others = self.tokens - slot.tokens
+        self._expect("tokens", others, tokens, settings.max_waiting_tokens)
         self._hold(slot, sequences, tokens)
 
     def begun(self, slot: Slot, sequences: int = 0, tokens: int = 0) -> None:
-        """Give the room back, but for what still waits."""
+        """Keep a share for the sequences and tokens that still wait, and give the rest back."""
         self._hold(slot, sequences, tokens)
 
     def _hold(self, slot: Slot, sequences: int, tokens: int) -> None:
         self.sequences += sequences - slot.sequences
         self.tokens += tokens - slot.tokens
-        slot.sequences, slot.tokens = sequences, tokens
+        slot.sequences = sequences
+        slot.tokens = tokens
 
     def _expect(self, what: str, waiting: int, more: int, limit: int) -> None:
+        # A large request alone is served.
         if waiting and waiting + more > limit:
-            raise _overloaded(
-                f"{waiting} {what} wait already, this request has {more}, and at most {limit} may"
-            )
+            held = f"{waiting} {what} wait already"
+            raise _overloaded(f"{held}, this request has {more}, and at most {limit} may")
 
 
 def _overloaded(reason: str) -> HTTPError:
-    return HTTPError(
-        429, f"{reason}: try again later", code="overloaded", headers={"retry-after": "1"}
-    )
+    message = f"{reason}: try again later"
+    return HTTPError(429, message, code="overloaded", headers={"retry-after": "1"})

@@ -45,8 +45,9 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
     Args:
         service: the model with its settings.
-        api_keys: of which clients must send one; none is asked for where there are none.
+        api_keys: a client must send one of these. Without keys, every client may ask.
     """
+    # The usual pages of documentation would load scripts from another host.
     app = FastAPI(
         title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -80,7 +81,7 @@ async def show_page() -> Response:
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Go on from a prompt, or from each of several."""
+    """Continue a prompt, or each of several prompts."""
     return await Completion(_service(request), body, request.state.passing).respond()
 
 
@@ -92,31 +93,31 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
-    """Give the vectors of texts."""
+    """Return the vectors of texts."""
     return JSONResponse(await embed(_service(request), body, request.state.passing))
 
 
 @router.post("/tokenize")
 async def create_tokens(body: TokenizeRequest, request: Request) -> JSONResponse:
-    """Give the token ids of a text, or of a chat."""
+    """Return the token ids of a text or a chat."""
     return JSONResponse(await tokenize(_service(request), body))
 
 
 @router.post("/detokenize")
 async def create_text(body: DetokenizeRequest, request: Request) -> JSONResponse:
-    """Give the text of token ids."""
+    """Return the text of token ids."""
     return JSONResponse(await detokenize(_service(request), body))
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the model that is served."""
+    """List the served model."""
     return {"object": "list", "data": [_service(request).card()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> dict[str, Any]:
-    """Show the model that is served."""
+    """Show the served model."""
     service = _service(request)
     service.expect_model(name)
     return service.card()
@@ -124,7 +125,7 @@ async def show_model(name: str, request: Request) -> dict[str, Any]:
 
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
-    """Tell whether requests can be served: the model has generated a token, and the engine runs, or one of several."""
+    """Succeed if the model has generated a token, and an engine runs."""
     service = _service(request)
     await service.check()
     return service.health()
@@ -132,18 +133,18 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Tell the version of opgraft."""
+    """Return the version of opgraft."""
     return {"version": __version__}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Give the metrics in the format of Prometheus."""
+    """Return the metrics in the format of Prometheus."""
     registry = _service(request).registry
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/decisions")
 async def decisions(request: Request) -> JSONResponse:
-    """Tell which platform was chosen, which kernel of which provider runs each op, and why."""
+    """Return the decisions: the platform, and the kernel and provider of each op, with reasons."""
     return JSONResponse(await _service(request).decisions())

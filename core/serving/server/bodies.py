@@ -1,4 +1,4 @@
-"""Bodies of requests as JSON, read within bounds of time and memory."""
+"""Read the bodies of requests as JSON, within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from opgraft.serving.server.passing import log
 from opgraft.serving.server.protocol import unknown_fields
 
 MOST_CONTAINERS = 1 << 15
-"""Lists and objects of a body, at most. Python takes 100 times the memory of such text, and time to collect it."""
+"""Most lists and objects of a body. In Python they take 100 times the memory of the text."""
 
 IGNORED = "x-ignored-fields"
 """The header with the names of unknown fields of a request."""
 
 _MOST_CHARACTERS = 1 << 10
-"""Characters of that header, at most."""
+"""Most characters of the header ``IGNORED``."""
+
 _LARGE_BYTES = 1 << 16
-# One alone, as none of them lets go of the interpreter while it parses.
+"""Bytes of a body that would hold up the event loop."""
+
+# One thread, because a parser keeps the interpreter, and two would be no faster.
 _PARSING = ThreadPoolExecutor(1, "opgraft-json")
 
 
 class BodyRoute(APIRoute):
-    """A route that reads its body within bounds."""
+    """A route with a bounded body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
+        """Return the handler of requests."""
         handle = super().get_route_handler()
 
         async def handle_within_bounds(request: Request) -> Response:
@@ -51,8 +54,9 @@ class BodyRoute(APIRoute):
 
 
 def _named(names: Iterable[str]) -> str:
-    """Return names as one header can have them; ``...`` stands for further names."""
-    room, told = _MOST_CHARACTERS, list[str]()
+    """Return names in the form of one header; ``...`` stands for further names."""
+    room = _MOST_CHARACTERS
+    told: list[str] = []
     for name in map(_ascii, names):
         room -= len(name) + len(", ")
         if room < 0:
@@ -62,29 +66,27 @@ def _named(names: Iterable[str]) -> str:
 
 
 def _ascii(name: str) -> str:
-    """Return a name as a header can have it."""
+    """Return a name in characters that a header may have."""
     return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name)
 
 
 class _BoundedRequest(Request):
-    """A request whose body, where it is large, is worked on beside the event loop."""
+    """A request. A thread works on a large body, so that the event loop goes on."""
 
     async def expect_few_containers(self) -> None:
-        """Refuse a body of too many lists and objects.
+        """Check that the body has few lists and objects.
 
         Raises:
-            HTTPError: with the limit.
+            HTTPError: there are too many.
         """
         found = await self._beside(_containers, await self.body())
         if found > MOST_CONTAINERS:
-            raise HTTPError(
-                400,
-                f"the body has {found} lists and objects, and this server takes {MOST_CONTAINERS}: send less at a time",
-                code="limit_exceeded",
-            )
+            limit = f"this server takes {MOST_CONTAINERS}"
+            message = f"the body has {found} lists and objects, and {limit}: send less at a time"
+            raise HTTPError(400, message, code="limit_exceeded")
 
     async def json(self) -> Any:
-        """Return what the body says."""
+        """Return the body as plain data."""
         return await self._beside(json.loads, await self.body())
 
     async def _beside(self, work: Callable[[bytes], Any], body: bytes) -> Any:
@@ -94,10 +96,11 @@ class _BoundedRequest(Request):
 
 
 def _containers(body: bytes) -> int:
-    """Count the lists and objects of JSON, as far as there may be too many: brackets of texts are none."""
+    """Return the number of lists and objects of JSON, or a larger number below the limit."""
     found = body.count(b"[") + body.count(b"{")
     if found <= MOST_CONTAINERS:
         return found
+    # Brackets within texts do not count. Every second part between quotes is a text.
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     outside = b"".join(unescaped.split(b'"')[::2])
     return outside.count(b"[") + outside.count(b"{")

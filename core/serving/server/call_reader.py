@@ -8,17 +8,18 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
-"""Beginnings of a call in the text of models of these two schools; others write plain JSON."""
+HERMES = "<tool_call>"
+MISTRAL = "[TOOL_CALLS]"
+"""Beginnings of a call in texts of models of these two schools. Others write plain JSON."""
 
 PLAIN = "{"
-"""Stands for no beginning: the whole text is a call, or a list of calls."""
+"""No beginning: the whole text is a call, or a list of calls."""
 
 _MOST_CALLS = 128
-"""Calls of an answer, at most; later ones are not told."""
+"""Most calls of an answer. Later calls are left out."""
 
 _LONGEST_HEAD = 1 << 12
-"""Characters of the beginning of a call, at most; others are read at the end of the answer."""
+"""Most characters of the beginning of a call. A longer one is read at the end of the answer."""
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
@@ -41,7 +42,7 @@ class Call:
     arguments: str
 
     def as_dict(self, call_id: str) -> dict[str, Any]:
-        """Return the call as OpenAI has it."""
+        """Return the call in OpenAI's form."""
         return {
             "id": call_id,
             "type": "function",
@@ -52,16 +53,16 @@ class Call:
 class CallReader:
     """Reads the calls of one answer. Each character of the arguments is read once.
 
-    A call counts once the arguments begin, so that a stream can show them as they come. Text of
-    another form ends the reading: it is no call, and neither is anything behind it.
+    A call counts when the arguments begin, so that a stream can show growing arguments. Text of
+    another form ends the reading: neither the text nor the rest of the answer is a call.
 
     Args:
         marker: ``HERMES`` or ``MISTRAL`` before each call, or ``PLAIN``.
         known: names of functions.
-        most: calls that count, at most.
+        most: the most calls. Later ones are left out.
 
     Attributes:
-        calls: so far; the last one may still grow.
+        calls: so far. The last call may still grow.
     """
 
     def __init__(self, marker: str, known: Set[str], most: int | None = None) -> None:
@@ -71,11 +72,13 @@ class CallReader:
         self._most = _MOST_CALLS if most is None else most
         self._next = self._find if marker != PLAIN else self._begin
         self._failed = False
-        self._begun: int | None = None  # the first marker with a call
-        self._marked = 0  # the latest marker
+        # Places of the first marker with a call, and of the latest marker.
+        self._begun: int | None = None
+        self._marked = 0
         self._at = 0
         self._in_list = False
-        self._start = 0  # of the arguments of an open call
+        # Of the arguments of an open call; -1 after their end.
+        self._start = 0
         self._depth = 0
         self._in_text = False
         self._ended = False
@@ -92,7 +95,7 @@ class CallReader:
             pass
 
     def plain(self, text: str) -> str:
-        """Return the part of a text that is surely no call, of a text that was read."""
+        """Return the part of a read text that is surely no call."""
         if self.calls:
             return "" if self._marker == PLAIN else text[: self._begun].rstrip()
         if self._ended or self._failed:
@@ -131,15 +134,19 @@ class CallReader:
             return self._take_whole(text) if self._ended else False
         if not self._add(_decoded(head["name"]), ""):
             return self._fail()
-        self._start = self._at = head.start("arguments")
-        self._depth, self._in_text = 1, False
+        self._at = head.start("arguments")
+        self._start = self._at
+        # The object of the call is open.
+        self._depth = 1
+        self._in_text = False
         self._next = self._read_arguments
         return True
 
     def _read_arguments(self, text: str) -> bool:
-        """Read the arguments of an open call, and what follows them in the call."""
+        """Read the arguments of an open call, and the rest of the call."""
         for mark in _MARK.finditer(text, self._at):
-            if mark[0] == "\\":  # the rest is to come
+            # The escaped character has not come yet.
+            if mark[0] == "\\":
                 self._at = mark.start()
                 break
             self._at = mark.end()
@@ -162,7 +169,7 @@ class CallReader:
         return False
 
     def _take_whole(self, text: str) -> bool:
-        """Read a call of another order, or with arguments as text, from an answer that has ended."""
+        """Read a call in another order, or with arguments as text, after the end of the answer."""
         try:
             value, end = _DECODER.raw_decode(text, self._at)
         except (ValueError, RecursionError):
@@ -178,7 +185,7 @@ class CallReader:
         return True
 
     def _go_on(self, text: str) -> bool:
-        """Read what follows a call: the next of a list, or the next marker."""
+        """Read on behind a call: to the next call of a list, or the next marker."""
         if self._in_list:
             self._skip_space(text)
             following = text[self._at : self._at + 1]
@@ -219,5 +226,8 @@ def _decoded(text: str) -> object:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Return how many characters at the end of a text begin a marker."""
-    return next((size for size in range(len(marker) - 1, 0, -1) if text.endswith(marker[:size])), 0)
+    """Return the number of characters at the end of a text that may begin a marker."""
+    for size in range(len(marker) - 1, 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0

@@ -85,7 +85,7 @@ class Chat(Generating[ChatRequest]):
         )
 
     async def prompts(self) -> list[list[int]]:
-        """Return the token ids of the text that the template makes of the chat."""
+        """Return the token ids of the chat in the template."""
         sampling.expect_answers(self.body, 1, self.service)
         return [await self.service.llm.prepare(self._rendered)]
 
@@ -100,10 +100,14 @@ class Chat(Generating[ChatRequest]):
         return inputs.encode(text, add_special_tokens=False, name="the chat")[1]
 
     def structured(self) -> dict[str, Any]:
-        """Return the sampling of an answer that must be a call, and of one that may be."""
-        held = {} if self._held is None else {"structured_output": self._held}
-        # Some call by these.
-        return held if self.tools.functions is None else {**held, "skip_special_tokens": False}
+        """Return the sampling of an answer that must or may be a call."""
+        settled: dict[str, Any] = {}
+        if self._held is not None:
+            settled["structured_output"] = self._held
+        # Some models write special tokens around calls.
+        if self.tools.functions is not None:
+            settled["skip_special_tokens"] = False
+        return settled
 
     def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
         """Return a field with the token ids of the prompt, if the request wants token ids."""
@@ -117,10 +121,11 @@ class Chat(Generating[ChatRequest]):
     def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
-        """Yield the choices of chunks: the first with the role, the last with the reason of the end."""
+        """Yield the choices of chunks. The first has the role, the last the reason of the end."""
         told = self._told.get(index)
         if told is None:
-            told = self._told[index] = _Told(self.tools.reader())
+            told = _Told(self.tools.reader())
+            self._told[index] = told
         if told.reader is not None:
             told.reader.read(answer.text, answer.finished)
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
@@ -149,13 +154,18 @@ class Chat(Generating[ChatRequest]):
             reader.read(answer.text, ended=True)
         calls = self._calls(answer, reader)
         text = self.tools.plain(reader, answer.text)
-        message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            # OpenAI has no content beside calls.
+            message["content"] = text or None
+            message["tool_calls"] = calls
+        logprobs = None
+        if answer.logprobs:
+            logprobs = self._logprobs(answer.token_ids, answer.logprobs)
         return {
             "index": index,
-            "message": {**message, "tool_calls": calls} if calls else message,
-            "logprobs": self._logprobs(answer.token_ids, answer.logprobs)
-            if answer.logprobs
-            else None,
+            "message": message,
+            "logprobs": logprobs,
             "finish_reason": _finish_reason(answer, calls),
             "stop_reason": answer.stop_reason,
             **self._token_ids(answer.token_ids),
@@ -164,10 +174,8 @@ class Chat(Generating[ChatRequest]):
     def _calls(self, answer: CompletionOutput, reader: CallReader | None) -> list[dict[str, Any]]:
         """Return the calls of an answer so far."""
         found = self.tools.calls(reader, answer.finished)
-        return [
-            call.as_dict(f"call_{self.id[-24:]}{answer.index}{number}")
-            for number, call in enumerate(found)
-        ]
+        name = f"call_{self.id[-24:]}{answer.index}"
+        return [call.as_dict(f"{name}{number}") for number, call in enumerate(found)]
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
@@ -198,7 +206,7 @@ def _choice(
 
 
 class _Told:
-    """Counts the characters of an answer in a stream: of the text, and of the arguments of calls."""
+    """The sent characters of an answer in a stream: of the text and of arguments of calls."""
 
     def __init__(self, reader: CallReader | None) -> None:
         self.reader = reader
@@ -222,4 +230,7 @@ class _Told:
 
 
 def _finish_reason(answer: CompletionOutput, calls: Sequence[object]) -> str | None:
-    return "tool_calls" if calls and answer.finish_reason == "stop" else answer.finish_reason
+    # A cut answer may hold a call, too, but the reason is the length then.
+    if calls and answer.finish_reason == "stop":
+        return "tool_calls"
+    return answer.finish_reason

@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts that go on from prompts."""
+"""``/v1/completions``: texts that continue prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Completion(Generating[CompletionRequest]):
         self._echoed: dict[int, list[int]] = {}
 
     async def prompts(self) -> list[list[int]]:
-        """Return the token ids of the prompts, of which a body has one or several."""
+        """Return the token ids of the prompts."""
         prompts = several(self.body.prompt, "prompt")
         sampling.expect_answers(self.body, len(prompts), self.service)
         return await self.service.llm.prepare(self._encoded, prompts)
@@ -40,21 +40,22 @@ class Completion(Generating[CompletionRequest]):
         encode = self.service.llm.engine.inputs.encode
         for prompt in prompts:
             self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
-        names = (
-            [f"prompt[{place}]" for place in range(len(prompts))]
-            if len(prompts) > 1
-            else ["prompt"]
-        )
+        names = ["prompt"]
+        if len(prompts) > 1:
+            names = [f"prompt[{place}]" for place in range(len(prompts))]
         return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
 
     def counted(self, output: RequestOutput) -> int:
-        """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
-        return 0 if sampling.scores_only(self.body) else super().counted(output)
+        """Return the number of tokens in the answers to a prompt."""
+        # The engine has computed a token that the answer leaves out.
+        if sampling.scores_only(self.body):
+            return 0
+        return super().counted(output)
 
     def deltas(
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
-        """Yield the choice of a chunk; an echo comes with the first."""
+        """Yield the choice of a chunk. The first chunk has the echo."""
         echoed = self.body.echo and news.first
         choice = self._choice(
             index, output if echoed else None, answer, news.text, news.tokens, news.logprobs
@@ -72,7 +73,7 @@ class Completion(Generating[CompletionRequest]):
     def _token_ids(
         self, output: RequestOutput, tokens: Sequence[int], first: bool
     ) -> dict[str, Any]:
-        """Return fields with the token ids of an answer and, at first, of its prompt."""
+        """Return fields with the token ids of an answer, and at first of the prompt."""
         if not self.body.return_token_ids:
             return {}
         return {
@@ -90,17 +91,19 @@ class Completion(Generating[CompletionRequest]):
         logprobs: Sequence[Mapping[int, Logprob]],
     ) -> dict[str, Any]:
         if sampling.scores_only(self.body):
-            text, tokens, logprobs = "", (), ()
+            text = ""
+            tokens = ()
+            logprobs = ()
         prompt = () if echoed is None else echoed.prompt_token_ids
         if echoed is not None:
             text = self._prompt_text(prompt) + text
         found: dict[str, Any] | None = None
         if self.params.logprobs is not None:
             prompt_logprobs = () if echoed is None else echoed.prompt_logprobs or ()
-            places = [
-                *zip(prompt, prompt_logprobs, strict=False),
-                *zip(tokens, logprobs, strict=False),
-            ]
+            # The engine may have ended before the last log-probabilities.
+            of_prompt = zip(prompt, prompt_logprobs, strict=False)
+            of_answer = zip(tokens, logprobs, strict=False)
+            places = [*of_prompt, *of_answer]
             offsets = self._offsets(index, prompt, tokens)
             found = {**self._logprobs(places), "text_offset": offsets[: len(places)]}
         return {
@@ -142,21 +145,22 @@ class Completion(Generating[CompletionRequest]):
         self, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]
     ) -> dict[str, Any]:
         """Return the log-probabilities at places; the first token of a prompt has none."""
-        texts = [
-            self._prompt_text([token]) if ranked is None else token_text(token, ranked)
-            for token, ranked in places
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [
-                None if ranked is None else finite(ranked[token].logprob)
-                for token, ranked in places
-            ],
-            "top_logprobs": [None if ranked is None else self._top(ranked) for _, ranked in places],
-        }
+        texts: list[str] = []
+        own: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token, ranked in places:
+            if ranked is None:
+                texts.append(self._prompt_text([token]))
+                own.append(None)
+                top.append(None)
+            else:
+                texts.append(token_text(token, ranked))
+                own.append(finite(ranked[token].logprob))
+                top.append(self._top(ranked))
+        return {"tokens": texts, "token_logprobs": own, "top_logprobs": top}
 
     def _top(self, ranked: Mapping[int, Logprob]) -> dict[str, float]:
-        """Return the likeliest tokens by their texts; of tokens with the same text, the likeliest."""
+        """Return the likeliest tokens by text. Of tokens with one text, the likeliest counts."""
         found: dict[str, float] = {}
         for token in likeliest(ranked, self.params):
             found.setdefault(token_text(token, ranked), finite(ranked[token].logprob))

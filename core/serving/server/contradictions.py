@@ -1,4 +1,4 @@
-"""Fields of a request that go without effect beside others, or contradict them."""
+"""Fields of a request without effect, or with a contradiction to another field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opgraft.errors import HTTPError
 from opgraft.serving.server.protocol import ChatRequest, Generation, TokenizeRequest
 
 _Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
-"""A field, whether it stands where it means nothing, and what to do about it."""
+"""A field, a test for a request with a useless field, and the advice."""
 
 
 _GENERATION: Sequence[_Rule] = (
@@ -51,12 +51,14 @@ _TOKENIZE: Sequence[_Rule] = (
 
 
 def expect_no_contradiction(body: Generation | TokenizeRequest) -> None:
-    """Refuse fields that would be ignored.
+    """Check that no field would be ignored.
 
     Raises:
-        HTTPError: with the first of them.
+        HTTPError: about the first such field.
     """
-    rules = _TOKENIZE if isinstance(body, TokenizeRequest) else _GENERATION
-    for field, stands, advice in (*rules, *(_CHAT if isinstance(body, ChatRequest) else ())):
-        if stands(body):
+    rules = list(_TOKENIZE if isinstance(body, TokenizeRequest) else _GENERATION)
+    if isinstance(body, ChatRequest):
+        rules += _CHAT
+    for field, is_useless, advice in rules:
+        if is_useless(body):
             raise HTTPError(400, f"{field} {advice}", field=field, code="invalid_value")

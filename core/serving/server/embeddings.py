@@ -20,7 +20,7 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
     """Answer a request for the vectors of texts.
 
     Raises:
-        HTTPError: the model is no encoder, the request is not admitted, or it asks for too much.
+        HTTPError: the model is no encoder, or the request is not admitted or too large.
         RequestError: a text cannot be taken.
     """
     service.expect_model(body.model)
@@ -28,12 +28,8 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
     texts = several(body.input, "input")
     most = service.settings.max_inputs
     if len(texts) > most:
-        raise HTTPError(
-            400,
-            f"input has {len(texts)} texts, and this server takes {most}",
-            field="input",
-            code="limit_exceeded",
-        )
+        message = f"input has {len(texts)} texts, and this server takes {most}"
+        raise HTTPError(400, message, field="input", code="limit_exceeded")
     for text in texts:
         service.expect_characters(text if isinstance(text, str) else "", "input")
     with at("input"):

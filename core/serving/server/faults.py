@@ -1,4 +1,4 @@
-"""Errors as answers in OpenAI's shape."""
+"""Errors as answers in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_HERE = {
     404: "this server has no such path: /openapi.json lists those that it has",
     405: "the path does not take this method: /openapi.json lists those that it takes",
 }
-"""Reasons that are told in place of the name of a status."""
+"""Status → message, in place of the name of the status."""
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -39,16 +39,16 @@ _EXPECTED = {
     "string_unicode": "text without halves of surrogate pairs",
     "too_long": "at most {max_length} items",
 }
-"""Values that fields are to have, by the kind of fault that pydantic finds."""
+"""Kind of fault in pydantic → expected value of the field."""
 
 _SHOWN = 80
-"""Characters of a field's name that an error quotes."""
+"""Characters of a field's name in an error."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def as_http_error(error: Exception) -> HTTPError:
-    """Return the answer that an error gets; what is nobody's fault outside has no details."""
+    """Return the answer to an error. A fault of the server is told without details."""
     if isinstance(error, HTTPError):
         return error
     if isinstance(error, RequestValidationError):
@@ -58,91 +58,86 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):
         return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):
-        return HTTPError(
-            503, "the engine has stopped: try again when the server is back", code="engine_stopped"
-        )
+        message = "the engine has stopped: try again when the server is back"
+        return HTTPError(503, message, code="engine_stopped")
     # FastAPI could not read the body.
     if isinstance(error, HTTPException) and error.status_code == 400:
-        return HTTPError(
-            400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json"
-        )
+        message = "the body is not valid JSON, or it is nested too deeply"
+        return HTTPError(400, message, code="invalid_json")
     if isinstance(error, HTTPException):
         reason = _NOT_HERE.get(error.status_code, str(error.detail))
         return HTTPError(error.status_code, reason, headers=error.headers)
-    return HTTPError(
-        500, "the server failed at this request: its log has the cause", code="internal_error"
-    )
+    message = "the server failed at this request: its log has the cause"
+    return HTTPError(500, message, code="internal_error")
 
 
 @contextmanager
 def at(field: str) -> Iterator[None]:
-    """Name the field that is at fault for what is raised within the block."""
+    """Name the field at fault in each error of the block."""
     try:
         yield
     except (RequestError, InputError) as error:
         answer = as_http_error(error)
+        # An inner block knows the field better.
         answer.field = answer.field or field
         raise answer from error
 
 
 def content(error: HTTPError) -> dict[str, Any]:
-    """Return the body of an answer that is an error."""
-    kind = _TYPES.get(
-        error.status, "invalid_request_error" if error.status < 500 else "server_error"
-    )
-    return {
-        "error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    """Return the body of an error's answer."""
+    usual = "invalid_request_error" if error.status < 500 else "server_error"
+    fault = {
+        "message": str(error),
+        "type": _TYPES.get(error.status, usual),
+        "param": error.field,
+        "code": error.code,
     }
+    return {"error": fault}
 
 
 def response(error: HTTPError) -> JSONResponse:
-    """Return an answer that is an error."""
+    """Return the answer of an error."""
     return JSONResponse(content(error), error.status, headers=error.headers)
 
 
 def _of_validation(error: RequestValidationError) -> HTTPError:
-    """Tell the first of the faults that were found in a body, and the field that it is in."""
+    """Return the error about the first fault in a body, with the field."""
     fault: Mapping[str, Any] = error.errors()[0]
-    kind, field = fault["type"], _field(fault["loc"])
+    kind = fault["type"]
+    field = _field(fault["loc"])
+    context = fault.get("ctx", {})
     if kind == "json_invalid":
-        reason = fault.get("ctx", {}).get("error", "it cannot be parsed")
+        reason = context.get("error", "it cannot be parsed")
         return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if field is None and kind == "model_attributes_type":
-        unread = isinstance(fault.get("input"), bytes)
-        reason = (
-            "was not sent with 'content-type: application/json'" if unread else "is no JSON object"
-        )
+        reason = "is no JSON object"
+        # FastAPI leaves a body of another content type as bytes.
+        if isinstance(fault.get("input"), bytes):
+            reason = "was not sent with 'content-type: application/json'"
         return HTTPError(400, f"the body {reason}", code="invalid_json")
     if kind == "extra_forbidden":
-        advice = _advice(str(fault["loc"][-1]), fault["ctx"]["known"])
-        return HTTPError(
-            400, f"{field} is not supported: {advice}", field=field, code="unsupported_field"
-        )
+        advice = _advice(str(fault["loc"][-1]), context["known"])
+        message = f"{field} is not supported: {advice}"
+        return HTTPError(400, message, field=field, code="unsupported_field")
     if kind == "not_followed":
-        advice = fault["ctx"]["advice"]
-        return HTTPError(
-            400,
-            f"{field} has a value that is not supported: {advice}",
-            field=field,
-            code="unsupported_value",
-        )
+        message = f"{field} has a value that is not supported: {context['advice']}"
+        return HTTPError(400, message, field=field, code="unsupported_value")
     if kind == "missing":
-        return HTTPError(
-            400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field"
-        )
-    expected = _EXPECTED.get(kind, "another value").format(**fault.get("ctx", {}))
-    return HTTPError(
-        400, f"{field or 'the body'}: expected {expected}", field=field, code="invalid_value"
-    )
+        message = f"{field or 'a body of JSON'} is missing"
+        return HTTPError(400, message, field=field, code="missing_field")
+    expected = _EXPECTED.get(kind, "another value").format(**context)
+    message = f"{field or 'the body'}: expected {expected}"
+    return HTTPError(400, message, field=field, code="invalid_value")
 
 
 def _advice(name: str, known: Sequence[str]) -> str:
-    """Say what to do about a field that there is not."""
+    """Return the advice about an unknown field."""
     near = " or ".join(map(repr, near_matches(name[:_SHOWN], known)))
     return f"did you mean {near}?" if near else "leave it out"
 
 
 def _field(place: Sequence[str | int]) -> str | None:
-    """Return the name of a field at fault, such as ``messages[0].content``; the first part is the body."""
+    """Return the name of a field at fault, such as ``messages[0].content``."""
+    # The first part is the body.
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in place[1:]]
     return "".join(parts).removeprefix(".") or None

@@ -1,4 +1,4 @@
-"""The gate that every request passes: its id, its key, its body, its end, and its line in the log."""
+"""The gate for every request: host, key, body, time limit, end, and the line in the log."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/", "/health")
-"""Answered without a key: the page, which asks for one, and whether the server is ready."""
+"""Paths without a key: the page, because it asks for the key, and the health."""
 
 
 class Gate:
     """Middleware around the whole interface.
 
     Args:
-        app: that answers what passes.
-        service: whose limits hold.
-        api_keys: of which clients must send one, where there are any.
+        app: answers admitted requests.
+        service: has the limits.
+        api_keys: a client must send one of these. Without keys, every client may ask.
     """
 
     def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
@@ -36,7 +36,7 @@ class Gate:
         self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or have it answered."""
+        """Answer a request, or hand it to the application."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -48,7 +48,7 @@ class Gate:
             self._expect_key(scope)
             with self._bodies.held() as hold:
                 body = await self._body(scope, receive, hold, flight)
-                # Before any work on the body: who is refused costs little.
+                # Before any work on the body, so that a refusal is cheap.
                 if scope["path"] in ADMITTED_PATHS:
                     self._service.admission.take(passing.slot, 1, 0)
                 await self._pass(passing, body, receive, flight)
@@ -64,37 +64,33 @@ class Gate:
             passing.finish(self._service.http_metrics)
 
     def _expect_host(self, scope: Scope) -> None:
-        """Refuse what a page of a stranger asks by a name of its own that leads here, which a browser lets it read."""
+        """Refuse a request under a foreign name.
+
+        A foreign page can give its own name the address of this machine. A browser would let the
+        page read the answers then. Keys, and servers for a network, need no such check.
+        """
         settings = self._service.settings
-        name = _host_name(Headers(scope=scope).get("host", ""))
-        if (
-            self._keys
-            or not name
-            or not is_local(settings.host)
-            or is_local(name)
-            or name in settings.allowed_hosts
-        ):
+        if self._keys or not is_local(settings.host):
             return
-        raise HTTPError(
-            403,
-            f"this server is not called {name[:80]!r}: ask for localhost, or list the name in server.allowed_hosts",
-            code="host_not_allowed",
-        )
+        name = _host_name(Headers(scope=scope).get("host", ""))
+        if not name or is_local(name) or name in settings.allowed_hosts:
+            return
+        step = "ask for localhost, or list the name in server.allowed_hosts"
+        message = f"this server is not called {name[:80]!r}: {step}"
+        raise HTTPError(403, message, code="host_not_allowed")
 
     def _expect_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # the bytes as they were sent
-        # All, so that time tells nothing.
+        # latin-1 gives the sent bytes.
+        given = _digest(key.strip().encode("latin-1"))
+        # All keys, so that the time tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
-            raise HTTPError(
-                401,
-                "no valid API key was sent: send the header 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "no valid API key was sent: send the header 'Authorization: Bearer KEY'"
+            headers = {"www-authenticate": "Bearer"}
+            raise HTTPError(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(
         self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight
@@ -107,11 +103,12 @@ class Gate:
             return await _read_body(receive, settings.max_body_bytes, hold)
 
     async def _pass(self, passing: Passing, body: bytes, receive: Receive, flight: Flight) -> None:
-        """Have a request answered, unless its client leaves or its time is up."""
+        """Answer a request, unless the client leaves or the time is up."""
         watching = asyncio.create_task(_watch(receive, flight))
         seconds = self._service.settings.request_seconds
+        limit = nullcontext() if seconds is None else _ended(flight, seconds, _late(seconds))
         try:
-            with nullcontext() if seconds is None else _ended(flight, seconds, _late(seconds)):
+            with limit:
                 await self._app(passing.scope, _replayed(body, watching), passing.send)
         finally:
             watching.cancel()
@@ -119,7 +116,7 @@ class Gate:
 
 @contextmanager
 def _ended(flight: Flight, seconds: float, reason: HTTPError) -> Iterator[None]:
-    """End a request, unless the block ends within its time."""
+    """End a request, unless the block ends in time."""
     timer = asyncio.get_running_loop().call_later(seconds, flight.end, reason)
     try:
         yield
@@ -128,20 +125,24 @@ def _ended(flight: Flight, seconds: float, reason: HTTPError) -> Iterator[None]:
 
 
 def _host_name(host: str) -> str:
-    """Return the name in the header ``Host``, without its port."""
-    return host.partition("]")[0][1:] if host.startswith("[") else host.rpartition(":")[0] or host
+    """Return the name in the header ``Host``, without the port."""
+    # An IPv6 address, such as [::1]:8000.
+    if host.startswith("["):
+        return host.partition("]")[0][1:]
+    return host.rpartition(":")[0] or host
 
 
 def is_local(name: str) -> bool:
-    """Tell whether an address or a name is of this machine or network: names without a dot are no stranger's."""
+    """Return True for an address or a name of this machine or network."""
     try:
         return ip_address(name).is_loopback
     except ValueError:
+        # A stranger cannot own a name without a dot.
         return "." not in name or name.endswith(".localhost")
 
 
 def _digest(key: bytes) -> bytes:
-    """Return bytes of one length, so that the time of a comparison does not tell that of a key."""
+    """Return bytes of one length, so that the time of a comparison hides the length of a key."""
     return hashlib.sha256(key).digest()
 
 
@@ -149,24 +150,26 @@ async def _read_body(receive: Receive, limit: int, hold: Callable[[int], None]) 
     """Read the body of a request.
 
     Raises:
-        HTTPError: it is larger than the limit, ``hold`` has no room for it, or its client has left.
+        HTTPError: the body is too large, ``hold`` has no room, or the client has left.
     """
-    parts, size = [], 0
+    parts = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise _left()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
         if size > limit:
             raise _too_large(limit)
-        hold(len(parts[-1]))
+        hold(len(part))
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
 def _replayed(body: bytes, watching: asyncio.Task[None]) -> Receive:
-    """Return what gives an application the body that was read, and later tells it that the client has left."""
+    """Return a function that gives the application the read body, then the end of the client."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -179,32 +182,27 @@ def _replayed(body: bytes, watching: asyncio.Task[None]) -> Receive:
 
 
 async def _watch(receive: Receive, flight: Flight) -> None:
-    """Wait until the client leaves, and end its request."""
+    """End the request when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
     flight.end(_left())
 
 
 def _left() -> HTTPError:
-    """Return the error of a request whose client has left, as logs know it: nobody reads it."""
+    """Return the error for the log after the client has left. Nobody else reads it."""
     return HTTPError(499, "the client has left")
 
 
 def _slow(seconds: float) -> HTTPError:
-    return HTTPError(
-        408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"}
-    )
+    message = f"the body did not come within {seconds:g} seconds"
+    return HTTPError(408, message, headers={"connection": "close"})
 
 
 def _late(seconds: float) -> HTTPError:
-    return HTTPError(
-        504, f"the request took longer than the {seconds:g} seconds that it had", code="timeout"
-    )
+    message = f"the request took longer than the {seconds:g} seconds that it had"
+    return HTTPError(504, message, code="timeout")
 
 
 def _too_large(limit: int) -> HTTPError:
-    return HTTPError(
-        413,
-        f"the body is larger than {limit} bytes, which this server takes: send less",
-        code="body_too_large",
-    )
+    message = f"the body is larger than {limit} bytes, which this server takes: send less"
+    return HTTPError(413, message, code="body_too_large")

@@ -1,4 +1,4 @@
-"""The course of a request that generates text, whatever form its answer has."""
+"""The course of a request for generated text, in any form of the answer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Generating(ABC, Generic[_B]):
     """A request, and the form of its answer.
 
     Args:
-        service: that answers it.
+        service: answers the request.
         body: of the request.
-        passing: the request over HTTP, to whose line in the log fields are added.
+        passing: the request over HTTP. Its line in the log gets more fields.
     """
 
     prefix: ClassVar[str]
@@ -64,15 +64,15 @@ class Generating(ABC, Generic[_B]):
         """
 
     def structured(self) -> dict[str, Any]:
-        """Return settings of sampling that go before those of the body."""
+        """Return settings of sampling. They go before the settings of the body."""
         return {}
 
     def counted(self, output: RequestOutput) -> int:
-        """Return the tokens of the answers to a prompt."""
+        """Return the number of tokens in the answers to a prompt."""
         return sum(len(answer.token_ids) for answer in output.outputs)
 
     def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
-        """Return a field with the token ids of the prompt, for an answer that has one prompt."""
+        """Return a field with the token ids of the prompt, if the answer has one prompt."""
         return {}
 
     @abstractmethod
@@ -110,7 +110,8 @@ class Generating(ABC, Generic[_B]):
         whole = partial(self._whole, [outputs[number] for number in range(len(outputs))])
         if self.params.logprobs is None:
             return whole()
-        return await self.service.prepare(whole)  # which may take seconds
+        # Log-probabilities may take seconds to write, so a thread does.
+        return await self.service.prepare(whole)
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         job = await self._prepared()
@@ -154,7 +155,7 @@ class Generating(ABC, Generic[_B]):
         )
 
     def _note(self, number: int, output: RequestOutput, answer_tokens: int) -> None:
-        """Take down for the log how far the answers are, and refuse too many log-probabilities."""
+        """Note the progress for the log, and check the number of log-probabilities."""
         self.record["completion_tokens"] = answer_tokens
         seconds = round(time.monotonic() - self.arrival, 6)
         self.record.setdefault("seconds_to_first_token", seconds)
@@ -206,11 +207,11 @@ class Generating(ABC, Generic[_B]):
         return {"usage": self._usage() if options.continuous_usage_stats else None}
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
-        choices = [
-            self.choice(number * self.params.n + answer.index, output, answer)
-            for number, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
+        choices = []
+        for number, output in enumerate(outputs):
+            for answer in output.outputs:
+                index = number * self.params.n + answer.index
+                choices.append(self.choice(index, output, answer))
         head = self._head(self.whole_object)
         told = {"choices": choices, "usage": self._usage(), **self.prompt_tokens(outputs[0])}
         return JSONResponse({**head, **told})
@@ -219,5 +220,6 @@ class Generating(ABC, Generic[_B]):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
     def _usage(self) -> dict[str, Any]:
-        prompts, answers = self.record["prompt_tokens"], self.record["completion_tokens"]
+        prompts = self.record["prompt_tokens"]
+        answers = self.record["completion_tokens"]
         return usage(prompts, answers, sum(self._cached_tokens))

@@ -1,4 +1,4 @@
-"""Metrics of the server itself: its answers, what it has admitted, and its process."""
+"""Metrics of the server: answers, admitted work, and the process."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ class HTTPMetrics:
     """Metrics beside those of the engine.
 
     Args:
-        model_name: value of the label ``model_name``.
+        model_name: the value of the label ``model_name``.
         registry: of all metrics of the server.
         admission: of requests.
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry, admission: Admission) -> None:
-        self._model_name, self._registry = model_name, registry
+        self._model_name = model_name
+        self._registry = registry
         self._answers = Counter(
             "opgraft:http_requests",
             "Answers over HTTP; 499 where the client has left.",
             ("model_name", "method", "path", "status"),
             registry=registry,
         )
-        for name, text in (
-            ("sequences", "Sequences that were admitted and have no token yet."),
-            ("tokens", "Tokens of the prompts of these."),
-        ):
-            self.show(f"admitted_{name}", text, lambda name=name: getattr(admission, name))  # type: ignore[misc]
+        self.show(
+            "admitted_sequences",
+            "Sequences that were admitted and have no token yet.",
+            lambda: admission.sequences,
+        )
+        self.show("admitted_tokens", "Tokens of the prompts of these.", lambda: admission.tokens)
         ProcessCollector(registry=registry)
 
     def show(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Show a value as it is whenever it is asked for."""
+        """Show the value of a function at each request for metrics."""
         gauge = Gauge(f"opgraft:{name}", text, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(value)
 
     def count(self, method: str, path: str, route: Any, status: int) -> None:
-        """Count an answer; what has no route and was not refused is "other", as strangers may ask for any path."""
-        path = path if path in ADMITTED_PATHS else getattr(route, "path", "other")
-        self._answers.labels(
-            self._model_name, method if method in _METHODS else "other", path, status
-        ).inc()
+        """Count an answer. A path without a route counts as "other"."""
+        # Strangers may ask for any path and method, and each new one would be a new series.
+        if path not in ADMITTED_PATHS:
+            path = getattr(route, "path", "other")
+        if method not in _METHODS:
+            method = "other"
+        self._answers.labels(self._model_name, method, path, status).inc()

@@ -1,4 +1,4 @@
-"""Chats as templates take them."""
+"""Chats in the form for templates."""
 
 from __future__ import annotations
 
@@ -21,41 +21,37 @@ _TEMPLATE_FIELDS = {"role", "name", "tool_call_id"}
 _ROLES = {"developer": "system", "function": "tool"}
 
 _INVALID = "invalid_json"
-"""Name of arguments in a template if they are no JSON object."""
+"""The name for arguments that are no JSON object."""
 
 
 def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return what else a template is to know.
+    """Return further values for a template.
 
     Raises:
-        HTTPError: it has what fields of the request are for.
+        HTTPError: a value has a field of the request.
     """
     for name in _OWN_FIELDS:
         if name in (given or ()):
             field = f"chat_template_kwargs.{name}"
-            raise HTTPError(
-                400,
-                f"{field} cannot be given there: leave it out",
-                field=field,
-                code="invalid_value",
-            )
+            message = f"{field} cannot be given there: leave it out"
+            raise HTTPError(400, message, field=field, code="invalid_value")
     return given
 
 
 def for_template(
     messages: Sequence[ChatMessage], instruction: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return messages as templates know them: a text as content, and the arguments of calls as objects.
+    """Return messages for templates: the content as a text, and arguments of calls as objects.
 
     Args:
         messages: of a request.
         instruction: stands before the first text, for a template without a place for tools. Calls
-            are then told as text, too.
+            are texts then, too.
     """
     plain = [_as_plain_message(message) for message in messages]
     if instruction is None or not plain:
         return plain
-    # Not in a system message of its own, as some templates refuse one.
+    # Some templates refuse a system message, so the instruction stands in the first message.
     first, *others = map(_with_calls_as_text, plain)
     return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *others]
 
@@ -75,8 +71,10 @@ def _as_plain_message(message: ChatMessage) -> dict[str, Any]:
         plain["content"] = plain["content"] or message.refusal or ""
         reasoning = message.reasoning_content or message.reasoning
         calls = [_as_plain_call(call) for call in _calls_of(message)]
-        plain |= {"reasoning_content": reasoning} if reasoning else {}
-        plain |= {"tool_calls": calls} if calls else {}
+        if reasoning:
+            plain["reasoning_content"] = reasoning
+        if calls:
+            plain["tool_calls"] = calls
     return plain
 
 
@@ -99,9 +97,9 @@ def _as_plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _arguments(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the arguments of a call as an object, for templates to go through.
+    """Return the arguments of a call as an object, because templates loop over them.
 
-    A chat goes on although the model has written something else.
+    Other text of a model becomes a value, so that the chat can go on.
     """
     if not given or not isinstance(given, str):
         return given or {}

@@ -1,4 +1,4 @@
-"""The page that people see: a chat, what ran, and plots of the load, in one file that loads nothing else."""
+"""The page for people: a chat, decisions and plots of the load. The file loads no other file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse
 
 
 def page() -> HTMLResponse:
-    """Return the page, which browsers let run its own script and call its own server, and nothing else."""
+    """Return the page. Browsers allow only the page's own script and calls to this server."""
     html = _html()
     policy = {
         "default-src": "'none'",
@@ -24,8 +24,9 @@ def page() -> HTMLResponse:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
+    rules = [f"{name} {value}" for name, value in policy.items()]
     headers = {
-        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "content-security-policy": "; ".join(rules),
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
         "cache-control": "no-cache",
@@ -39,7 +40,7 @@ def _html() -> str:
 
 
 def _digests(tag: str, html: str) -> str:
-    """Return the digest of each element of a kind, by which a policy allows it."""
+    """Return the digests of all elements of a kind, in the form of the policy."""
     texts = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, re.DOTALL)
     sources = []
     for text in texts:

@@ -20,24 +20,24 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
 log = init_logger("opgraft.serving.server")
-"""One line for each request, of the level INFO, or ERROR where the server failed."""
+"""One line for each request: INFO, or ERROR if the server failed."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/=+-]{1,128}")
-"""A client's or a proxy's own name of a request that is taken into the log."""
+"""The form of a client's own request id for the log."""
 
 _POLLED_PATHS = ("/health", "/metrics")
-"""Asked every few seconds by who watches the server: where they are answered, that is logged as DEBUG."""
+"""Monitors ask for these every few seconds. A good answer is logged as DEBUG."""
 
 
 class Passing:
-    """A request on its way through the gate: what is sent, and what the log will say.
+    """A request on its way through the gate, with the answer and the line in the log.
 
     Attributes:
         id: of the request, for clients and for the log.
-        record: the fields of its line in the log.
-        scope: with this object as ``passing`` in its state.
-        slot: what the request adds to those that wait.
-        started: when it came, by ``time.monotonic``.
+        record: the fields of the line in the log.
+        scope: of ASGI, with this object as ``passing`` in the state.
+        slot: the share of the request in the waiting work.
+        started: the time of arrival, by ``time.monotonic``.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -52,13 +52,10 @@ class Passing:
         given = Headers(scope=scope).get("x-request-id", "")
         if _REQUEST_ID.fullmatch(given):
             self.record["client_request_id"] = given
-        # Uvicorn leaves the body out.
+        # Uvicorn leaves the body of an answer to HEAD out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        self.scope = {
-            **scope,
-            "method": method,
-            "state": {**scope.get("state", {}), "passing": self},
-        }
+        state = {**scope.get("state", {}), "passing": self}
+        self.scope = {**scope, "method": method, "state": state}
         self.slot = Slot()
         self.started = time.monotonic()
         self._send = send
@@ -66,7 +63,7 @@ class Passing:
         self._failure: BaseException | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer, whose head gets the request's id."""
+        """Send a part of the answer. The head gets the id of the request."""
         if message["type"] == "http.response.start":
             self.record["status"] = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
@@ -75,36 +72,34 @@ class Passing:
         await self._send(message)
 
     def note(self, error: Exception) -> HTTPError:
-        """Take an error down for the log, with a cause of the server's own; return what the client gets."""
+        """Note an error for the log, and return the error for the client."""
         answer = faults.as_http_error(error)
         self.record["error"] = str(answer)
+        # A fault of the server: the log needs the cause.
         if answer.status == 500:
             self._failure = error.__cause__ or error
             self.record["cause"] = described(self._failure)
         return answer
 
     async def fail(self, error: Exception) -> None:
-        """Answer with an error; where the answer has begun as a stream, it is the last event."""
+        """Answer with an error. After the begin of a stream, the error is the last event."""
         answer = self.note(error)
         if "status" not in self.record:
             await faults.response(answer)(self.scope, _nothing, self.send)
         elif self._streams:
-            await self._send(
-                {
-                    "type": "http.response.body",
-                    "body": event(faults.content(answer)),
-                    "more_body": False,
-                }
-            )
+            body = event(faults.content(answer))
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def finish(self, metrics: HTTPMetrics) -> None:
-        """Write the line of the request, and count its answer; 499 is that of a client who left before one."""
+        """Write the line of the request, and count the answer."""
+        # 499: the client has left before an answer.
         status = self.record.setdefault("status", 499)
-        method, path = self.record["method"], self.record["path"]
-        metrics.count(method, path, self.scope.get("route"), status)
+        path = self.record["path"]
+        metrics.count(self.record["method"], path, self.scope.get("route"), status)
         seconds = time.monotonic() - self.started
         self.record["seconds"] = round(seconds, 6)
         unexpected = self._failure
+        # The message of such an error says enough, without a traceback.
         if isinstance(unexpected, OpgraftError):
             unexpected = None
         level = logging.INFO
@@ -114,7 +109,8 @@ class Passing:
             level = logging.DEBUG
         line = json.dumps(self.record)
         log.log(level, "%s", line, extra={"fields": self.record}, exc_info=unexpected)
-        del self.scope["state"]["passing"]  # which would be a cycle
+        # This object and the scope would hold each other.
+        del self.scope["state"]["passing"]
 
 
 async def _nothing() -> Message:

@@ -1,4 +1,4 @@
-"""Prompts of a request, of which it has one or several."""
+"""The prompts of a request: one or several."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def several(given: Any, field: str) -> Sequence[Prompt]:
         field: for errors.
 
     Raises:
-        HTTPError: there is none.
+        HTTPError: there is no prompt.
     """
     if not given:
-        raise HTTPError(400, f"{field} is empty: give some text", field=field, code="invalid_value")
-    return given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        message = f"{field} is empty: give some text"
+        raise HTTPError(400, message, field=field, code="invalid_value")
+    # A list of numbers is one prompt of token ids.
+    is_list_of_prompts = isinstance(given, list) and not isinstance(given[0], int)
+    return given if is_list_of_prompts else [given]

@@ -1,4 +1,4 @@
-"""Bodies of requests, by the names of OpenAI's interface, and of vLLM's if that has more.
+"""Bodies of requests, with the names of OpenAI's interface, and more names of vLLM's.
 
 Clients send fields of other servers, and send back answers of other servers. So a field without an
 effect here is taken, and an unknown field is ignored and named in a header of the answer, unless
@@ -37,9 +37,9 @@ Items: TypeAlias = Annotated[list[_T], Field(fail_fast=True)]
 
 
 def _told_apart(choose: Callable[[Any], TypeAdapter[Any]]) -> WrapValidator:
-    """Return the validator of a union that finds out by a value which alternative is meant.
+    """Return the validator of a union. A function chooses the alternative by the value.
 
-    Errors are those of this alternative, with its fields, and each item is looked at once.
+    Errors are about this alternative, and each item is looked at once.
     """
     return WrapValidator(lambda value, _: choose(value).validate_python(value, strict=True))
 
@@ -74,10 +74,10 @@ def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
 
 
 _LONGEST_NAME = 80
-"""Characters of the name of an unknown field that are told."""
+"""Characters of an unknown field's name in the header."""
 
 _MOST_NAMES = 32
-"""Names of ignored fields in an answer, at most."""
+"""Most names of ignored fields in an answer."""
 
 
 class Body(BaseModel):
@@ -85,7 +85,7 @@ class Body(BaseModel):
 
     Attributes:
         place: of such objects in the body of a request, such as ``messages[].``.
-        without_effect: fields that other servers know, and that change no answer of this one.
+        without_effect: fields of other servers. They change no answer of this one.
     """
 
     model_config = ConfigDict(
@@ -123,7 +123,7 @@ def _unknown_field(body: type[Body], name: str, known: frozenset[str]) -> Valida
 
 
 def _printable(name: str) -> str:
-    """Return the name of a field as an error can have it, without halves of surrogate pairs."""
+    """Return the name of a field for an error, without halves of surrogate pairs."""
     return name.encode(errors="replace").decode()
 
 
@@ -138,19 +138,22 @@ def _whole(value: Any) -> Any:
 
 
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
-"""A whole number, perhaps written as ``4.0``. Long lists have none: each would take a call of Python."""
+"""A whole number, perhaps written as ``4.0``. Not for long lists: each item calls Python."""
 
 
 def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
     """Return the validator of a field with few values that this server can follow.
 
     Args:
-        *accepted: values under which the answer is as without the field.
+        *accepted: values that change no answer.
         advice: for other values.
     """
 
     def expect_accepted(value: Any) -> Any:
-        if value is None or any(type(value) is type(each) and value == each for each in accepted):
+        if value is None:
+            return None
+        # True is no 1 here.
+        if any(type(value) is type(each) and value == each for each in accepted):
             return None
         raise PydanticCustomError("not_followed", "not supported", {"advice": advice})
 
@@ -166,17 +169,13 @@ _LISTS_OF_TOKENS: TypeAdapter[Any] = TypeAdapter(Items[Items[_Token]])
 
 
 def _prompts(given: object) -> TypeAdapter[Any]:
-    """Tell what prompts are by the first of them."""
+    """Return the type of prompts by the first prompt."""
     if not isinstance(given, list):
         return _TEXT
     first = given[0] if given else None
-    return (
-        _TEXTS
-        if isinstance(first, str)
-        else _LISTS_OF_TOKENS
-        if isinstance(first, list)
-        else _TOKENS
-    )
+    if isinstance(first, str):
+        return _TEXTS
+    return _LISTS_OF_TOKENS if isinstance(first, list) else _TOKENS
 
 
 Prompts: TypeAlias = Annotated[
@@ -191,11 +190,18 @@ Texts: TypeAlias = Annotated[
 
 
 def _up_to_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
-    """Return a validator that leaves of a mapping its first item whose value is not right, where there is one."""
+    """Return a validator that cuts a mapping down to the first wrong item, if there is one.
+
+    So the error is about one item.
+    """
 
     def first_wrong(given: Any) -> Any:
-        items = given.items() if isinstance(given, dict) else ()
-        return next(({name: value} for name, value in items if not right(value)), given)
+        if not isinstance(given, dict):
+            return given
+        for name, value in given.items():
+            if not right(value):
+                return {name: value}
+        return given
 
     return BeforeValidator(first_wrong)
 
@@ -208,7 +214,7 @@ _IN_SCHEMA = "write additionalProperties into the schema"
 
 
 class StreamOptions(Body):
-    """Chunks of a stream besides those of the answers."""
+    """Further chunks of a stream."""
 
     place = "stream_options."
     without_effect = frozenset({"include_obfuscation"})
@@ -229,7 +235,7 @@ class JSONSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The form that an answer has."""
+    """The form of an answer."""
 
     place = "response_format."
 
@@ -245,7 +251,7 @@ Schema: TypeAlias = Annotated[
 
 
 class StructuredOutputs(Body):
-    """The form that an answer has, by vLLM's names. One of them is given."""
+    """The form of an answer with vLLM's names. One field is given."""
 
     place = "structured_outputs."
     without_effect = frozenset({"disable_fallback"})
@@ -262,10 +268,10 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """Fields of every request that generates text.
+    """Fields of every request for generated text.
 
-    Those without an effect are names of routing, storage and billing at OpenAI, hints for a faster
-    answer, and names of vLLM that have to do with how it computes.
+    Fields without an effect are about routing, storage and billing at OpenAI, hints for a faster
+    answer, and vLLM's way to compute.
     """
 
     without_effect = frozenset(
@@ -357,7 +363,7 @@ _REFUSAL: TypeAdapter[Any] = TypeAdapter(RefusalPart)
 
 
 def _part(given: object) -> TypeAdapter[Any]:
-    """Tell parts apart by their type."""
+    """Return the type of a part."""
     kind = given.get("type") if isinstance(given, dict) else None
     return _REFUSAL if kind == "refusal" else _PART
 
@@ -579,7 +585,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorDetail(Body):
-    """Message of an error, and where it is."""
+    """The message of an error, and the field at fault."""
 
     message: str
     type: str
@@ -588,6 +594,6 @@ class ErrorDetail(Body):
 
 
 class ErrorAnswer(Body):
-    """The answer to a request that is refused, or failed."""
+    """The answer to a refused or failed request."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""The server process: uvicorn, signals, and how it ends."""
+"""The server process: uvicorn, signals and the end."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from opgraft.serving.server.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_SECONDS = 5
-"""Seconds that requests have to answer once they are aborted."""
+"""Seconds for an aborted request to answer."""
 
 _SWITCH_SECONDS = 5e-4
-"""Seconds after which the engine lets the connections go on. Each write to a socket may wait as long for it."""
+"""Seconds until the engine's thread hands over the interpreter. A write to a socket may wait."""
 
 _FAILED_SECONDS = 1
-"""Seconds for which a server whose engine has stopped still says so."""
+"""Seconds in which a server still answers after the engine has stopped."""
 
 
 class HTTPServer(uvicorn.Server):
-    """A server that ends as an operator expects.
+    """A server with the usual signals.
 
-    The first SIGTERM or SIGINT drains it, the second ends the process. It ends by itself when the engine has stopped.
+    The first SIGTERM or SIGINT drains the server, the second ends the process. The server ends by
+    itself after the engine has stopped.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
@@ -62,68 +63,64 @@ class HTTPServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain the server, or end the process if that goes on already."""
+        """Drain the server. At the second signal, end the process."""
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             os.kill(os.getpid(), sig)
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, once the model has generated a token."""
+        """Listen after the model has generated a token."""
         await self._service.warm_up()
+        # A collection over all imported and loaded objects would hold up every request.
         gc.collect()
-        gc.freeze()  # a collection over all that was imported and loaded would hold up every request
+        gc.freeze()
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         self._ready()
         log.info("ready")
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell whether to end, ten times a second."""
+        """Return True to end. Uvicorn asks ten times a second."""
         try:
             await self._service.check_health()
         except EngineError as error:
             if self._failed is None:
-                self._failed, self._failed_at = error, time.monotonic()
-                self.config.timeout_graceful_shutdown = (
-                    _FAILED_SECONDS  # nothing is left that could finish
-                )
-                if self._service.hangs:  # nobody else tells those that wait for it
+                self._failed = error
+                self._failed_at = time.monotonic()
+                # No request can finish any more.
+                self.config.timeout_graceful_shutdown = _FAILED_SECONDS
+                # A hanging engine answers nobody. A stopped engine has ended its requests.
+                if self._service.hangs:
                     self._end_flights(faults.as_http_error(error))
         if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests, and have those that run finish, or abort them when their time is up."""
-        seconds, running = self._service.settings.drain_seconds, len(self._service.flights)
+        """Take no more requests. Let running requests finish, or abort them after their time."""
+        seconds = self._service.settings.drain_seconds
+        running = len(self._service.flights)
         log.info("shutting down: no new requests, %d that run have %g seconds", running, seconds)
         self._service.draining = True
-        timer = asyncio.get_running_loop().call_later(
-            self._service.settings.drain_seconds, self._abort
-        )
+        timer = asyncio.get_running_loop().call_later(seconds, self._abort)
         await super().shutdown(sockets)
         timer.cancel()
         log.info("ended")
 
     def _abort(self) -> None:
-        self._end_flights(
-            HTTPError(
-                503,
-                "the request was aborted, as the server ends: send it to another one",
-                code="aborted",
-            )
-        )
+        message = "the request was aborted, as the server ends: send it to another one"
+        self._end_flights(HTTPError(503, message, code="aborted"))
 
     def _end_flights(self, reason: HTTPError) -> None:
         for flight in list(self._service.flights):
             flight.end(reason)
 
     def expect_no_failure(self) -> None:
-        """Raise where the server ended because the engine had stopped.
+        """Check that the server did not end because of the engine.
 
         Raises:
-            EngineError: it had.
+            EngineError: the engine has stopped.
         """
         if self._failed is not None:
             raise self._failed
@@ -140,11 +137,11 @@ def serve(
     Args:
         model: a checkpoint's folder or file, or the name of a packaged model.
         opgraft_config: every setting.
-        api_keys: of which clients must send one, besides those of ``server.api_key_file``.
-        ready: called with the service and its URL when it listens.
+        api_keys: keys of clients, besides the keys in ``server.api_key_file``.
+        ready: called with the service and the URL when the server listens.
 
     Raises:
-        ConfigError: it cannot listen where it is to, or the file of keys cannot be used.
+        ConfigError: the server cannot listen at the address, or the file of keys is unusable.
         EngineError: the engine has stopped.
         ModelError: the model cannot be served.
         CheckpointError: the checkpoint cannot be read.
@@ -155,23 +152,25 @@ def serve(
         keys += read_keys(settings.api_key_file, "server.api_key_file")
     if not keys and not is_local(settings.host):
         log.warning(
-            "server.host is %s and there is no key: whoever reaches this machine can use the model. Give --api-key or "
-            "server.api_key_file, or put a proxy before it that asks who comes",
+            "server.host is %s and there is no key: whoever reaches this machine can use the "
+            "model. Give --api-key or server.api_key_file, or put a proxy before it that asks who "
+            "comes",
             settings.host,
         )
     with _bound(settings) as listener:
         service = Service(model, opgraft_config)
         url = f"http://{_host_as_named(settings.host)}:{listener.getsockname()[1]}"
+        # Uvicorn calls ``http`` like a class, and compares the seconds as numbers.
         config = uvicorn.Config(
             create_app(service, keys),
-            http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called as the class would be
+            http=partial(Connection, settings),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             ws="none",
             lifespan="off",
-            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # uvicorn compares seconds
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
             timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
         )
         server = HTTPServer(config, service, lambda: ready(service, url))
@@ -185,7 +184,7 @@ def serve(
 
 
 def _exit_at_once(server: HTTPServer, service: Service) -> None:
-    """End the process, as a thread that hangs can be neither ended nor waited for, and that of the worker."""
+    """End the process and the worker. Nothing can end a hanging thread or wait for one."""
     service.kill()
     try:
         server.expect_no_failure()
@@ -196,22 +195,24 @@ def _exit_at_once(server: HTTPServer, service: Service) -> None:
 
 
 def _bound(settings: ServerConfig) -> socket.socket:
-    """Return a socket that is bound already, and listens once the model is ready."""
-    host, port = settings.host, settings.port
+    """Return a bound socket. It listens after the model is ready."""
+    host = settings.host
+    port = settings.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"the server cannot listen on {host}, port {port} ({described(error)}): set server.host and server.port "
-            "to an address of this machine and a port that is free, or the port to 0"
+            f"the server cannot listen on {host}, port {port} ({described(error)}): set "
+            "server.host and server.port to an address of this machine and a port that is free, or "
+            "the port to 0"
         ) from error
     return listener
 
 
 def _host_as_named(host: str) -> str:
+    # A URL has an IPv6 address in brackets.
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Sampling as requests ask for it, within the limits of the server."""
+"""The sampling of a request, within the limits of the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from opgraft.serving.server.protocol import (
 )
 from opgraft.serving.server.service import Service
 
-# Fmt: skip.
 _AS_THEY_ARE = (
     "n",
     "temperature",
@@ -35,42 +34,43 @@ _AS_THEY_ARE = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-"""Fields that ``SamplingParams`` has by the same names."""
+"""Fields with the same name in ``SamplingParams``."""
 
 _COMPLETION_TOKENS = 16
-"""Tokens of a completion that does not say how many it wants; a chat's answer may fill the context."""
+"""Tokens of a completion by default. A chat's answer may fill the context."""
 
 _STOP_CHARACTERS = 256
-"""Characters of a text to stop at, at most, or of a bad word."""
+"""Most characters of a text to stop at, or of a bad word."""
 
 
 def expect_answers(body: Generation, prompts: int, service: Service) -> None:
-    """Refuse more answers than the server gives, before there is work for them.
+    """Check the number of answers, before any work for them.
 
     Raises:
-        HTTPError: with the limit.
+        HTTPError: the request wants too many.
     """
-    limit, answers = service.settings.max_answers, prompts * (body.n or 1)
+    limit = service.settings.max_answers
+    answers = prompts * (body.n or 1)
     if answers > limit:
-        raise _too_many(
-            "answers (prompts times n)", answers, limit, "prompt" if prompts > limit else "n"
-        )
+        field = "prompt" if prompts > limit else "n"
+        raise _too_many("answers (prompts times n)", answers, limit, field)
 
 
 def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
-    """Refuse longer prompts than the server takes.
+    """Check the length of the prompts.
 
     Raises:
-        HTTPError: with the limit.
+        HTTPError: a prompt is too long.
     """
-    limit, longest = service.settings.max_prompt_tokens, max(map(len, prompts), default=0)
+    limit = service.settings.max_prompt_tokens
+    longest = max(map(len, prompts), default=0)
     if limit is not None and longest > limit:
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         raise _too_many("tokens of a prompt", longest, limit, field)
 
 
 def scores_only(body: Generation) -> bool:
-    """Tell whether no token is asked for, but the prompt again with its log-probabilities."""
+    """Return True if the request wants only the prompt with its log-probabilities."""
     return isinstance(body, CompletionRequest) and body.max_tokens == 0 and bool(body.echo)
 
 
@@ -85,22 +85,23 @@ def params_of(
 
     Args:
         body: the request.
-        prompts: the token ids of its prompts.
+        prompts: the token ids of the prompts.
         service: has the limits.
         form: the form of the answer, from ``form_of``.
-        settled: settings in place of those of the request.
+        settled: settings in place of the request's.
 
     Raises:
-        HTTPError: it asks for more than the server allows, or for what it has not.
-        RequestError: a value is not allowed, or two contradict each other.
+        HTTPError: the request wants more than the server allows, or an unknown token.
+        RequestError: a value is not allowed, or two values contradict each other.
     """
     for field in ("stop", "stop_token_ids", "bad_words"):
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     _expect_few(body.allowed_token_ids or (), service.vocab_size, "allowed_token_ids")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
+    # Some clients draw seeds from all whole numbers.
     if body.seed is not None and body.seed < 0:
-        given["seed"] = body.seed % (1 << 64)  # of clients that draw from all whole numbers
+        given["seed"] = body.seed % (1 << 64)
     given |= {
         "max_tokens": _max_tokens(body, prompts, service),
         "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
@@ -112,7 +113,7 @@ def params_of(
 
 
 def certain_tokens(body: Generation, params: SamplingParams) -> int:
-    """Return the tokens that an answer has in any case."""
+    """Return the least number of tokens of an answer."""
     if scores_only(body):
         return 0
     may_end = params.stop or params.stop_token_ids or params.structured_output is not None
@@ -125,16 +126,16 @@ def certain_tokens(body: Generation, params: SamplingParams) -> int:
 def expect_few_logprobs(
     params: SamplingParams, prompt_tokens: int, answer_tokens: int, service: Service
 ) -> None:
-    """Refuse too many log-probabilities: to write them would take memory and time from others.
+    """Check the number of log-probabilities. They take memory and time from other requests.
 
     Args:
         params: of the request.
         prompt_tokens: of all prompts of the request.
-        answer_tokens: of all answers so far, or that they have in any case.
+        answer_tokens: of all answers so far, or the least number.
         service: has the limit.
 
     Raises:
-        HTTPError: with the limit.
+        HTTPError: there are too many.
     """
     if params.logprobs is None:
         return
@@ -147,32 +148,35 @@ def expect_few_logprobs(
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
-    """Refuse lists and texts so long that to look for them would keep other requests waiting."""
+    """Check that lists and texts are short. A search for long ones would hold up other requests."""
     if not isinstance(listed, str) and len(listed) > limit:
         raise _too_many(f"entries of {field}", len(listed), limit, field)
-    texts = (
-        [listed] if isinstance(listed, str) else [each for each in listed if isinstance(each, str)]
-    )
+    entries = [listed] if isinstance(listed, str) else listed
+    texts = [each for each in entries if isinstance(each, str)]
     longest = max(map(len, texts), default=0)
     if longest > _STOP_CHARACTERS:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
 
 
 def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
-    field, wanted = "max_tokens", body.max_tokens
+    field = "max_tokens"
+    wanted = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        field, wanted = "max_completion_tokens", body.max_completion_tokens
+        field = "max_completion_tokens"
+        wanted = body.max_completion_tokens
     longest = max(map(len, prompts))
     room = service.llm.engine.core.max_model_len - longest
     answers = len(prompts) * (body.n or 1)
     limit = service.settings.max_output_tokens
     if scores_only(body):
-        wanted = 1  # which the engine needs, and the answer leaves out
+        # The engine needs a token, and the answer leaves the token out.
+        wanted = 1
     if wanted is None:
         if limit is not None and answers > limit:
             raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
         usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
-        return max(1, min(usual, room, usual if limit is None else limit // answers))
+        share = usual if limit is None else limit // answers
+        return max(1, min(usual, room, share))
     if wanted > room:
         raise HTTPError(
             400,
@@ -182,29 +186,29 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
             field=field,
             code="context_length_exceeded",
         )
-    if limit is not None and wanted * answers > limit:
-        raise _too_many(
-            f"tokens ({field} for each of {answers} answers)", wanted * answers, limit, field
-        )
+    total = wanted * answers
+    if limit is not None and total > limit:
+        raise _too_many(f"tokens ({field} for each of {answers} answers)", total, limit, field)
     return wanted
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     bias = {}
     for token, value in given.items():
-        if not (token.isascii() and token.isdigit() and int(token[:10]) < vocab_size):
-            raise HTTPError(
-                400,
-                f"logit_bias has the key {token[:20]!r}, which is no token id: use 0 to {vocab_size - 1}",
-                field="logit_bias",
-                code="invalid_value",
+        is_number = token.isascii() and token.isdigit()
+        # Ten digits are enough, and Python takes long to read thousands.
+        if not is_number or int(token[:10]) >= vocab_size:
+            last = vocab_size - 1
+            message = (
+                f"logit_bias has the key {token[:20]!r}, which is no token id: use 0 to {last}"
             )
+            raise HTTPError(400, message, field="logit_bias", code="invalid_value")
         bias[int(token)] = value
     return bias
 
 
 def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
-    """Return how many log-probabilities are wanted of each token of the answer, and of the prompt if that is echoed."""
+    """Return the number of log-probabilities for each token of the answer, and of an echo."""
     if isinstance(body, CompletionRequest):
         field, wanted = "logprobs", body.logprobs
     elif isinstance(body, ChatRequest) and body.logprobs:
@@ -212,9 +216,8 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
     else:
         return {}
     if wanted is not None and wanted < 0:
-        raise HTTPError(
-            400, f"{field} is {wanted}: use 0 to {limit}", field=field, code="invalid_value"
-        )
+        message = f"{field} is {wanted}: use 0 to {limit}"
+        raise HTTPError(400, message, field=field, code="invalid_value")
     if wanted is not None and wanted > limit:
         raise _too_many("log-probabilities of a token", wanted, limit, field)
     echoed = isinstance(body, CompletionRequest) and body.echo
@@ -222,9 +225,5 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
 
 
 def _too_many(what: str, found: int, limit: int, field: str) -> HTTPError:
-    return HTTPError(
-        400,
-        f"the request asks for {found} {what}, and this server allows {limit}",
-        field=field,
-        code="limit_exceeded",
-    )
+    message = f"the request asks for {found} {what}, and this server allows {limit}"
+    return HTTPError(400, message, field=field, code="limit_exceeded")

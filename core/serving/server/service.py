@@ -1,4 +1,4 @@
-"""The model that is served, with the limits of requests and those that are in flight."""
+"""The served model, with the limits of requests and the requests in flight."""
 
 from __future__ import annotations
 
@@ -27,14 +27,21 @@ from prometheus_client import CollectorRegistry
 
 _T = TypeVar("_T")
 _CHARACTERS = 64
-"""Characters for each token of the context, beyond which a text is not tokenized; few tokens have as many."""
+"""Characters for each token of the context. A longer text is not tokenized."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts as token ids, how each is to be answered, and when the request came, by ``time.monotonic``.
+    """The prompts of a request, and the way to answer them.
 
-    ``grammar_field`` is the field that a grammar comes from.
+    Attributes:
+        request_id: the id.
+        arrival: the time of arrival, by ``time.monotonic``.
+        prompts: token ids.
+        params: the sampling.
+        grammar_field: the field of the request with the grammar.
+        priority: see ``LLM``.
+        cache_salt: see ``LLM``.
     """
 
     request_id: str
@@ -47,10 +54,10 @@ class Job:
 
 
 class Flight:
-    """A request that is being answered.
+    """A request in flight.
 
     Attributes:
-        reason: why it was ended, where it was.
+        reason: the error that ended the request, or None.
     """
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
@@ -58,7 +65,7 @@ class Flight:
         self.reason: HTTPError | None = None
 
     def end(self, reason: HTTPError) -> None:
-        """End the request, which frees what it holds, and answer with the reason."""
+        """End the request, free everything of the request, and answer with the reason."""
         if self.reason is None:
             self.reason = reason
             self._task.cancel()
@@ -74,13 +81,13 @@ class Service:
     Attributes:
         registry: of the metrics.
         http_metrics: of answers.
-        kernels: how many of whose kernels run, in words; empty before the service is ready.
-        created: when it was loaded, in seconds since 1970.
+        kernels: the number of kernels by provider, in words; empty before the service is ready.
+        created: the time of the load, in seconds since 1970.
         name: of the model, for clients.
         settings: of the server.
         admission: of requests.
-        flights: requests that are being answered.
-        draining: whether the server is about to end, and takes no new requests.
+        flights: requests in flight.
+        draining: the server is about to end, and takes no new requests.
     """
 
     def __init__(self, model: str, opgraft_config: OpgraftConfig) -> None:
@@ -113,41 +120,34 @@ class Service:
         """
         if not self._model.embeds:
             return self._model
-        raise HTTPError(
-            400,
-            f"{self.name} is an encoder, which answers no prompt: POST /v1/embeddings gives the vectors of texts",
-            field="model",
-            code="unsupported_model",
-        )
+        step = "POST /v1/embeddings gives the vectors of texts"
+        message = f"{self.name} is an encoder, which answers no prompt: {step}"
+        raise HTTPError(400, message, field="model", code="unsupported_model")
 
     @property
     def encoder(self) -> AsyncLLM:
         """The encoder.
 
         Raises:
-            HTTPError: the model is none.
+            HTTPError: the model is no encoder.
         """
         if self._model.embeds:
             return self._model
-        raise HTTPError(
-            400,
-            f"{self.name} generates text, and has no embeddings: ask a server of an encoder",
-            field="model",
-            code="unsupported_model",
-        )
+        message = f"{self.name} generates text, and has no embeddings: ask a server of an encoder"
+        raise HTTPError(400, message, field="model", code="unsupported_model")
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model.
 
         Raises:
-            InputError: it has none.
+            InputError: the model has no tokenizer.
         """
         return self._model.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that the model knows."""
+        """The number of tokens in the vocabulary."""
         return self._model.vocab_size
 
     @property
@@ -156,7 +156,7 @@ class Service:
         return self._model.max_model_len
 
     def capacity(self) -> str:
-        """Say in words what the model can hold."""
+        """Return the size of the cache in words."""
         return self._model.capacity()
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
@@ -164,10 +164,10 @@ class Service:
         return await self._model.prepare(function, *args)
 
     async def warm_up(self) -> None:
-        """Generate a token, or embed one, after which the service is ready.
+        """Generate or embed a token. The service is ready then.
 
         Raises:
-            EngineError: it could not.
+            EngineError: the engine has failed.
         """
         await self._model.warm_up()
         explanation = await self._model.explain()
@@ -180,11 +180,11 @@ class Service:
         self._model.shutdown()
 
     def kill(self) -> None:
-        """End a worker that hangs, where it has a process of its own."""
+        """End a hanging worker in a process of its own."""
         self._model.kill()
 
     def card(self) -> dict[str, Any]:
-        """Return the model as OpenAI lists models."""
+        """Return the model in the form of OpenAI's lists."""
         return {
             "id": self.name,
             "object": "model",
@@ -195,7 +195,7 @@ class Service:
         }
 
     async def decisions(self) -> dict[str, Any]:
-        """Return which platform was chosen, which kernel of which provider runs each op, and why."""
+        """Return the platform, and the kernel and provider of each op, with reasons."""
         explanation = await self._model.explain()
         decision = selected_platform().decision.to_dict()
         health = self.health()
@@ -205,29 +205,32 @@ class Service:
             "decision": decision,
             **explanation.to_dict(),
         }
-        return told if "engines" not in health else {**told, "engines": health["engines"]}
+        # A single engine is not listed.
+        if "engines" in health:
+            told["engines"] = health["engines"]
+        return told
 
     async def check_health(self) -> None:
-        """Raise where the engine cannot go on.
+        """Check that the engine can go on.
 
         Raises:
-            EngineError: it has stopped, or hangs.
+            EngineError: the engine has stopped, or hangs.
         """
         self._model.end_hanging(self.settings.step_seconds)
         await self._model.check_health()
         if self.hangs:
             raise EngineError(
-                f"a step has taken longer than {self.settings.step_seconds:g} seconds: a kernel seems to hang. Start "
-                "a new server, or raise server.step_seconds"
+                f"a step has taken longer than {self.settings.step_seconds:g} seconds: a kernel "
+                "seems to hang. Start a new server, or raise server.step_seconds"
             )
 
     @property
     def hangs(self) -> bool:
-        """Tell whether a step has taken so long that it seems never to end."""
+        """Return True if a step takes so long that it seems never to end."""
         return self._model.busy_seconds > self.settings.step_seconds
 
     async def check(self) -> None:
-        """Raise where requests cannot be served.
+        """Check that requests can be served.
 
         Raises:
             HTTPError: the model is not ready yet, or the server is about to end.
@@ -235,48 +238,41 @@ class Service:
         """
         await self.check_health()
         if self.draining:
-            raise HTTPError(
-                503, "the server is shutting down: send the request to another one", code="draining"
-            )
+            message = "the server is shutting down: send the request to another one"
+            raise HTTPError(503, message, code="draining")
         if not self._warm or "ready" not in self._states():
-            raise HTTPError(
-                503,
-                "the model is not ready yet: try again",
-                code="starting",
-                headers={"retry-after": "1"},
-            )
+            message = "the model is not ready yet: try again"
+            raise HTTPError(503, message, code="starting", headers={"retry-after": "1"})
 
     def health(self) -> dict[str, Any]:
-        """Return whether all engines are ready, and where there are several, the state of each."""
+        """Return the state of the service, with several engines also the state of each."""
         states = self._states()
         if len(states) == 1:
             return {"status": "ready"}
         engines = [{"engine": number, "status": state} for number, state in enumerate(states)]
-        return {"status": "ready" if set(states) == {"ready"} else "degraded", "engines": engines}
+        all_ready = set(states) == {"ready"}
+        return {"status": "ready" if all_ready else "degraded", "engines": engines}
 
     def _states(self) -> list[str]:
         return self._model.states()
 
     def expect_model(self, name: str) -> None:
-        """Refuse a request for another model.
+        """Check that a request is for this model.
 
         Raises:
-            HTTPError: it asks for another one.
+            HTTPError: the request names another model.
         """
         if name != self.name:
-            raise HTTPError(
-                404,
-                f"the model {name[:80]!r} is not served here: ask for {self.name!r}",
-                field="model",
-                code="model_not_found",
-            )
+            message = f"the model {name[:80]!r} is not served here: ask for {self.name!r}"
+            raise HTTPError(404, message, field="model", code="model_not_found")
 
     def expect_characters(self, text: str, field: str) -> None:
-        """Refuse a text that is too long to be tokenized: who tokenizes it keeps all others waiting.
+        """Check that a text is short enough to be tokenized.
 
         Raises:
-            HTTPError: with the limit.
+            HTTPError: the text is too long.
         """
+        # All other requests would wait for a tokenizer. Few tokens have so many characters.
         limit = self.settings.max_prompt_characters or _CHARACTERS * self.max_model_len
         if len(text) > limit:
             raise HTTPError(
@@ -290,27 +286,25 @@ class Service:
     async def answers(
         self, job: Job, slot: Slot
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Answer the prompts of a job, and yield the number of a prompt with its output whenever that has grown.
+        """Answer the prompts of a job. Yield number and output of a prompt after each growth.
 
         Raises:
             HTTPError: a prompt failed, or the engine gave up on it.
             RequestError: a prompt cannot be taken.
             EngineError: the engine has stopped.
         """
-        waiting = {
-            (number, index) for number in range(len(job.prompts)) for index in range(job.params.n)
-        }
+        prompts = range(len(job.prompts))
+        waiting = {(number, index) for number in prompts for index in range(job.params.n)}
         self.admission.take(slot, len(waiting), sum(map(len, job.prompts)))
-        streams = [self._answer(job, number) for number in range(len(job.prompts))]
+        streams = [self._answer(job, number) for number in prompts]
         async with aclosing(_merged(streams)) as news:
             async for number, output in news:
                 if waiting:
-                    waiting -= {
-                        (number, answer.index) for answer in output.outputs if answer.token_ids
-                    }
-                    tokens = sum(
-                        len(job.prompts[prompt]) for prompt, index in waiting if index == 0
-                    )
+                    begun = [answer.index for answer in output.outputs if answer.token_ids]
+                    waiting -= {(number, index) for index in begun}
+                    # The answers of a prompt share the prompt.
+                    left = [job.prompts[prompt] for prompt, index in waiting if index == 0]
+                    tokens = sum(map(len, left))
                     self.admission.begun(slot, len(waiting), tokens)
                 _expect_no_error(output, job)
                 yield number, output
@@ -333,41 +327,36 @@ def _name_of(model: str) -> str:
 
 def _summary_of_decision(explanation: Explanation) -> str:
     counts = Counter(str(row.provider) for row in explanation.rows if row.runs)
-    return printable(
-        ", ".join(f"{count} of {provider}" for provider, count in counts.most_common())
-    )
+    parts = [f"{count} of {provider}" for provider, count in counts.most_common()]
+    return printable(", ".join(parts))
 
 
 def _expect_no_error(output: RequestOutput, job: Job) -> None:
     for answer in output.outputs:
         if answer.refused:
             field = None if job.params.structured_output is None else job.grammar_field
-            raise HTTPError(
-                400, f"the answer ended: {answer.error}", field=field, code="invalid_value"
-            )
+            message = f"the answer ended: {answer.error}"
+            raise HTTPError(400, message, field=field, code="invalid_value")
         if answer.finish_reason == "error":
-            raise HTTPError(
-                500,
-                "the request failed while it was computed: the log of the server has the cause",
-                code="failed",
-            ) from EngineError(answer.error)
-        if answer.finish_reason == "abort":
-            raise HTTPError(
-                503,
-                "the request was aborted, as the server ends: send it to another one",
-                code="aborted",
+            message = (
+                "the request failed while it was computed: the log of the server has the cause"
             )
+            raise HTTPError(500, message, code="failed") from EngineError(answer.error)
+        if answer.finish_reason == "abort":
+            message = "the request was aborted, as the server ends: send it to another one"
+            raise HTTPError(503, message, code="aborted")
 
 
 async def _merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield what streams yield, as it comes, with the number of the stream; one that raises ends all."""
+    """Yield the items of all streams with the number of the stream. An error ends all streams."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for output in stream:
                 yield 0, output
         return
+    # One item, so that a slow reader holds up the streams.
     news: asyncio.Queue[Any] = asyncio.Queue(1)
     tasks = [
         asyncio.create_task(_forward(number, stream, news)) for number, stream in enumerate(streams)
@@ -394,7 +383,8 @@ async def _forward(
         async with aclosing(stream):  # type: ignore[type-var]
             async for output in stream:
                 await news.put((number, output))
-    except Exception as error:  # raised again by the reader
+    # The reader raises the error again.
+    except Exception as error:
         await news.put((number, error))
     else:
         await news.put((number, None))

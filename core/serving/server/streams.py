@@ -1,4 +1,4 @@
-"""Server-sent events, and what is new in outputs that grow."""
+"""Server-sent events, and the news of growing outputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ DONE = b"data: [DONE]\n\n"
 
 def event(data: Mapping[str, Any]) -> bytes:
     """Return data as an event."""
-    return (
-        b"data: "
-        + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        + b"\n\n"
-    )
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    # "replace", because a token may be half of a surrogate pair.
+    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
 class EventStream(Response):
-    """An answer that is sent event by event; an error on the way is the last event.
+    """An answer of events. After an error, the last event is the error.
 
     Args:
-        events: as ``event`` makes them. They are asked for one after the other, as fast as the reader takes them.
+        events: from ``event``. The next event is made when the reader has taken the last one.
     """
 
     media_type = "text/event-stream"
@@ -41,13 +39,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         async with aclosing(self.events) as events:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
             try:
                 async for body in events:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -61,10 +54,10 @@ class News(NamedTuple):
     """News of an answer.
 
     Attributes:
-        text: that has come.
-        tokens: ids that have come.
-        logprobs: of these, empty where they were not asked for.
-        first: whether nothing was told of the answer before.
+        text: new text.
+        tokens: new token ids.
+        logprobs: of the new tokens. Empty if the request wants none.
+        first: these are the first news of the answer.
     """
 
     text: str
@@ -74,19 +67,20 @@ class News(NamedTuple):
 
 
 class Reader:
-    """Keeps what a stream has told of each of its answers, to tell what is new."""
+    """Keeps the sent part of each answer of a stream, to find the news."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, int], tuple[int, int]] = {}
         self._ended: set[tuple[int, int]] = set()
 
     def news(self, prompt: int, answer: CompletionOutput) -> News | None:
-        """Return what is new in an answer, or None where that is nothing that can be shown yet."""
+        """Return the news of an answer, or None if there is nothing to show yet."""
         key = (prompt, answer.index)
         if key in self._ended:
             return None
         first = key not in self._told
         characters, tokens = self._told.get(key, (0, 0))
+        # A new token may be a part of a character, without new text.
         if len(answer.text) == characters and not answer.finished and not first:
             return None
         self._told[key] = (len(answer.text), len(answer.token_ids))
@@ -101,7 +95,7 @@ class Reader:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return the tokens of a request as OpenAI counts them; the cached ones are of the prompt."""
+    """Return the tokens of a request as OpenAI counts them. Cached tokens are of the prompt."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -111,16 +105,16 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as JSON can have it, which knows no infinity."""
+    """Return a log-probability for JSON. JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
 def token_text(token: int, ranked: Mapping[int, Logprob]) -> str:
-    """Return the text of one of the tokens at a place, which a model without a tokenizer does not know."""
+    """Return the text of a token. Without a tokenizer, the text names the id."""
     text = ranked[token].decoded_token
     return f"token_id:{token}" if text is None else text
 
 
 def likeliest(ranked: Mapping[int, Logprob], params: SamplingParams) -> list[int]:
-    """Return the likeliest tokens at a place, as many as were asked for."""
+    """Return the likeliest tokens at a place, as many as the request wants."""
     return sorted(ranked, key=lambda token: -ranked[token].logprob)[: params.logprobs or 0]

@@ -18,7 +18,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """Return the token ids of a text, or of a chat in the model's template.
 
     Raises:
-        HTTPError: the body has neither, or both, or a field of the other.
+        HTTPError: the body has neither, both, or a field without effect.
         RequestError: the template refuses the messages, or the text has no tokens.
         InputError: the model has no tokenizer.
     """
@@ -33,14 +33,15 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
-    text, special = body.prompt, body.add_special_tokens is not False
+    text = body.prompt
+    special = body.add_special_tokens is not False
     if body.messages is not None:
+        # A template writes the special tokens itself.
         special = bool(body.add_special_tokens)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         text = service.llm.engine.inputs.chat_template.render(
             for_template(body.messages),
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools]
-            if body.tools
-            else None,
+            tools=tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             values=template_values(body.chat_template_kwargs),
         )
@@ -58,7 +59,7 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
     """Return the text of token ids.
 
     Raises:
-        HTTPError: an id is none of the vocabulary.
+        HTTPError: the vocabulary lacks an id.
         InputError: the model has no tokenizer.
     """
     if body.model is not None:
@@ -71,14 +72,11 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
             field="tokens",
             code="context_length_exceeded",
         )
-    unknown = next((token for token in body.tokens if token >= service.vocab_size), None)
+    size = service.vocab_size
+    unknown = next((token for token in body.tokens if token >= size), None)
     if unknown is not None:
-        raise HTTPError(
-            400,
-            f"tokens has {unknown}, and the vocabulary has {service.vocab_size}: use 0 to {service.vocab_size - 1}",
-            field="tokens",
-            code="invalid_value",
-        )
+        message = f"tokens has {unknown}, and the vocabulary has {size}: use 0 to {size - 1}"
+        raise HTTPError(400, message, field="tokens", code="invalid_value")
     text = await service.prepare(_decoded, service, body)
     return {"prompt": text}
 

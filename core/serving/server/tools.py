@@ -1,4 +1,4 @@
-"""Calls of functions: how a model learns of functions, and how a text becomes calls."""
+"""Calls of functions: the description for the model, and the way from text to calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
 
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
-To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and nothing else."""
+To call one, answer with {{"name": its name, "arguments": an object with its arguments}} and \
+nothing else."""
 """Text before the first message about functions, for templates without a place for tools."""
 
 _MARKED = r"""%llguidance {{}}
@@ -43,7 +44,7 @@ TEXT: /[^{{\[ \n\t](.|\n)*/
 """Grammar of a call, or several, or else of text that does not begin as one."""
 
 _SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-"""Bounds the blanks of JSON, as small models fill an answer with them."""
+"""Bounds the blanks of JSON. Small models fill answers with blanks."""
 
 
 class Tools:
@@ -54,14 +55,14 @@ class Tools:
         template: of the model's chats, as source.
 
     Attributes:
-        functions: as the template gets them; None if the model is not to know of any.
-        instruction: a text about the functions, if the template has no place for them.
-        forced: the JSON schema of an answer that must be a call; None if it need not be one.
-        forced_field: where that schema comes from.
-        strict: True if calls of a function are held to its schema.
+        functions: for the template; None if the model should know no function.
+        instruction: a text about the functions, for a template without a place for them.
+        forced: the JSON schema of an answer that must be a call, else None.
+        forced_field: the field of the request with this schema.
+        strict: True if calls of a function must follow the schema.
 
     Raises:
-        HTTPError: a function is chosen that is not there.
+        HTTPError: the chosen function is missing.
     """
 
     def __init__(self, body: ChatRequest, template: str) -> None:
@@ -95,14 +96,13 @@ class Tools:
     def structured_output(
         self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
     ) -> dict[str, Any] | None:
-        """Return the structured output of an answer that must be a call, or may be one.
+        """Return the structured output of an answer that must or may be a call.
 
-        Calls of strict functions are held to their schemas. With a form, an answer that is no call
-        is of the form.
+        Calls of strict functions follow the schemas. With a form, any other answer has the form.
 
         Args:
-            special: the id of a special token by its text, None for a text that is none.
-            form: the JSON schema of an answer that is no call.
+            special: returns the id of a special token for the text of the token, or None.
+            form: the JSON schema of any other answer.
 
         Returns:
             None if any text is an answer.
@@ -125,13 +125,10 @@ class Tools:
 
     def _schema_of_calls(self, *others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schema of one call, of a list of calls, or of an answer of another schema."""
-        schemas = [
-            _schema_of(
-                function if function.get("strict") else {"name": function["name"]},
-                f"urn:opgraft:tool:{place}",
-            )
-            for place, function in enumerate(self._offered)
-        ]
+        schemas = []
+        for place, function in enumerate(self._offered):
+            held = function if function.get("strict") else {"name": function["name"]}
+            schemas.append(_schema_of(held, f"urn:opgraft:tool:{place}"))
         call = {"$ref": "#/$defs/call"}
         return {
             "anyOf": [call, {"type": "array", "items": call, "minItems": 1}, *others],
@@ -140,50 +137,46 @@ class Tools:
         }
 
     def reader(self) -> CallReader | None:
-        """Return a reader for the calls of one answer; None if the model knows of no function."""
+        """Return a reader for the calls of an answer, or None if the model knows no function."""
         if self.functions is None:
             return None
         marker = PLAIN if self.forced is not None else self._marker
         return CallReader(marker, self._known, self._most)
 
     def plain(self, reader: CallReader | None, text: str) -> str:
-        """Return the part of a text that is surely no call, of a text that the reader has read."""
+        """Return the part of a read text that is surely no call."""
         if reader is None:
             return text
         return "" if self.forced is not None else reader.plain(text)
 
     def calls(self, reader: CallReader | None, ended: bool) -> list[Call]:
-        """Return the calls that a reader has found; one that must come comes even if it is cut at once."""
+        """Return the calls that a reader has found."""
         if reader is None:
             return []
+        # The answer was cut before the name, but only one function was possible.
         if ended and not reader.calls and self._only is not None:
             return [Call(self._only, "")]
         return reader.calls
 
 
 def _marker_of(template: str) -> str:
-    """Return the beginning of a call as models of a chat template write calls."""
+    """Return the beginning of calls in texts of the models of a chat template."""
     if HERMES in template:
         return HERMES
     return MISTRAL if MISTRAL in template else PLAIN
 
 
 def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the numbers of the functions of which one must be called, none where that need not be."""
+    """Return the numbers of the functions for a forced call. Empty if no call is forced."""
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
         return []
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    chosen = [
-        place for place, tool in enumerate(offered) if name in (None, tool["function"]["name"])
-    ]
+    names = [tool["function"]["name"] for tool in offered]
+    chosen = [place for place, each in enumerate(names) if name in (None, each)]
     if not chosen:
-        raise HTTPError(
-            400,
-            "tool_choice asks for a function that tools do not have",
-            field="tool_choice",
-            code="invalid_value",
-        )
+        message = "tool_choice asks for a function that tools do not have"
+        raise HTTPError(400, message, field="tool_choice", code="invalid_value")
     return chosen
 
 
@@ -199,15 +192,16 @@ def _forced(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def _identified(schema: Mapping[str, Any], identity: str) -> dict[str, Any]:
     """Return a schema with an identity, so that references within the schema start there."""
     identified = {"$id": identity, **schema}
+    # Draft 4 has no $id.
     if "draft-04" in str(identified.get("$schema")):
-        del identified["$schema"]  # it knows no $id
+        del identified["$schema"]
     return identified
 
 
 def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
     """Return the schema of a call.
 
-    The parameters get an identity, so that references within them go on from them and not from the whole.
+    The parameters get an identity, so that references within the parameters start there.
     """
     parameters = _identified(function.get("parameters") or {"type": "object"}, identity)
     return {
