@@ -60,7 +60,7 @@ class Generating(ABC, Generic[_B]):
 
         Raises:
             RequestError: a prompt cannot be taken.
-            InputError: likewise.
+            InputError: the model has no tokenizer.
         """
 
     def structured(self) -> dict[str, Any]:
@@ -89,9 +89,9 @@ class Generating(ABC, Generic[_B]):
         """Answer the request, whole or as a stream.
 
         Raises:
-            HTTPError: it is not admitted, or asks for what there is not; or it failed.
-            RequestError: it cannot be taken as it is.
-            InputError: likewise.
+            HTTPError: the request is not admitted, names a missing thing, or has failed.
+            RequestError: the request cannot be taken.
+            InputError: the model has no tokenizer.
             EngineError: the engine has stopped.
         """
         self.service.expect_model(self.body.model)
