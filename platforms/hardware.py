@@ -128,10 +128,15 @@ def _is_one(kind: Kind, function: PciFunction) -> bool:
 
 
 def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
-    nodes = [f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES)]
-    found = [node for node in nodes if machine.exists(node)]
+    found = []
+    # Not by a list of /dev: a container may hold nodes that nobody may list.
+    for number in range(MOST_NODES):
+        node = f"/dev/{kind.nodes}{number}"
+        if machine.exists(node):
+            found.append(node)
     if found:
-        yield Sighting(kind.name, len(found), found[0], (), _remedy(kind.served_by))
+        remedy = _remedy(kind.served_by)
+        yield Sighting(kind.name, len(found), source=found[0], addresses=(), remedy=remedy)
 
 
 def _remedy(served_by: str) -> str:

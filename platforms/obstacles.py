@@ -28,7 +28,9 @@ class FoundDevice:
 
 def usable(found: Sequence[FoundDevice]) -> list[FoundDevice]:
     """Return the devices without an obstacle. If there are none, return all devices."""
-    return [one for one in found if not one.obstacle] or list(found)
+    free = [one for one in found if not one.obstacle]
+    # Without a free device, the evidence shows all of them with the obstacles.
+    return free or list(found)
 
 
 def counted_usable(
@@ -77,16 +79,24 @@ def verdict(
     facts: Sequence[Fact],
 ) -> Evidence:
     """Return the evidence about devices. They are available if there is no obstacle."""
-    visible = sum(not device.hidden for device in devices)
-    found = f"{found}, {visible} visible" if 0 < visible < len(devices) else found
+    visible = [device for device in devices if not device.hidden]
+    # If all are hidden, an obstacle says so.
+    if 0 < len(visible) < len(devices):
+        found = f"{found}, {len(visible)} visible"
     real = [obstacle for obstacle in obstacles if obstacle]
-    if not real:
-        return Evidence(True, found, tuple(devices), tuple(facts))
     missing = "; ".join(obstacle.missing for obstacle in real)
     remedy = "; ".join(obstacle.remedy for obstacle in real)
-    return Evidence(False, f"{found}, but {missing}", tuple(devices), tuple(facts), remedy)
+    return Evidence(
+        available=not real,
+        reason=f"{found}, but {missing}" if real else found,
+        devices=tuple(devices),
+        facts=tuple(facts),
+        remedy=remedy,
+    )
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number in words, such as "1 GPU" or "8 GPUs"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -38,9 +38,12 @@ class PciFunction:
 
 def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
     """Return the functions of one vendor in the order of addresses, without damaged entries."""
-    addresses = _by_vendor(machine).get(vendor, ())
-    found = (_function(machine, vendor, address) for address in addresses)
-    return tuple(function for function in found if function is not None)
+    found = []
+    for address in _by_vendor(machine).get(vendor, ()):
+        function = _function(machine, vendor, address)
+        if function is not None:
+            found.append(function)
+    return tuple(found)
 
 
 def absence(machine: Machine, vendor: int, hardware: str, looked_for: str) -> Evidence:
@@ -63,8 +66,10 @@ def absence(machine: Machine, vendor: int, hardware: str, looked_for: str) -> Ev
 def _unread(machine: Machine, vendor: int) -> str | None:
     """Return the unreadable files of PCI functions, or ``None`` if none may be of the vendor."""
     vendors = _by_vendor(machine)
+    # An empty folder may be one that this process cannot read.
     why = None if vendors else machine.unlisted(FOLDER)
     if why is None:
+        # A function of an unknown vendor may be of this one.
         unknown = vendors.get(None, ())
         own = vendors.get(vendor, ())
         unread = [f"{address}/vendor" for address in unknown]

@@ -194,6 +194,7 @@ class Channel:
     def close(self) -> None:
         """Hang up, and close the file when no thread uses the file. Further calls do nothing."""
         self.hang_up()
+        # A thread in a send or receive has left after the hang-up, and gives the locks back.
         with self._sending, self._receiving, self._hanging_up:
             self._connection.close()
 
@@ -283,6 +284,7 @@ class PipeSender(Channel):
             ready = dict(self._room.poll(milliseconds))
             if not ready:
                 raise TimeoutError("the pipe of the channel is full")
+            # Bytes of an answer stay until the next receive.
             if self.fileno() in ready and not self._incoming.take():
                 raise BrokenPipeError("the channel is hung up")
             if self._pipe in ready:

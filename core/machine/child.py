@@ -97,6 +97,7 @@ def ask_child(
         LostChildError: the child ran past ``time_limit`` seconds, or was taken down.
     """
     ended = run_child(code, arguments, data, time_limit)
+    # A caller may put the code of a lost child into quarantine.
     fault = LostChildError if ended.died else ChildError
     if ended.status is None:
         why = ""

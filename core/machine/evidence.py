@@ -152,6 +152,7 @@ def _check_items(name: str, kind: type, items: Any) -> None:
         TypeError: an item is of another class.
         ValueError: there are too many.
     """
+    # A probe of a plugin may answer anything.
     is_sequence = isinstance(items, (tuple, list))
     if not is_sequence or not all(isinstance(item, kind) for item in items):
         raise TypeError(

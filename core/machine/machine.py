@@ -146,6 +146,7 @@ class Machine:
         outside = self._outside.get(place)
         if outside is None:
             folder, _, name = place.rpartition("/")
+            # A link in a folder decides for everything below the folder.
             outside = bool(folder) and self._leads_out(folder)
             if not outside and (name == ".." or os.path.islink(place)):
                 outside = self._ends_outside(place)
@@ -353,5 +354,6 @@ def _installed_torch() -> TorchBuild | None:
     assignment = r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*'([^'\n]*)'"
     values = dict(re.findall(assignment, text, re.MULTILINE))
     version = values.pop("__version__", "unknown")
+    # The rest are backends, such as cuda, but for the commit.
     values.pop("git_version", None)
     return TorchBuild(version, values)

@@ -45,6 +45,7 @@ def without_collections() -> Iterator[None]:
 
     The collector would look through all of them, for a tenth of a second.
     """
+    # The program may have switched the collector off for good.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -107,6 +108,7 @@ def _has_huge_pages() -> bool:
 
 def _joined(blocks: Iterable[range]) -> Iterator[range]:
     """Yield the spans of blocks that follow one another."""
+    # Starts with an empty span at 0, which fills no page.
     first = last = 0
     for block in sorted(blocks, key=lambda block: block.start):
         if block.start - last > _APART:

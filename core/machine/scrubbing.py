@@ -104,6 +104,7 @@ class Scrubber:
         return f"{before}{stand_in}{behind}"
 
     def _unique_id(self, word: str) -> str:
+        # A file has the number in decimal, a variable in hexadecimal digits.
         if re.fullmatch(r"[0-9]{1,20}", word) and int(word):
             digits = self._id(f"{int(word):016x}")
             number = str(int(digits, 16))
@@ -138,6 +139,7 @@ class Scrubber:
             return (match["kind"] or "") + self._id(match["named"] or match["uuid"])
         if bare in self._numbers:
             return self._numbers[bare]
+        # Eight hexadecimal digits may be any number, so only known ids are replaced.
         return self._id(bare) if self._is_known(bare) else bare
 
     def _shown_in_file(self, match: re.Match[str]) -> str:

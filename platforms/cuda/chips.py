@@ -41,7 +41,8 @@ TEGRA = {
 
 def chip(device: int) -> tuple[str, str | None]:
     """Return name and compute capability for a PCI device id."""
+    identity = f"(10de:{device:04x})"
     for first, last, architecture, capability in BLOCKS:
         if first <= device <= last:
-            return f"NVIDIA {architecture} GPU (10de:{device:04x})", capability
-    return f"NVIDIA GPU (10de:{device:04x})", None
+            return f"NVIDIA {architecture} GPU {identity}", capability
+    return f"NVIDIA GPU {identity}", None

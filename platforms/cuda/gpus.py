@@ -60,24 +60,33 @@ def partitions(machine: Machine, gpu: FoundDevice) -> list[FoundDevice]:
     if minor is None:
         return [gpu]
     folder = f"{DRIVER}/capabilities/gpu{minor}/mig"
-    device = replace(gpu.device, name=f"{gpu.device.name}{MIG}", memory=None)
+    name = f"{gpu.device.name}{MIG}"
+    device = replace(gpu.device, name=name, memory=None)
     parts = []
+    # A GPU instance (gi) holds compute instances (ci). Each of these is a device.
     for gi in _numbered(machine, folder, "gi"):
         for ci in _numbered(machine, f"{folder}/gi{gi}", "ci"):
-            names = tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities)
-            parts.append(replace(gpu, device=device, identities=names))
+            names = [f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities]
+            part = replace(gpu, device=device, identities=tuple(names))
+            parts.append(part)
     return parts or [gpu]
 
 
 def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
     """Return the numbers of the entries with the name ``prefix`` and a number."""
-    matches = (re.fullmatch(rf"{prefix}(\d{{1,4}})", name) for name in machine.names(folder))
-    return sorted(int(match.group(1)) for match in matches if match)
+    pattern = re.compile(rf"{prefix}(\d{{1,4}})")
+    numbers = []
+    for name in machine.names(folder):
+        match = pattern.fullmatch(name)
+        if match:
+            numbers.append(int(match.group(1)))
+    return sorted(numbers)
 
 
 def _gpu(
     machine: Machine, version: str | None, address: str, function: PciFunction | None
 ) -> FoundDevice:
+    """Return the GPU at an address. Without ``function``, only the files of the driver tell."""
     information = _information(machine, address)
     name, capability = chip(function.device) if function else ("NVIDIA GPU", None)
     uuid = information.get("GPU UUID", "")
@@ -106,6 +115,7 @@ def _obstacle_of_gpu(
     function: PciFunction | None,
     information: Mapping[str, str],
 ) -> Obstacle | None:
+    """Return the first obstacle: the driver, an option of the driver, or a device node."""
     if function and _has_other_driver(function):
         missing = f"{function.address} is bound to the driver {function.driver}"
         return Obstacle(f"{missing}, not to NVIDIA's", _NO_DRIVER.remedy)
@@ -139,6 +149,7 @@ def _no_node(missing: str) -> Obstacle:
 
 
 def _nodes_alone(machine: Machine) -> Iterator[FoundDevice]:
+    """Yield a GPU without details for each device node."""
     if not machine.exists(CONTROL):
         return
     for name in machine.names("/dev"):
@@ -153,10 +164,15 @@ def _information(machine: Machine, address: str) -> dict[str, str]:
     They are missing if the driver lacks the GPU.
     """
     text = machine.read(f"{DRIVER}/gpus/{address}/information") or ""
-    pairs = [line.partition(":") for line in text[:4000].splitlines()]
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    information = {}
+    for line in text[:4000].splitlines():
+        key, _, value = line.partition(":")
+        information[key.strip()] = value.strip()
+    return information
 
 
 def _minor(information: Mapping[str, str]) -> int | None:
     minor = information.get("Device Minor", "")
-    return int(minor) if re.fullmatch(r"[0-9]{1,4}", minor) else None
+    if not re.fullmatch(r"[0-9]{1,4}", minor):
+        return None
+    return int(minor)

@@ -38,16 +38,23 @@ def jetson(machine: Machine) -> list[FoundDevice]:
 
 def _chips(machine: Machine) -> list[str]:
     """Return the chips in the device tree, such as ``tegra234`` for ``nvidia,tegra234``."""
-    compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000]
-    vendor = "nvidia,"
-    names = compatible.split("\0")
-    return [name.removeprefix(vendor) for name in names if name.startswith(f"{vendor}tegra")]
+    compatible = machine.read(f"{DEVICE_TREE}/compatible") or ""
+    chips = []
+    # A zero byte ends each name.
+    for name in compatible[:1000].split("\0"):
+        vendor, _, chip = name.partition(",")
+        if vendor == "nvidia" and chip.startswith("tegra"):
+            chips.append(chip)
+    return chips
 
 
 def _memory(machine: Machine) -> int | None:
-    text = (machine.read("/proc/meminfo") or "")[:1000]
-    memory = re.search(r"^MemTotal:\s{0,20}(\d{1,15}) kB$", text, re.MULTILINE)
-    return int(memory.group(1)) * 1024 if memory else None
+    text = machine.read("/proc/meminfo") or ""
+    pattern = r"^MemTotal:\s{0,20}(\d{1,15}) kB$"
+    total = re.search(pattern, text[:1000], re.MULTILINE)
+    if total is None:
+        return None
+    return int(total.group(1)) * 1024
 
 
 def _obstacle_of_jetson(machine: Machine) -> Obstacle | None:
@@ -64,7 +71,10 @@ def _obstacle_of_jetson(machine: Machine) -> Obstacle | None:
 def under_wsl(machine: Machine) -> list[FoundDevice]:
     """Find a GPU of the Windows host. No file tells the number or the models of the GPUs."""
     # The node alone may be of any vendor. NVIDIA's driver mounts libcuda, too.
-    if not machine.exists(WSL_NODE) or not machine.exists(WSL_LIBRARY):
+    if not machine.exists(WSL_NODE):
+        return []
+    if not machine.exists(WSL_LIBRARY):
         return []
     device = Device("NVIDIA GPU of the Windows host", driver="dxgkrnl")
-    return [FoundDevice(device, obstacle=node_obstacle(machine, (WSL_NODE,)))]
+    obstacle = node_obstacle(machine, (WSL_NODE,))
+    return [FoundDevice(device, obstacle=obstacle)]

@@ -49,26 +49,37 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
     except (ChildError, ValueError, TypeError) as error:
         return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
     answered = (Fact(PACKAGE, "answered"),)
+    has_addresses = any(device.pci_address for device in devices)
     # Under WSL the files show one device without an address. The library alone tells GPUs apart.
-    if devices and not any(device.pci_address for device in devices):
+    if devices and rows and not has_addresses:
         driver = devices[0].driver
-        return [replace(row, driver=driver) for row in rows] or devices, answered
+        return [replace(row, driver=driver) for row in rows], answered
     by_address = {row.pci_address: row for row in rows}
-    return [_merged(device, by_address.get(device.pci_address)) for device in devices], answered
+    merged = []
+    for device in devices:
+        detail = by_address.get(device.pci_address)
+        merged.append(_merged(device, detail))
+    return merged, answered
 
 
 def _ask() -> list[Device]:
     rows = []
     for address, name, capability, memory in ask_child(_CHILD, time_limit=TIME_LIMIT):
-        size = memory and int(memory)
-        rows.append(Device(str(name), str(capability), size, _sysfs_address(str(address))))
+        device = Device(
+            name=str(name),
+            capability=str(capability),
+            memory=memory and int(memory),
+            pci_address=_sysfs_address(str(address)),
+        )
+        rows.append(device)
     return rows
 
 
 def _sysfs_address(address: str) -> str:
     """Return an address of NVML in the form of /sys: four digits of the domain, not eight."""
     domain, _, rest = address.partition(":")
-    return f"{int(domain, 16):04x}:{rest}"
+    number = int(domain, 16)
+    return f"{number:04x}:{rest}"
 
 
 def _merged(device: Device, detail: Device | None) -> Device:

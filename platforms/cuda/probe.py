@@ -37,7 +37,9 @@ def probe(machine: Machine) -> Evidence:
     if not found:
         return absence(machine, gpus.VENDOR, "NVIDIA GPU", "display controller of vendor 10de")
     within_reach, details = _with_details(machine, usable(found))
-    units = [unit for one in within_reach for unit in gpus.partitions(machine, one)]
+    units: list[FoundDevice] = []
+    for one in within_reach:
+        units += gpus.partitions(machine, one)
     visible = _visible(machine, units)
     install = _INSTALL_JETSON if machine.exists(RELEASE) else _INSTALL
     obstacles = (
@@ -55,11 +57,14 @@ def _with_details(
 ) -> tuple[list[FoundDevice], tuple[Fact, ...]]:
     """Return the devices with details of NVIDIA's library, and a fact about the library."""
     devices, facts = with_detail(machine, [one.device for one in found])
-    if len(devices) == len(found):
-        pairs = zip(found, devices, strict=True)
-        return [replace(one, device=device) for one, device in pairs], facts
+    originals = found
     # The Windows host has more GPUs than its one device node shows.
-    return [replace(found[0], device=device) for device in devices], facts
+    if len(devices) != len(found):
+        originals = [found[0]] * len(devices)
+    detailed = []
+    for original, device in zip(originals, devices, strict=True):
+        detailed.append(replace(original, device=device))
+    return detailed, facts
 
 
 def visible_count(evidence: Evidence) -> int:
@@ -81,14 +86,16 @@ def _visible(machine: Machine, units: list[FoundDevice]) -> tuple[int, ...]:
         return tuple(range(len(units)))
     # No file tells the MIG device of such a UUID, so all of them count.
     if value.startswith("MIG-") and not value.startswith("MIG-GPU-"):
-        return tuple(index for index, unit in enumerate(units) if _is_mig(unit.device))
+        places = range(len(units))
+        return tuple(place for place in places if _is_mig(units[place].device))
     return chosen(value, [unit.identities for unit in units])
 
 
 def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
     if visible:
         return None
-    hides = f"{VARIABLE}={machine.environ.get(VARIABLE)!r} hides all of them"
+    value = machine.environ.get(VARIABLE)
+    hides = f"{VARIABLE}={value!r} hides all of them"
     return Obstacle(hides, f"unset {VARIABLE}, or name devices that exist")
 
 
@@ -97,11 +104,16 @@ def _summary_of_gpus(
 ) -> str:
     text = counted_usable(within_reach, found, "NVIDIA GPU")
     parts = [unit for unit in units if _is_mig(unit.device)]
-    return f"{text} with {counted(len(parts), 'MIG device')}" if parts else text
+    if not parts:
+        return text
+    return f"{text} with {counted(len(parts), 'MIG device')}"
 
 
 def _facts(machine: Machine, found: list[FoundDevice]) -> list[Fact]:
-    facts = [Fact(f"{gpus.DRIVER}/version", gpus.driver_version(machine) or "not there")]
-    if VARIABLE in machine.environ:
-        facts.append(Fact(VARIABLE, machine.environ[VARIABLE]))
+    version = gpus.driver_version(machine) or "not there"
+    facts = [Fact(f"{gpus.DRIVER}/version", version)]
+    value = machine.environ.get(VARIABLE)
+    # An empty value hides all devices, so it is a fact, too.
+    if value is not None:
+        facts.append(Fact(VARIABLE, value))
     return facts + obstacle_facts(found)

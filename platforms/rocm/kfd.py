@@ -66,37 +66,58 @@ class Node:
     @property
     def uuid(self) -> str | None:
         unique = self.properties.get("unique_id")
-        return f"GPU-{unique:016x}" if unique else None
+        # A kernel without the number writes 0.
+        if not unique:
+            return None
+        return f"GPU-{unique:016x}"
 
 
 def gpu_functions(machine: Machine) -> tuple[PciFunction, ...]:
-    """Return the PCI functions of AMD GPUs."""
-    return tuple(f for f in pci_functions(machine, VENDOR) if f.kind in (_DISPLAY, _PROCESSING))
+    """Return the PCI functions of AMD GPUs.
+
+    Cards for screens are display controllers. Cards for data centres are processing accelerators.
+    """
+    found = []
+    for function in pci_functions(machine, VENDOR):
+        if function.kind in (_DISPLAY, _PROCESSING):
+            found.append(function)
+    return tuple(found)
 
 
 def gpu_nodes(machine: Machine) -> Iterator[Node]:
     """Yield the GPUs of the topology. A container can read the files of its own GPUs only."""
     functions = {function.address: function for function in gpu_functions(machine)}
-    numbers = [name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)]
+    names = machine.names(NODES)
+    numbers = [name for name in names if re.fullmatch(r"\d{1,4}", name)]
     for number in sorted(numbers, key=int):
-        properties = _properties(machine.read(f"{NODES}/{number}/properties"))
-        # A CPU, or the device of another vendor with AMD's driver.
-        if properties.get("vendor_id") != VENDOR or not properties.get("simd_count"):
+        text = machine.read(f"{NODES}/{number}/properties")
+        properties = _properties(text)
+        # Another vendor may use AMD's driver.
+        if properties.get("vendor_id") != VENDOR:
+            continue
+        # A CPU is a node, too, without SIMD units.
+        if not properties.get("simd_count"):
             continue
         function = _function(properties, functions)
+        # A sandbox without /sys/bus/pci shows no function of any node.
         if function or not machine.names(FOLDER):
             yield Node(number, properties, _memory(machine, number), function)
 
 
 def refused(machine: Machine) -> list[str]:
     """Return the nodes with files that this process may not read."""
-    nodes = machine.names(NODES)
-    return [number for number in nodes if machine.read(f"{NODES}/{number}/gpu_id") is None]
+    unread = []
+    for number in machine.names(NODES):
+        if machine.read(f"{NODES}/{number}/gpu_id") is None:
+            unread.append(number)
+    return unread
 
 
 def model(machine: Machine, device: int, function: PciFunction | None) -> str:
     """Return the name in the memory of the card, or else the name for the PCI id."""
-    own = machine.read(f"{function.folder}/product_name") if function else None
+    own = None
+    if function:
+        own = machine.read(f"{function.folder}/product_name")
     name = (own or "")[:64].strip()
     return name or MODELS.get(device, f"AMD GPU (1002:{device:04x})")
 
@@ -104,24 +125,31 @@ def model(machine: Machine, device: int, function: PciFunction | None) -> str:
 def _function(
     properties: Mapping[str, int], functions: Mapping[str, PciFunction]
 ) -> PciFunction | None:
+    """Return the PCI function of a node. ``location_id`` has bus, device and function number."""
     domain = properties.get("domain", 0)
     location = properties.get("location_id", 0)
     bus = location >> 8 & 0xFF
-    slot = f"{domain:04x}:{bus:02x}:{location >> 3 & 0x1F:02x}"
+    device = location >> 3 & 0x1F
+    number = location & 7
+    slot = f"{domain:04x}:{bus:02x}:{device:02x}"
+    exact = functions.get(f"{slot}.{number}")
     # The number of a partition may stand in the place of the number of the function.
-    return functions.get(f"{slot}.{location & 7}") or functions.get(f"{slot}.0")
+    return exact or functions.get(f"{slot}.0")
 
 
 def _memory(machine: Machine, number: str) -> int | None:
     folder = f"{NODES}/{number}/mem_banks"
     total = 0
     for name in machine.names(folder)[:64]:
-        bank = _properties(machine.read(f"{folder}/{name}/properties"))
+        text = machine.read(f"{folder}/{name}/properties")
+        bank = _properties(text)
         if bank.get("heap_type") in _FRAME_BUFFER:
             total += bank.get("size_in_bytes", 0)
     return total or None
 
 
 def _properties(text: str | None) -> dict[str, int]:
-    lines = re.findall(r"(?m)^(\w{1,40}) (\d{1,20})$", (text or "")[:8000])
+    """Return the lines of a file of the topology, such as ``simd_count 304``."""
+    pattern = r"(?m)^(\w{1,40}) (\d{1,20})$"
+    lines = re.findall(pattern, (text or "")[:8000])
     return {key: int(value) for key, value in lines}

@@ -60,7 +60,9 @@ def visible_count(evidence: Evidence) -> int:
 
 
 def _of_node(machine: Machine, node: Node) -> FoundDevice:
-    version = (machine.read(f"/sys/module/{DRIVER}/version") or "")[:40].strip()
+    text = machine.read(f"/sys/module/{DRIVER}/version") or ""
+    # A driver of the kernel itself has no version.
+    version = text[:40].strip()
     function = node.function
     device = Device(
         name=model(machine, node.properties.get("device_id", 0), function),
@@ -87,6 +89,7 @@ def _without_node(machine: Machine, function: PciFunction) -> FoundDevice:
 
 
 def _obstacle_without_node(machine: Machine, function: PciFunction) -> Obstacle:
+    # A container is refused the files of other GPUs.
     if function.driver == DRIVER and refused(machine):
         return Obstacle(f"the files of {NODES} may not be read", _CONTAINER)
     if function.driver == DRIVER:
@@ -116,6 +119,7 @@ def _visible(machine: Machine, found: list[FoundDevice]) -> tuple[int, ...]:
         positions = chosen(lower, [one.identities for one in found])
     upper = _upper(machine)
     if upper is not None:
+        # HIP numbers the devices that ROCr has left.
         left = [found[position].identities for position in positions]
         indices = chosen(machine.environ[upper], left)
         positions = tuple(positions[index] for index in indices)
@@ -123,29 +127,41 @@ def _visible(machine: Machine, found: list[FoundDevice]) -> tuple[int, ...]:
 
 
 def _upper(machine: Machine) -> str | None:
-    names = [name for name in UPPER_VARIABLES if name in machine.environ]
-    return names[0] if names else None
+    """Return the variable that HIP reads, if one is set. An empty value counts."""
+    for name in UPPER_VARIABLES:
+        if name in machine.environ:
+            return name
+    return None
 
 
 def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
+    """Return the obstacle if variables hide all devices. The set variables are named."""
     if visible:
         return None
-    names = [name for name in (LOWER_VARIABLE, _upper(machine)) if name and name in machine.environ]
-    values = " and ".join(f"{name}={machine.environ[name]!r}" for name in names)
-    remedy = f"unset {' and '.join(names)}, or name devices that exist"
-    return Obstacle(f"{values} hides all of them", remedy)
+    names = []
+    for name in (LOWER_VARIABLE, _upper(machine)):
+        if name and name in machine.environ:
+            names.append(name)
+    values = [f"{name}={machine.environ[name]!r}" for name in names]
+    hides = " and ".join(values)
+    unset = " and ".join(names)
+    return Obstacle(f"{hides} hides all of them", f"unset {unset}, or name devices that exist")
 
 
 def _summary_of_gpus(found: list[FoundDevice], within_reach: list[FoundDevice]) -> str:
+    """Return the number of GPUs in words, or of GPUs and partitions."""
     cards = {one.device.pci_address for one in found}
+    # Without addresses, nothing tells the partitions of one card.
     has_whole_cards = None in cards or len(cards) == len(found)
     if has_whole_cards or len(within_reach) < len(found):
         return counted_usable(within_reach, found, "AMD GPU")
-    return f"{counted(len(cards), 'AMD GPU')} in {len(found)} partitions"
+    text = counted(len(cards), "AMD GPU")
+    return f"{text} in {len(found)} partitions"
 
 
 def _facts(machine: Machine, found: list[FoundDevice]) -> list[Fact]:
-    facts = [Fact(NODES, f"{len(machine.names(NODES))} nodes")]
+    number = len(machine.names(NODES))
+    facts = [Fact(NODES, f"{number} nodes")]
     unread = refused(machine)
     if unread:
         listed = ", ".join(unread)

@@ -45,14 +45,18 @@ class TpuModelRunner(BucketedModelRunner):
         return CacheOperators(self.runtime.donating(), place)
 
     def whole(self, dims: int) -> tuple[Any, ...]:
-        return self.runtime.placing(dims, None) if self._devices > 1 else ()
+        if self._devices <= 1:
+            return ()
+        return self.runtime.placing(dims, None)
 
     @property
     def _devices(self) -> int:
         return self.opgraft_config.parallel.devices_per_rank or 1
 
     def _divided_dim(self, cache: Tensor) -> int | None:
-        return HEADS if cache.shape[HEADS] % self._devices == 0 else None
+        heads = cache.shape[HEADS]
+        # Otherwise each device has the whole cache.
+        return HEADS if heads % self._devices == 0 else None
 
     def load_model(self) -> None:
         """Make the model and read the weights. Divide shared weights among several devices."""

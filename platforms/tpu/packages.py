@@ -116,7 +116,8 @@ def choose(machine: Machine) -> Choice:
         if objection is None and version is not None:
             device = f"device {package.device_type}"
             fits = f"{version} fits: {device}, compile backend {package.compile_backend}"
-            return Choice(installed, package, version, (*facts, Fact(source, fits)))
+            facts.append(Fact(source, fits))
+            return Choice(installed, package, version, tuple(facts))
         facts.append(Fact(source, objection or ""))
     return Choice(installed, None, "", tuple(facts), _remedy(torch))
 

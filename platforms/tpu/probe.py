@@ -99,7 +99,9 @@ def _neither(machine: Machine, choice: Choice, facts: Sequence[Fact]) -> Evidenc
 
 def _generation(function: PciFunction) -> Generation | None:
     by_device = GENERATIONS.get((function.device, None))
-    return by_device or GENERATIONS.get((function.device, function.subsystem))
+    if by_device:
+        return by_device
+    return GENERATIONS.get((function.device, function.subsystem))
 
 
 def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> FoundDevice:
@@ -152,14 +154,17 @@ def _visible(machine: Machine, count: int) -> tuple[int, ...]:
     variable = _visibility(machine)
     if variable is None:
         return tuple(range(count))
-    chosen = {part.strip() for part in machine.environ[variable].split(",")}
+    parts = machine.environ[variable].split(",")
+    chosen = {part.strip() for part in parts}
     return tuple(index for index in range(count) if str(index) in chosen)
 
 
 def _visibility(machine: Machine) -> str | None:
     """Return the first variable with a value. An empty one counts as not set."""
-    names = [name for name in VISIBILITY_VARIABLES if machine.environ.get(name)]
-    return names[0] if names else None
+    for name in VISIBILITY_VARIABLES:
+        if machine.environ.get(name):
+            return name
+    return None
 
 
 def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
@@ -173,11 +178,14 @@ def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
 def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
     if choice.package is None:
         return Obstacle(f"no runtime package fits {choice.torch}", choice.remedy)
-    wanted = machine.environ.get(SELECTOR, "") if choice.package.xla_clients else ""
-    if wanted and wanted.split("_")[0].upper() != "TPU":
+    wanted = machine.environ.get(SELECTOR, "")
+    # "TPU_C_API" names the same device. torch_tpu ignores the variable.
+    is_tpu = wanted.split("_")[0].upper() == "TPU"
+    if wanted and not is_tpu and choice.package.xla_clients:
         asks = f"{SELECTOR}={wanted} asks for another device"
         return Obstacle(asks, f"unset {SELECTOR}, or set it to TPU")
-    if machine.version_of("libtpu") is None and not machine.environ.get("TPU_LIBRARY_PATH"):
+    has_library = machine.environ.get("TPU_LIBRARY_PATH")
+    if not has_library and machine.version_of("libtpu") is None:
         name = f"{choice.package.name} {choice.version}"
         missing = f"{name} needs libtpu, which is not installed"
         return Obstacle(missing, f"pip install the libtpu that {name} asks for")
@@ -195,7 +203,9 @@ def _summary_of_chips(
 
 
 def _facts(machine: Machine, found: Sequence[FoundDevice]) -> list[Fact]:
-    names = (*VISIBILITY_VARIABLES, SELECTOR)
-    values = {name: machine.environ.get(name) for name in names}
-    facts = [Fact(name, value) for name, value in values.items() if value]
+    facts = []
+    for name in (*VISIBILITY_VARIABLES, SELECTOR):
+        value = machine.environ.get(name)
+        if value:
+            facts.append(Fact(name, value))
     return facts + obstacle_facts(found)

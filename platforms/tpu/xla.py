@@ -54,10 +54,14 @@ class Xla(Runtime):
             torch_xla.runtime.use_spmd()
 
     def shard(self, tensor: Tensor, dim: int | None) -> None:
-        _spmd().mark_sharding(tensor, _mesh(), _spec(tensor.dim(), dim))
+        spec = _spec(tensor.dim(), dim)
+        _spmd().mark_sharding(tensor, _mesh(), spec)
 
     def placing(self, dims: int, dim: int | None) -> tuple[Any, ...]:
-        return torch.ops.xla.aot_mark_sharding.default, str(_mesh()), str(_spec(dims, dim))
+        # The operator takes texts, because a graph holds no mesh.
+        mesh = str(_mesh())
+        spec = str(_spec(dims, dim))
+        return torch.ops.xla.aot_mark_sharding.default, mesh, spec
 
     def on_cpu(self) -> bool:
         return bool(torch_xla.runtime.device_type() == "CPU")

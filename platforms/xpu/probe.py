@@ -43,7 +43,9 @@ def probe(machine: Machine) -> Evidence:
     tiles = {function.address: card.tiles for function, card in cards.items()}
     units: list[Device] = []
     for one in within_reach:
-        parts = 1 if _composite(machine) else tiles[one.device.pci_address or ""]
+        parts = tiles[one.device.pci_address or ""]
+        if _composite(machine):
+            parts = 1
         units += _units(one.device, parts)
     visible = _visible(machine, len(units))
     obstacles = (
@@ -66,10 +68,11 @@ def _cards(machine: Machine, displays: Sequence[PciFunction]) -> dict[PciFunctio
 
 
 def _only_integrated(displays: Sequence[PciFunction]) -> Evidence:
-    facts = [
-        Fact(function.folder, f"GPU {function.device:04x} of the processor")
-        for function in displays
-    ]
+    """Return the evidence of a machine with integrated GPUs alone."""
+    facts = []
+    for function in displays:
+        value = f"GPU {function.device:04x} of the processor"
+        facts.append(Fact(function.folder, value))
     reason = "only a GPU that is part of the processor, no discrete one"
     return Evidence(False, reason, facts=tuple(facts))
 
@@ -78,13 +81,17 @@ def _card(machine: Machine, function: PciFunction) -> Card | None:
     """Return the card with the id, or a card with an unknown id and memory of its own."""
     known = CARDS.get(function.device)
     of_tiles = list(_tile_memory(machine, function))
-    memory = sum(of_tiles or _card_memory(machine, function)) // 2**30
+    total = sum(of_tiles or _card_memory(machine, function))
+    memory = total // 2**30
+    # A driver that is not loaded tells nothing, so the table counts then.
     if known:
-        return replace(known, tiles=len(of_tiles) or known.tiles, memory=memory or known.memory)
+        tiles = len(of_tiles) or known.tiles
+        return replace(known, tiles=tiles, memory=memory or known.memory)
     # An integrated GPU has no memory of its own.
     if not memory:
         return None
-    return Card(f"GPU {function.device:04x}", "", len(of_tiles) or 1, memory)
+    name = f"GPU {function.device:04x}"
+    return Card(name, "", len(of_tiles) or 1, memory)
 
 
 def _tile_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
@@ -102,22 +109,31 @@ def _card_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
 
     Source: intel/intel-device-plugins-for-kubernetes.
     """
-    for name in machine.names(f"{function.folder}/drm"):
+    folder = f"{function.folder}/drm"
+    for name in machine.names(folder):
+        # Other entries are render nodes.
         if re.fullmatch(r"card\d{1,3}", name):
-            yield from _number(machine, f"{function.folder}/drm/{name}/lmem_total_bytes")
+            yield from _number(machine, f"{folder}/{name}/lmem_total_bytes")
 
 
 def _number(machine: Machine, path: str) -> Iterator[int]:
     text = (machine.read(path) or "").strip()
-    if re.fullmatch(r"[0-9]{1,15}", text) and int(text):
-        yield int(text)
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        return
+    number = int(text)
+    if number:
+        yield number
 
 
 def _found(machine: Machine, function: PciFunction, card: Card) -> FoundDevice:
+    """Return a card with the obstacle to its use."""
+    memory = None
+    if card.memory:
+        memory = card.memory * 2**30
     device = Device(
         name=f"Intel {card.name}",
         capability=card.architecture or None,
-        memory=card.memory * 2**30 if card.memory else None,
+        memory=memory,
         pci_address=function.address,
         numa_node=function.numa_node,
         driver=function.driver,
@@ -126,24 +142,31 @@ def _found(machine: Machine, function: PciFunction, card: Card) -> FoundDevice:
 
 
 def _obstacle_of_gpu(machine: Machine, function: PciFunction) -> Obstacle | None:
+    """Return the first obstacle to a GPU: the driver, the device node, or the permission."""
     if function.driver not in DRIVERS:
-        bound = f"is bound to the driver {function.driver}" if function.driver else "has no driver"
+        bound = "has no driver"
+        if function.driver:
+            bound = f"is bound to the driver {function.driver}"
         load = "load xe, or i915 for cards older than Arc B (sudo modprobe xe)"
         return Obstacle(f"{function.address} {bound}", load)
     names = machine.names(f"{function.folder}/drm")
-    nodes = [f"/dev/dri/{name}" for name in names if re.fullmatch(r"renderD\d{1,4}", name)]
-    if not nodes or not machine.exists(nodes[0]):
-        node = nodes[0] if nodes else "/dev/dri/renderD*"
+    render_nodes = [name for name in names if re.fullmatch(r"renderD\d{1,4}", name)]
+    # Without a driver's entry, only the pattern of the name is known.
+    node = f"/dev/dri/{render_nodes[0]}" if render_nodes else "/dev/dri/renderD*"
+    # /sys shows the nodes of the host, and a container may lack them.
+    if not render_nodes or not machine.exists(node):
         missing = f"there is no device node {node} for {function.address}"
         return Obstacle(missing, "in a container: start it with --device /dev/dri")
-    if not machine.may_open(nodes[0]):
+    if not machine.may_open(node):
         join = "join its group (sudo usermod -aG render $USER), log in again"
-        return Obstacle(f"this user may not open {nodes[0]}", join)
+        return Obstacle(f"this user may not open {node}", join)
     return None
 
 
 def _composite(machine: Machine) -> bool:
-    return machine.environ.get(HIERARCHY, "").strip().upper() == "COMPOSITE"
+    """Return True if the variable makes a card one device, whatever its number of tiles."""
+    value = machine.environ.get(HIERARCHY, "")
+    return value.strip().upper() == "COMPOSITE"
 
 
 def _units(card: Device, tiles: int) -> list[Device]:
@@ -165,9 +188,11 @@ def _visible(machine: Machine, count: int) -> tuple[int, ...]:
     Source: the Level Zero specification, programming guide, "Affinity Mask".
     """
     entries = [entry.strip() for entry in machine.environ.get(MASK, "").split(",")]
-    numbers = {entry.partition(".")[0] for entry in entries if entry}
-    if not numbers:
+    # Blanks between commas name no device.
+    named = [entry for entry in entries if entry]
+    if not named:
         return tuple(range(count))
+    numbers = {entry.partition(".")[0] for entry in named}
     return tuple(index for index in range(count) if str(index) in numbers)
 
 
@@ -182,10 +207,16 @@ def _summary_of_gpus(
     found: Sequence[FoundDevice], within_reach: Sequence[FoundDevice], devices: int
 ) -> str:
     text = counted_usable(within_reach, found, "Intel GPU")
-    return f"{text}, {devices} devices" if devices > len(within_reach) else text
+    # A card with tiles is several devices.
+    if devices > len(within_reach):
+        text += f", {devices} devices"
+    return text
 
 
 def _facts(machine: Machine, found: Sequence[FoundDevice]) -> list[Fact]:
-    values = {name: machine.environ.get(name) for name in (MASK, HIERARCHY)}
-    facts = [Fact(name, value) for name, value in values.items() if value]
+    facts = []
+    for name in (MASK, HIERARCHY):
+        value = machine.environ.get(name)
+        if value:
+            facts.append(Fact(name, value))
     return facts + obstacle_facts(found)

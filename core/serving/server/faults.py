@@ -132,12 +132,20 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
 
 def _advice(name: str, known: Sequence[str]) -> str:
     """Return the advice about an unknown field."""
-    near = " or ".join(map(repr, near_matches(name[:_SHOWN], known)))
-    return f"did you mean {near}?" if near else "leave it out"
+    near = near_matches(name[:_SHOWN], known)
+    if not near:
+        return "leave it out"
+    listed = " or ".join(map(repr, near))
+    return f"did you mean {listed}?"
 
 
 def _field(place: Sequence[str | int]) -> str | None:
     """Return the name of a field at fault, such as ``messages[0].content``."""
     # The first part is the body.
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in place[1:]]
-    return "".join(parts).removeprefix(".") or None
+    name = ""
+    for part in place[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += f".{part[:_SHOWN]}"
+    return name.removeprefix(".") or None

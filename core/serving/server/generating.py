@@ -183,7 +183,8 @@ class Generating(ABC, Generic[_B]):
 
     @property
     def _tells_usage(self) -> bool:
-        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+        options = self.body.stream_options
+        return options is not None and bool(options.include_usage)
 
     def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> Iterator[bytes]:
         number, output = found

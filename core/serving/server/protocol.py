@@ -129,12 +129,18 @@ def _printable(name: str) -> str:
 
 @cache
 def _names_of_fields(body: type[Body]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in body.model_fields.items())
+    names = []
+    for name, field in body.model_fields.items():
+        # Some names of OpenAI are taken in pydantic, such as "schema".
+        names.append(field.alias or name)
+    return frozenset(names)
 
 
 def _whole(value: Any) -> Any:
     # JSON of some clients writes 4.0 for 4.
-    return int(value) if type(value) is float and value.is_integer() else value
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value
 
 
 Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]

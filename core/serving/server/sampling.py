@@ -71,7 +71,9 @@ def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: 
 
 def scores_only(body: Generation) -> bool:
     """Return True if the request wants only the prompt with its log-probabilities."""
-    return isinstance(body, CompletionRequest) and body.max_tokens == 0 and bool(body.echo)
+    if not isinstance(body, CompletionRequest):
+        return False
+    return body.max_tokens == 0 and bool(body.echo)
 
 
 def params_of(
@@ -153,6 +155,7 @@ def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
         raise _too_many(f"entries of {field}", len(listed), limit, field)
     entries = [listed] if isinstance(listed, str) else listed
     texts = [each for each in entries if isinstance(each, str)]
+    # Token ids have no length.
     longest = max(map(len, texts), default=0)
     if longest > _STOP_CHARACTERS:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)

@@ -117,4 +117,6 @@ def token_text(token: int, ranked: Mapping[int, Logprob]) -> str:
 
 def likeliest(ranked: Mapping[int, Logprob], params: SamplingParams) -> list[int]:
     """Return the likeliest tokens at a place, as many as the request wants."""
-    return sorted(ranked, key=lambda token: -ranked[token].logprob)[: params.logprobs or 0]
+    wanted = params.logprobs or 0
+    by_rank = sorted(ranked, key=lambda token: -ranked[token].logprob)
+    return by_rank[:wanted]
