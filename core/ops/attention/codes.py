@@ -1,9 +1,10 @@
-"""Keys and values in 8 bits: a row of codes for each token and head, and behind it the scale of the row.
+"""Keys and values in 8 bits: a row of codes for each token and head, with the scale behind it.
 
-A row is ``head_size`` codes and four bytes, the float32 ``scale``, so that an element is ``code · scale``. Each row has
-a scale of its own, ``max(|x|) / largest code``: a token is written once and for all, whatever comes after it. Rows of
-``torch.int8`` hold whole numbers from -127 to 127, rows of ``torch.uint8`` the bits of fp8 e4m3 (Micikevicius et al.,
-arXiv:2209.05433). What is not finite makes its whole row NaN.
+A row is ``head_size`` codes and the four bytes of a float32 ``scale``. An element is
+``code · scale``. Each row has a scale of its own, ``max(|x|) / largest code``, so later tokens never
+change a row. Rows of ``torch.int8`` hold whole numbers from -127 to 127. Rows of ``torch.uint8``
+hold the bits of fp8 e4m3 (Micikevicius et al., arXiv:2209.05433). An element that is not finite
+makes the whole row NaN.
 """
 
 from __future__ import annotations
@@ -22,34 +23,41 @@ SCALE_BYTES = 4
 LARGEST_CODES: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.int8: 127.0, torch.uint8: 448.0}
 )
-"""The dtypes of rows with scales, and the largest number that a code stands for."""
+"""The dtypes of rows with scales, each with the largest number of a code."""
 
 
 def row_size(head_size: int, dtype: torch.dtype | None) -> int:
-    """Return the elements of a row of a cache of ``dtype``; of the model's own dtype if not given."""
+    """Return the elements of a row in a cache of ``dtype``; ``None`` is the model's own dtype."""
     return head_size + SCALE_BYTES if dtype in LARGEST_CODES else head_size
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x``, ``[..., head_size]``, as rows ``[..., head_size + 4]`` of ``dtype``, rounded to nearest even."""
+    """Return ``x``, ``[..., head_size]``, as rows ``[..., head_size + 4]`` of ``dtype``.
+
+    Codes are rounded to nearest even.
+    """
     x = x.to(torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
-    scale = (largest / LARGEST_CODES[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
+    # A row of zeros has the scale zero otherwise.
+    smallest = torch.finfo(torch.float32).tiny
+    scale = (largest / LARGEST_CODES[dtype]).clamp(min=smallest)
     scale = scale.masked_fill(~largest.isfinite(), math.nan)
     quotients = (x / scale).nan_to_num(0.0)
-    codes = (
-        quotients.round().to(dtype)
-        if dtype == torch.int8
-        else quotients.to(torch.float8_e4m3fn).view(dtype)
-    )
+    if dtype == torch.int8:
+        codes = quotients.round().to(dtype)
+    else:
+        numbers = quotients.to(torch.float8_e4m3fn)
+        codes = numbers.view(dtype)
     return torch.cat((codes, scale.view(dtype)), dim=-1)
 
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows ``[..., head_size + 4]`` as ``[..., head_size]`` in ``dtype``."""
-    codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
+    codes = rows[..., :-SCALE_BYTES]
+    scale = rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
-    # As bytes at any offset are no float32.
+    # Torch views bytes as float32 only if they are contiguous.
     scale = scale.clone(memory_format=torch.contiguous_format)
-    return (numbers.to(exact) * scale.view(torch.float32).to(exact)).to(dtype)
+    product = numbers.to(exact) * scale.view(torch.float32).to(exact)
+    return product.to(dtype)

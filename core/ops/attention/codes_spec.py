@@ -1,4 +1,4 @@
-"""Reference of rows of codes, by the list of the numbers that codes stand for."""
+"""Reference of rows of codes: each code stands for a number in a list."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from torch import Tensor
 
 
 def encoded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Encode float64 rows by the list of the numbers that codes stand for, their scales behind them."""
+    """Return float64 rows as codes, with the scale of each row behind them."""
     largest = x.abs().amax(-1, keepdim=True)
+    largest_code = 127 if dtype == torch.int8 else 448
+    scale = (largest / largest_code).float()
+    # Kernels divide in float32.
+    quotients = (x / scale.double()).float().double()
     if dtype == torch.int8:
-        scale = (largest / 127).float()
-        codes = (x / scale.double()).float().double().round().to(torch.int8)
+        codes = quotients.round().to(torch.int8)
     else:
-        scale = (largest / 448).float()
-        codes = nearest(
-            (x / scale.double()).float().double().contiguous(), torch.float8_e4m3fn
-        ).view(torch.uint8)
+        codes = nearest(quotients.contiguous(), torch.float8_e4m3fn).view(torch.uint8)
     return torch.cat((codes, scale.view(dtype)), -1)
 
 
 def decoded_rows(rows: Tensor) -> Tensor:
-    """Decode rows of codes and scales to float64; others are as they are."""
+    """Return rows of codes and scales in float64; rows of elements stay as they are."""
     if rows.dtype not in (torch.int8, torch.uint8):
         return rows
-    codes, scale = rows[..., :-4], rows[..., -4:].contiguous().view(torch.float32).double()
+    codes = rows[..., :-4]
+    scale = rows[..., -4:].contiguous().view(torch.float32).double()
     if rows.dtype == torch.int8:
         return codes.double() * scale
-    return torch.where(codes >= 128, -1, 1) * decoded(codes % 128, 3, 7) * scale
+    # The highest of the 8 bits is the sign.
+    sign = torch.where(codes >= 128, -1, 1)
+    return sign * decoded(codes % 128, 3, 7) * scale

@@ -1,4 +1,4 @@
-"""The attention layer of decoders, which keeps keys and values in pages of a cache."""
+"""The attention layer of decoders, with keys and values in pages of a cache."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ TRITON = on_triton("opgraft.ops.attention.triton")
 
 @CustomOp.register("write_kv_cache")
 class WriteKVCache(CustomOp):
-    """Writes the keys and values of new tokens to their places in a paged cache (Kwon et al., arXiv:2309.06180)."""
+    """Writes the keys and values of new tokens to their places in a paged cache.
+
+    Kwon et al., arXiv:2309.06180.
+    """
 
     @calls_functional
     def forward_native(
         self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, *, functional: Any = NATIVE
     ) -> None:
-        """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
+        """Write; see ``opgraft.functional.write_kv_cache`` for arguments and errors."""
         functional.write_kv_cache(key, value, cache, slots)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("paged_attention")
@@ -52,8 +56,8 @@ class PagedAttention(CustomOp):
 
     Args:
         scale: multiplies the scores.
-        sliding_window: tokens that a token sees, with itself; all so far if not given.
-        logits_soft_cap: bound of the scores; none if not given.
+        sliding_window: tokens in the view of a token, itself included; by default all so far.
+        logits_soft_cap: bound of the scores; by default none.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class PagedAttention(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> Tensor:
-        """Attend; arguments and errors are those of ``opgraft.functional.paged_attention``."""
+        """Attend; see ``opgraft.functional.paged_attention`` for arguments and errors."""
         attended: Tensor = functional.paged_attention(
             query,
             cache,
@@ -90,39 +94,45 @@ class PagedAttention(CustomOp):
         )
         return attended
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"
+        return (
+            f"scale={self.scale}, sliding_window={self.sliding_window}, "
+            f"logits_soft_cap={self.logits_soft_cap}"
+        )
 
 
 @CustomOp.register("attention")
 class Attention(CachedAttention):
-    """Causal attention over the tokens of a sequence so far, ``softmax(cap(Q · Kᵀ · scale) + mask) · V``.
+    """Causal attention over the tokens of a sequence so far.
 
-    Vaswani et al., arXiv:1706.03762. Each key head serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245);
-    a window lets a token see itself and the ``sliding_window - 1`` tokens before it (arXiv:2004.05150); a cap bounds
-    scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118); a sink is one more score per head, which takes a share of
-    the softmax and has no value (arXiv:2309.17453).
+    Computes ``softmax(cap(Q · Kᵀ · scale) + mask) · V`` (Vaswani et al., arXiv:1706.03762). Each key
+    head serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). With a window, a token
+    sees itself and the ``sliding_window - 1`` tokens before (arXiv:2004.05150). A cap bounds scores
+    as ``cap · tanh(score / cap)`` (arXiv:2408.00118). A sink is one more score per head: the sink
+    takes a share of the softmax and has no value (arXiv:2309.17453).
 
-    The sequences, and the pages of this layer under its ``prefix``, are those of the current ``AttentionBatch``. Where
-    there is none, all tokens are one sequence and nothing is kept. A replacement may lay its cache out as it likes:
-    nothing else looks inside a block.
+    The current ``AttentionBatch`` holds the sequences, and the pages of this layer under its
+    ``prefix``. Without a batch, all tokens are one sequence and nothing is kept. A replacement may
+    choose any layout of its cache: nothing else looks inside a block.
 
     Args:
         num_heads: query heads of this rank.
         head_size: elements of a head.
         scale: multiplies the scores.
-        num_kv_heads: key and value heads of this rank, a divisor of ``num_heads``; ``num_heads`` if not given.
-        sliding_window: tokens that a token sees, with itself; all so far if not given.
-        logits_soft_cap: bound of the scores; none if not given.
+        num_kv_heads: key and value heads of this rank, a divisor of ``num_heads``; by default
+            ``num_heads``.
+        sliding_window: tokens in the view of a token, itself included; by default all so far.
+        logits_soft_cap: bound of the scores; by default none.
         sinks: one score per query head, ``[num_heads]``. A parameter becomes one of the layer, too.
-        prefix: the layer's path in its model, under which its pages are found.
+        prefix: the layer's path in its model, and the key of its pages.
 
     Raises:
-        ValueError: a number of heads, a size or a window is no positive integer, ``num_kv_heads`` does not divide
-            ``num_heads``, the scale or the cap is no finite number, the cap is not positive, or ``sinks`` has another
-            shape.
+        ValueError: a number of heads, a size or a window is no positive integer; ``num_kv_heads``
+            does not divide ``num_heads``; the scale or the cap is no finite number; the cap is not
+            positive; or ``sinks`` has another shape.
     """
 
     sinks: Tensor | None
@@ -147,7 +157,8 @@ class Attention(CachedAttention):
         _expect_settings(head_size, scale, sliding_window, logits_soft_cap)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(
-                f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, ({num_heads},)"
+                f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, "
+                f"({num_heads},)"
             )
         self.head_size = head_size
         self.scale = scale
@@ -171,14 +182,16 @@ class Attention(CachedAttention):
         Args:
             num_blocks: the first dimension.
             block_size: tokens in a block.
-            dtype: ``torch.int8`` for a cache of such codes, ``torch.uint8`` for one of fp8 e4m3, each with what else
-                the layer needs to read them. Not given where the cache has the layer's own dtype: a replacement whose
-                layout has no place for codes, as ``holds_codes`` tells, leaves the parameter out.
+            dtype: ``torch.int8`` for a cache of such codes, ``torch.uint8`` for codes of fp8 e4m3,
+                each with their scales. Not given if the cache has the layer's own dtype: a
+                replacement without a layout for codes leaves the parameter out, see
+                ``holds_codes``.
 
         Raises:
-            LayerError: from a replacement, if it has no layout for ``dtype``.
+            LayerError: from a replacement without a layout for ``dtype``.
         """
-        return (num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_size, dtype))
+        size = row_size(self.head_size, dtype)
+        return (num_blocks, 2, self.num_kv_heads, block_size, size)
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -186,55 +199,63 @@ class Attention(CachedAttention):
         return self.num_heads // self.num_kv_heads
 
     def holds_codes(self) -> bool:
-        """Tell whether ``kv_cache_shape`` takes a ``dtype``, for a cache of codes.
+        """Return True if ``kv_cache_shape`` takes a ``dtype``, for a cache of codes.
 
-        It does not of a replacement that lays its cache out in its own way, unless it says so.
+        A replacement with a layout of its own overrides this if its layout has a place for codes.
         """
         return definer(type(self), "kv_cache_shape") is Attention
 
     def idle(self) -> frozenset[str]:
         if current_batch() is not None:
             return frozenset({"attend"})
-        paged = {"write", "attend_pages"}
-        return frozenset(paged if self._plain else {*paged, "attend"})
+        if self._is_plain:
+            return frozenset({"write", "attend_pages"})
+        return frozenset({"write", "attend_pages", "attend"})
 
     @property
-    def _plain(self) -> bool:
+    def _is_plain(self) -> bool:
+        """Torch's own attention can compute the layer."""
         return self.logits_soft_cap is None and self.sinks is None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
+        """Return the attended values, and write the new keys and values to the cache.
 
         Args:
             query: ``[tokens, num_heads · head_size]`` or ``[tokens, num_heads, head_size]``.
             key: the same with ``num_kv_heads``.
             value: as ``key``.
 
+        Returns:
+            The attended values, in the shape of ``query``.
+
         Raises:
             ValueError: a shape, a dtype or a device does not fit.
-            LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
+            LayerError: the batch has another number of tokens, no pages for the layer, or pages of
+                another shape.
         """
         if self.is_node and is_compiling():
             return as_node(query, key, value, self.prefix)
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
         if batch is None:
-            attended = self._attend(q, k, v)
+            attended = self._attend_within(q, k, v)
         else:
-            attended = self.attend_batch(batch, self.pages(batch, len(q)), q, k, v)
+            pages = self.pages(batch, len(q))
+            attended = self.attend_batch(batch, pages, q, k, v)
         return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """View the arguments as ``[tokens, heads, head_size]``."""
-        heads, kv_heads, tokens = self.num_heads, self.num_kv_heads, query.shape[:1]
+        tokens = query.shape[:1]
         return [
-            self._viewed("query", query, heads, tokens),
-            self._viewed("key", key, kv_heads, tokens),
-            self._viewed("value", value, kv_heads, tokens),
+            self._viewed("query", query, self.num_heads, tokens),
+            self._viewed("key", key, self.num_kv_heads, tokens),
+            self._viewed("value", value, self.num_kv_heads, tokens),
         ]
 
     def _viewed(self, name: str, x: Tensor, heads: int, tokens: tuple[int, ...]) -> Tensor:
-        size, shape = self.head_size, x.shape
+        size = self.head_size
+        shape = x.shape
         if tokens and shape in ((*tokens, heads * size), (*tokens, heads, size)):
             return x.reshape(tokens[0], heads, size)
         count = tokens[0] if tokens else "tokens"
@@ -248,7 +269,7 @@ class Attention(CachedAttention):
     ) -> Tensor:
         """Write new tokens to the pages and attend over them, as ``[tokens, heads, head_size]``.
 
-        A replacement whose ``kv_cache_shape`` has a layout of its own overrides this.
+        A replacement with a ``kv_cache_shape`` of its own overrides this.
         """
         self.write(key, value, pages.cache, pages.slots)
         attended: Tensor = self.attend_pages(
@@ -256,18 +277,29 @@ class Attention(CachedAttention):
         )
         return attended
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_within(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend within one sequence over ``[tokens, heads, head_size]``."""
-        tokens, window = query.shape[0], self.sliding_window
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        tokens = query.shape[0]
+        window = self.sliding_window
+        query = query.transpose(0, 1)
+        key = key.transpose(0, 1)
+        value = value.transpose(0, 1)
         mask = None
-        if tokens > 1 and not (self._plain and (window is None or tokens <= window)):
+        if tokens > 1 and not (self._is_plain and (window is None or tokens <= window)):
             positions = torch.arange(tokens, device=query.device)
             mask = visible_keys(positions, positions, window)
-        if self._plain:
-            causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
-            given = query[None], key[None], value[None], mask, 0.0, causal
-            return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)
+        if self._is_plain:
+            attended = self.attend(
+                query[None],
+                key[None],
+                value[None],
+                mask,
+                0.0,
+                mask is None and tokens > 1,
+                scale=self.scale,
+                enable_gqa=self.num_kv_heads != self.num_heads,
+            )
+            return attended[0].transpose(0, 1)
         expect_floating("attention", "query", query)
         for name, x in (("key", key), ("value", value)):
             expect_same_dtype("attention", name, x, "query", query)
@@ -278,11 +310,14 @@ class Attention(CachedAttention):
         return attended.transpose(0, 1)
 
     def extra_repr(self) -> str:
-        return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
+        return (
+            f"{self.num_heads}, {self.head_size}, scale={self.scale}, "
+            f"num_kv_heads={self.num_kv_heads}"
+        )
 
 
 def _expect_settings(head_size: int, scale: float, window: int | None, cap: float | None) -> None:
-    """Raise ``ValueError`` for what no layer can have."""
+    """Raise ``ValueError`` if no layer can have these settings."""
     for name, value in (("head_size", head_size), ("sliding_window", window)):
         if value is not None:
             expect_size("attention", name, value)
@@ -295,19 +330,19 @@ def _expect_settings(head_size: int, scale: float, window: int | None, cap: floa
 
 
 def attention_layers(model: nn.Module) -> dict[str, CachedAttention]:
-    """Return the attention layers of a model by the prefix under which each finds its pages.
+    """Return the attention layers of a model by prefix, the key of their pages.
 
     Raises:
-        LayerError: two have one prefix, and so would have one cache.
+        LayerError: two layers have one prefix, and so would have one cache.
     """
     layers: dict[str, CachedAttention] = {}
     for path, layer in model.named_modules():
-        if (
-            isinstance(layer, CachedAttention)
-            and layers.setdefault(layer.prefix, layer) is not layer
-        ):
+        if not isinstance(layer, CachedAttention):
+            continue
+        first = layers.setdefault(layer.prefix, layer)
+        if first is not layer:
             raise LayerError(
-                f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of the model has: both "
-                "would write to one cache. Give each layer its path as prefix"
+                f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of "
+                "the model has: both would write to one cache. Give each layer its path as prefix"
             )
     return layers

@@ -1,4 +1,7 @@
-"""Attention without a key-value cache, ``softmax(Q · Kᵀ · scale) · V`` (Vaswani et al., arXiv:1706.03762)."""
+"""Attention without a key-value cache: ``softmax(Q · Kᵀ · scale) · V``.
+
+Source: Vaswani et al., arXiv:1706.03762.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ __all__ = ["mm_encoder_attn", "scaled_dot_product_attention"]
 def like_query_with_values(
     query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object
 ) -> Tensor:
-    """Make a tensor of the shape of ``query``, with the last dimension of ``value``; a fake rule."""
+    """Make a tensor of the shape of ``query`` with the last dimension of ``value``: a fake rule."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 def like_query(query: Tensor, *others: object, **settings: object) -> Tensor:
-    """Make one contiguous tensor like ``query``; a fake rule."""
+    """Make one contiguous tensor like ``query``: a fake rule."""
     return like(query)
 
 
@@ -49,24 +52,25 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``softmax(Q · Kᵀ · scale + mask) · V``, as ``torch.nn.functional.scaled_dot_product_attention`` does
-    (arXiv:1706.03762).
+    """Compute ``softmax(Q · Kᵀ · scale + mask) · V`` (arXiv:1706.03762).
+
+    The arguments are those of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
         query: ``[..., query_heads, L, E]``.
-        key: ``[..., heads, S, E]``; without ``enable_gqa`` there are as many heads as query heads.
+        key: ``[..., heads, S, E]``; without ``enable_gqa``, ``heads`` equals ``query_heads``.
         value: ``[..., heads, S, Ev]``; the result is ``[..., query_heads, L, Ev]``.
-        attn_mask: broadcasts to ``[..., query_heads, L, S]``; a boolean one is true where a key takes part, any other
-            is added to the scores.
-        dropout_p: probability with which an attention weight is dropped.
-        is_causal: query ``i`` sees keys ``0 … i``. Not to be given beside ``attn_mask``: of torch's kernels some raise
-            ``RuntimeError`` then, some apply both.
-        scale: multiplies the scores; ``1/√E`` if not given.
+        attn_mask: broadcasts to ``[..., query_heads, L, S]``. A boolean mask is true for the keys
+            to attend to; any other mask is added to the scores.
+        dropout_p: probability to drop an attention weight.
+        is_causal: query ``i`` sees keys ``0 … i``. Do not give ``attn_mask`` as well: some of
+            torch's kernels then raise ``RuntimeError``, and some apply both.
+        scale: multiplies the scores; ``1/√E`` by default.
         enable_gqa: each key head serves ``query_heads / heads`` query heads (arXiv:2305.13245).
 
     Raises:
-        ValueError: shapes do not fit, dtypes or devices differ, or with ``enable_gqa`` the heads do not divide the
-            query heads.
+        ValueError: shapes do not fit, or dtypes or devices differ. With ``enable_gqa``: the heads
+            do not divide the query heads.
         RuntimeError: a shape of more dimensions does not fit; raised by torch.
     """
     op = "scaled_dot_product_attention"
@@ -90,42 +94,43 @@ def mm_encoder_attn(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Attend both ways in a vision or audio encoder, over sequences packed one after another (arXiv:1706.03762).
+    """Attend both ways in a vision or audio encoder, over sequences packed one after another.
 
-    Each token sees those of its own sequence; each key head serves ``num_heads / num_kv_heads`` query heads
-    (arXiv:2305.13245). The result has the shape of ``query``.
+    Each token sees the tokens of its own sequence (arXiv:1706.03762). Each key head serves
+    ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). The result has the shape of
+    ``query``.
 
     Args:
-        query: ``[batch, tokens, num_heads · head_size]`` or ``[batch, tokens, num_heads, head_size]``.
-        key: the same with ``num_kv_heads``; without ``cu_seqlens`` its number of tokens is its own.
+        query: ``[batch, tokens, num_heads · head_size]`` or
+            ``[batch, tokens, num_heads, head_size]``.
+        key: the same with ``num_kv_heads``; without ``cu_seqlens``, the number of tokens may differ
+            from the query's.
         value: as ``key``.
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of ``num_heads``.
         scale: multiplies the scores.
-        cu_seqlens: where packed sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to ``batch ·
-            tokens``, on any device. Tokens of all batch rows count through.
-        sequence_lengths: without ``cu_seqlens``, the true lengths ``[batch]`` of rows padded on the right: keys beyond
-            them are not seen and the result there is zero. Not read beside ``cu_seqlens``, which says it all.
+        cu_seqlens: the bounds of packed sequences: integers ``[sequences + 1]``, ascending from 0
+            to ``batch · tokens``, on any device. Tokens are counted through all batch rows.
+        sequence_lengths: the true lengths ``[batch]`` of rows padded on the right. Keys beyond the
+            length are not seen, and the result there is zero. Not read beside ``cu_seqlens``.
 
     Raises:
-        ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number of
-            tokens, or ``sequence_lengths`` are not from 0 to that of keys.
+        ValueError: a shape, a dtype or a device does not fit; ``cu_seqlens`` does not ascend from 0
+            to the number of tokens; or ``sequence_lengths`` are not from 0 to the number of keys.
     """
     op = "mm_encoder_attn"
     expect_kv_heads(num_heads, num_kv_heads)
     _expect_one_kind(op, query, key, value)
     head_size = _head_size(query, num_heads)
-    counts = {
-        "query": (query, num_heads),
-        "key": (key, num_kv_heads),
-        "value": (value, num_kv_heads),
-    }
-    q, k, v = (as_heads(argument, x, heads, head_size) for argument, (x, heads) in counts.items())
+    q = as_heads("query", query, num_heads, head_size)
+    k = as_heads("key", key, num_kv_heads, head_size)
+    v = as_heads("value", value, num_kv_heads, head_size)
     expect_same_shape(op, "value", v, "key", k)
-    if q.shape[0] != k.shape[0] or (cu_seqlens is not None and q.shape[1] != k.shape[1]):
+    is_packed = cu_seqlens is not None
+    if q.shape[0] != k.shape[0] or (is_packed and q.shape[1] != k.shape[1]):
         raise ValueError(
-            f"{op}: key has shape {tuple(key.shape)}, expected the batch, and with cu_seqlens also the tokens, of "
-            f"query, {tuple(query.shape)}"
+            f"{op}: key has shape {tuple(key.shape)}, expected the batch, and with cu_seqlens also "
+            f"the tokens, of query, {tuple(query.shape)}"
         )
     if cu_seqlens is not None:
         attended = _packed(q, k, v, scale, cu_seqlens)
@@ -139,10 +144,11 @@ def mm_encoder_attn(
 def _head_size(query: Tensor, heads: int) -> int:
     if query.dim() not in (3, 4):
         raise ValueError(
-            f"mm_encoder_attn: query has shape {tuple(query.shape)}, expected [batch, tokens, {heads} · head_size] or "
-            f"[batch, tokens, {heads}, head_size]"
+            f"mm_encoder_attn: query has shape {tuple(query.shape)}, expected "
+            f"[batch, tokens, {heads} · head_size] or [batch, tokens, {heads}, head_size]"
         )
-    return query.shape[-1] if query.dim() == 4 else query.shape[-1] // heads
+    last = query.shape[-1]
+    return last if query.dim() == 4 else last // heads
 
 
 def expect_kv_heads(num_heads: int, num_kv_heads: int, op: str = "mm_encoder_attn") -> None:
@@ -154,14 +160,20 @@ def expect_kv_heads(num_heads: int, num_kv_heads: int, op: str = "mm_encoder_att
 
 
 def as_heads(argument: str, x: Tensor, heads: int, head_size: int) -> Tensor:
-    """View an argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``, or raise ``ValueError``."""
-    packed, split = (heads * head_size,), (heads, head_size)
-    if tuple(x.shape[2:]) not in (packed, split):
+    """View an argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``.
+
+    Raises:
+        ValueError: the shape is neither this one nor ``[batch, tokens, heads · head_size]``.
+    """
+    columns = heads * head_size
+    shape = tuple(x.shape[2:])
+    if shape not in ((columns,), (heads, head_size)):
         raise ValueError(
-            f"mm_encoder_attn: {argument} has shape {tuple(x.shape)}, expected [batch, tokens, {packed[0]}] or [batch, "
-            f"tokens, {heads}, {head_size}]"
+            f"mm_encoder_attn: {argument} has shape {tuple(x.shape)}, expected "
+            f"[batch, tokens, {columns}] or [batch, tokens, {heads}, {head_size}]"
         )
-    return x.reshape(*x.shape[:2], *split)
+    batch, tokens = x.shape[:2]
+    return x.reshape(batch, tokens, heads, head_size)
 
 
 def _expect_one_kind(op: str, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -174,14 +186,18 @@ def _expect_one_kind(op: str, query: Tensor, key: Tensor, value: Tensor) -> None
 def _expect_attendable(
     op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> None:
-    batch, columns = query.shape[:-2], query.shape[-1:]
+    """Raise ``ValueError`` unless the shapes fit each other."""
+    batch = query.shape[:-2]
+    columns = query.shape[-1:]
+    # This runs with each call. Equal shapes are the usual case, and these comparisons the cheapest.
     if batch and key.shape == value.shape and key.shape[:-2] == batch and key.shape[-1:] == columns:
-        return  # nothing is wrong, as is seen in a fraction of the time that it takes to say what is
+        return
     least = 3 if enable_gqa else 2
     for argument, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < least:
-            shape = "[..., heads, tokens, head_size]" if enable_gqa else "[..., tokens, head_size]"
-            raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected {shape}")
+            expected = "heads, tokens, head_size" if enable_gqa else "tokens, head_size"
+            shape = tuple(x.shape)
+            raise ValueError(f"{op}: {argument} has shape {shape}, expected [..., {expected}]")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"{op}: key has head size {key.shape[-1]}, expected {query.shape[-1]} as query has"
@@ -191,20 +207,24 @@ def _expect_attendable(
             f"{op}: value has {value.shape[-2]} tokens, expected {key.shape[-2]} as key has"
         )
     if enable_gqa:
-        heads, key_heads, value_heads = (x.shape[-3] for x in (query, key, value))
-        if value_heads != key_heads:
-            raise ValueError(
-                f"{op}: value has {value_heads} heads, expected {key_heads} as key has"
-            )
-        if not key_heads or heads % key_heads:
-            raise ValueError(
-                f"{op}: key has {key_heads} heads, expected a divisor of the {heads} heads of query"
-            )
+        _expect_groups(op, query.shape[-3], key.shape[-3], value.shape[-3])
+    batch = query.shape[:-least]
     for argument, x in (("key", key), ("value", value)):
-        if not _broadcast(x.shape[:-least], query.shape[:-least]):
+        if not _broadcast(x.shape[:-least], batch):
             raise ValueError(
-                f"{op}: {argument} has shape {tuple(x.shape)}, expected it to fit {tuple(query.shape)}"
+                f"{op}: {argument} has shape {tuple(x.shape)}, expected it to fit "
+                f"{tuple(query.shape)}"
             )
+
+
+def _expect_groups(op: str, heads: int, key_heads: int, value_heads: int) -> None:
+    """Raise ``ValueError`` unless each key head serves as many query heads."""
+    if value_heads != key_heads:
+        raise ValueError(f"{op}: value has {value_heads} heads, expected {key_heads} as key has")
+    if not key_heads or heads % key_heads:
+        raise ValueError(
+            f"{op}: key has {key_heads} heads, expected a divisor of the {heads} heads of query"
+        )
 
 
 def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
@@ -220,37 +240,46 @@ def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _broadcast(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Tell whether two shapes broadcast with each other."""
-    return all(
-        size in (1, to) or to == 1 for size, to in zip(shape[::-1], other[::-1], strict=False)
-    )
+    """Return True if two shapes broadcast with each other."""
+    sizes = zip(shape[::-1], other[::-1], strict=False)
+    return all(size in (1, to) or to == 1 for size, to in sizes)
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
-    """Attend within the blocks of ``[batch, tokens, heads, head_size]``, whose rows count as one."""
-    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+    """Attend within packed sequences of ``[batch, tokens, heads, head_size]``, as one long row."""
+    query = query.flatten(0, 1)
+    key = key.flatten(0, 1)
+    value = value.flatten(0, 1)
     tokens = query.shape[0]
     expect_integers("mm_encoder_attn", "cu_seqlens", cu_seqlens)
     expect_ascending("mm_encoder_attn", "cu_seqlens", cu_seqlens, tokens)
     if not values_are_known(cu_seqlens):
         # The lengths are data: a loop over them would break the graph, a mask does not.
         bounds = cu_seqlens.to(query.device)
-        segment = torch.searchsorted(bounds, torch.arange(tokens, device=query.device), right=True)
-        return _attend(query[None], key[None], value[None], scale, segment[:, None] == segment)[0]
+        positions = torch.arange(tokens, device=query.device)
+        segment = torch.searchsorted(bounds, positions, right=True)
+        same_segment = segment[:, None] == segment
+        return _attend(query[None], key[None], value[None], scale, same_segment)[0]
     lengths = [end - start for start, end in pairwise(cu_seqlens.tolist())]
-    segments = zip(*(torch.split_with_sizes(x, lengths) for x in (query, key, value)), strict=True)
-    attended = [_attend(q[None], k[None], v[None], scale)[0] for q, k, v in segments]
+    queries = torch.split_with_sizes(query, lengths)
+    keys = torch.split_with_sizes(key, lengths)
+    values = torch.split_with_sizes(value, lengths)
+    attended = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        attended.append(_attend(q[None], k[None], v[None], scale)[0])
     return torch.cat(attended) if attended else torch.empty_like(query)
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Tensor) -> Tensor:
+    op = "mm_encoder_attn"
+    argument = "sequence_lengths"
     if lengths.shape != query.shape[:1]:
         raise ValueError(
-            f"mm_encoder_attn: sequence_lengths has shape {tuple(lengths.shape)}, expected ({query.shape[0]},)"
+            f"{op}: {argument} has shape {tuple(lengths.shape)}, expected ({query.shape[0]},)"
         )
-    expect_integers("mm_encoder_attn", "sequence_lengths", lengths)
-    expect_same_device("mm_encoder_attn", "sequence_lengths", lengths, "query", query)
-    expect_in_range("mm_encoder_attn", "sequence_lengths", lengths, key.shape[1] + 1)
+    expect_integers(op, argument, lengths)
+    expect_same_device(op, argument, lengths, "query", query)
+    expect_in_range(op, argument, lengths, key.shape[1] + 1)
     key_seen = torch.arange(key.shape[1], device=lengths.device) < lengths[:, None]
     query_seen = torch.arange(query.shape[1], device=lengths.device) < lengths[:, None]
     attended = _attend(query, key, value, scale, key_seen[:, None, None, :])
@@ -261,9 +290,10 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
     """Attend over ``[batch, tokens, heads, head_size]``."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    # A branch, as torch takes no symbol here.
-    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(
-        1, 2
-    )
+    q = query.transpose(1, 2)
+    k = key.transpose(1, 2)
+    v = value.transpose(1, 2)
+    # A branch, as torch takes no symbol for enable_gqa.
+    groups = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **groups)
+    return attended.transpose(1, 2)

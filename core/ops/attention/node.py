@@ -1,4 +1,4 @@
-"""An attention layer as one node of a compiled graph: what it reads of the batch is looked up when it runs."""
+"""An attention layer as one node of a compiled graph. A node looks the batch up when it runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NODES: ContextVar[AttentionNodes | None] = ContextVar("opgraft_attention_nodes"
 
 @PluggableClass.register("attention_nodes")
 class AttentionNodes(PluggableClass):
-    """Computes the attention layers that compiled graphs have as nodes; here by calling the layers, which are Python.
+    """Computes the nodes of compiled graphs for attention layers, by a call of the layer.
 
-    A replacement may have an op that finds layers and batch by itself.
+    A replacement may bring an op without Python, with its own way to find layers and batch.
 
     Args:
         layers: see ``Layers``.
@@ -33,12 +33,12 @@ class AttentionNodes(PluggableClass):
 
     @property
     def op(self) -> Any:
-        """The op of the nodes, with the arguments of ``opgraft::attend_layer``, that a compiled graph calls."""
+        """The op of the nodes; the arguments are those of ``opgraft::attend_layer``."""
         return torch.ops.opgraft.attend_layer.default
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the nodes of a graph that is called within the block compute these layers, for the current batch."""
+        """Within the block, compute the nodes of a called graph with these layers."""
         token = _NODES.set(self)
         try:
             yield
@@ -47,32 +47,30 @@ class AttentionNodes(PluggableClass):
 
 
 def op_of_node(node: fx.Node) -> Any:
-    """Return the op that a node for an attention layer is to call, ``None`` for any other node."""
+    """Return the op for the node of an attention layer; ``None`` for any other node."""
+    if node.target is not torch.ops.opgraft.attend_layer.default:
+        return None
     nodes = _NODES.get()
-    return (
-        nodes.op
-        if nodes is not None and node.target is torch.ops.opgraft.attend_layer.default
-        else None
-    )
+    return None if nodes is None else nodes.op
 
 
 def as_node(
     query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None = None
 ) -> Tensor:
-    """Attend by the layer of that prefix, in a graph as one node.
+    """Attend by the layer with a prefix; in a graph, the call is one node.
 
     Args:
-        query: with the next two, what the layer is called with.
-        key: see ``query``.
-        value: see ``query``.
-        prefix: of the layer.
-        width: the last dimension of the result; that of ``query`` if not given.
+        query: the first argument of the layer.
+        key: the second.
+        value: the third.
+        prefix: the prefix of the layer.
+        width: the last dimension of the result; that of ``query`` by default.
 
     Returns:
-        What the layer does, contiguous: of the shape of ``query`` but for the width.
+        The result of the layer, contiguous: of the shape of ``query`` but for the width.
 
     Raises:
-        LayerError: when it runs and there is no such layer.
+        LayerError: no layer has the prefix when the node runs.
     """
     attended: Tensor = torch.ops.opgraft.attend_layer(query, key, value, prefix, width)
     return attended
@@ -85,18 +83,22 @@ def _attend_layer(
     layer = None if nodes is None else nodes.layers.get(prefix)
     if layer is None:
         raise LayerError(
-            f"a compiled graph has the attention layer {prefix!r} as a node, and none of that prefix is given: call "
-            "the graph within AttentionNodes(attention_layers(model)).entered()"
+            f"a compiled graph has the attention layer {prefix!r} as a node, and none of that "
+            "prefix is given: call the graph within "
+            "AttentionNodes(attention_layers(model)).entered()"
         )
     return layer(query, key, value).contiguous()
 
 
-def _faked(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
-    return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
+def _fake_attend_layer(
+    query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None
+) -> Tensor:
+    last = query.shape[-1] if width is None else width
+    return query.new_empty((*query.shape[:-1], last))
 
 
 _UNRECORDABLE = getattr(torch.Tag, "cudagraph_unsafe", torch.Tag.data_dependent_output)
-"""No static graph has the op: a recording would read the batch of the step in which it was made."""
+"""Keeps the op out of static graphs: a recording would read the batch of its own step forever."""
 
 torch.library.define(
     "opgraft::attend_layer",
@@ -104,4 +106,4 @@ torch.library.define(
     tags=(_UNRECORDABLE,),
 )
 torch.library.impl("opgraft::attend_layer", "default", _attend_layer)
-torch.library.register_fake("opgraft::attend_layer", _faked)
+torch.library.register_fake("opgraft::attend_layer", _fake_attend_layer)

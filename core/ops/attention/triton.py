@@ -1,11 +1,14 @@
 """Triton kernels for attention over pages. Their maths and arguments are in ``paged``.
 
-A program attends with some tokens of one sequence, by all query heads that share a key head: keys and values are read
-once for them. It finds its sequence by bisection, so that the host, which launches from shapes alone, waits for no
-length. One pass over the keys keeps scores and sums in float32 (online softmax, arXiv:1805.02867). Where a batch has
-too few programs to fill a GPU, several divide the keys of one among them, and a second kernel adds their parts up, as
-flash decoding does. Rows of codes are decoded as they are read. Nothing is specialised on numbers that change from
-step to step, so that a step seldom waits for a compilation.
+A program attends with some tokens of one sequence, by all query heads of one key head: the program
+reads keys and values once for these heads. The program finds the sequence by bisection. So the
+host launches from shapes alone and waits for no length. One pass over the keys keeps scores and
+sums in float32 (online softmax, arXiv:1805.02867).
+
+If a batch has too few programs to fill a GPU, several programs divide the keys of one, and a second
+kernel adds up their parts, as flash decoding does. Rows of codes are decoded as a program reads
+them. Nothing is specialised on numbers that change from step to step, so a step seldom waits for a
+compilation.
 """
 
 # The types of jitted functions are those of Triton's language, which annotations do not tell.
@@ -26,51 +29,53 @@ from torch import Tensor
 __all__ = ["paged_attention", "write_kv_cache"]
 
 PROGRAMS = 512
-"""Programs that fill any GPU. A batch that has fewer divides its keys."""
+"""Programs that fill any GPU. A batch with fewer programs divides its keys."""
 
 PART = 256
-"""Keys that are worth a program of their own."""
+"""The fewest keys for a program of their own."""
 
 MOST_PARTS = 64
-"""Programs that divide the keys of one among them: their results are added up at once."""
+"""The most programs for the keys of one: the second kernel adds up all the parts at once."""
 
 WIDEST_HEAD = 1024
-"""Bytes of a head, beyond which tiles of keys and values do not fit into the shared memory of some GPUs, 64 KiB."""
+"""Bytes of the widest head. Some GPUs have 64 KiB of shared memory for tiles of keys and values."""
 
 UNBOUNDED = 2**31 - 1
-"""The window where there is none."""
+"""The window of attention without a window."""
 
-LOWEST = tl.constexpr(-3.0e38)  # finite, as the difference of two infinities is NaN
+# Finite, as the difference of two infinities is NaN.
+LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-# Added and taken away it rounds a small number to nearest even.
+# To add and then subtract this number rounds a small number to nearest even.
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
 def block_of_queries(index, starts, lengths, sequences, queries):
-    """Find a block's sequence, its first token, how many it has, and the first one's position in the sequence."""
+    """Return the sequence of a block, its first token, its count, and the first token's position.
+
+    The position counts from the first token of the sequence.
+    """
     sequence, first, end = block_of_segment(index, starts, sequences, queries)
-    return (
-        sequence,
-        first,
-        tl.minimum(queries, end - first),
-        tl.load(lengths + sequence) - end + first,
-    )
+    count = tl.minimum(queries, end - first)
+    position = tl.load(lengths + sequence) - end + first
+    return sequence, first, count, position
 
 
 @triton.jit
 def part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
-    """Give the bounds of a part of the keys that tokens at positions from ``first`` to before ``end`` see."""
+    """Return the bounds of one part of the keys for tokens at ``first`` to before ``end``."""
     lowest = tl.maximum(first - window + 1, 0)
     size = tl.cdiv(tl.cdiv(end - lowest, tile_keys), parts) * tile_keys
-    return lowest + part * size, tl.minimum(lowest + (part + 1) * size, end)
+    part_end = tl.minimum(lowest + (part + 1) * size, end)
+    return lowest + part * size, part_end
 
 
 @triton.jit
 def loaded_rows(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.constexpr):
-    """Load the rows that exist in ``dtype``; others are zero. Every dtype holds codes exactly."""
+    """Load existing rows in ``dtype``; the rest is zero. Every dtype holds codes exactly."""
     column = tl.arange(0, tile_columns)[None, :]
     x = tl.load(rows + column, exists & (column < head_size), 0)
     if x.dtype == tl.uint8:
@@ -82,12 +87,15 @@ def loaded_rows(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.c
 
 @triton.jit
 def _loaded_scales(rows, exists, head_size, scale_bytes: tl.constexpr):
-    """Load the scales that lie behind the codes of rows, ``[1, rows]``; 1 for rows of elements."""
+    """Load the scales behind the codes of rows, ``[1, rows]``; 1 for rows of elements."""
     scales = 1.0
     if scale_bytes > 0:
+        # Byte by byte, as a row may begin at any address.
         byte = tl.arange(0, _SCALE_BYTES)[None, :]
-        bits = (tl.load(rows + head_size + byte, exists, 0).to(tl.int32) & 0xFF) << (8 * byte)
-        scales = tl.trans(tl.sum(bits, 1, keep_dims=True).to(tl.float32, bitcast=True))
+        loaded = tl.load(rows + head_size + byte, exists, 0)
+        bits = (loaded.to(tl.int32) & 0xFF) << (8 * byte)
+        scale = tl.sum(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
+        scales = tl.trans(scale)
     return scales
 
 
@@ -95,14 +103,26 @@ def _loaded_scales(rows, exists, head_size, scale_bytes: tl.constexpr):
 def key_places(
     table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr
 ):
-    """Find the elements of a cache from which on the keys before ``end`` lie, in the blocks of a row of the table."""
+    """Return the first element of each key before ``end``, by the blocks in a row of the table."""
     block = tl.load(table + key // block_size, key < end, 0).to(tl.int64)
-    return (block * block_stride + key_head * head_stride + key % block_size * row_size)[:, None]
+    within_head = key % block_size * row_size
+    return (block * block_stride + key_head * head_stride + within_head)[:, None]
+
+
+@triton.jit
+def _rows_of_queries(first, count, key_head, group, tile_rows: tl.constexpr):
+    """Return of each row of a tile the query's offset, its token, its head, and if it exists."""
+    row = tl.arange(0, tile_rows)[:, None]
+    offset = row // group
+    token = (first + offset).to(tl.int64)
+    head = key_head * group + row % group
+    exists = row < count * group
+    return offset, token, head, exists
 
 
 @triton.jit
 def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
-    """Begin the highest score and the sum of weights with those of the sinks, where they are to be counted."""
+    """Return the first highest score and sum of weights: those of the counted sinks."""
     sink = tl.full(head.shape, float("-inf"), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + head, counted, float("-inf")).to(tl.float32) * LOG2_E
@@ -112,7 +132,7 @@ def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
 
 @triton.jit
 def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
-    """Compute scores in units of log 2; those of keys that a position does not see are minus infinity."""
+    """Return scores in units of log 2; minus infinity for a key outside the view of a position."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if cap > 0.0:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
@@ -122,12 +142,13 @@ def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
 
 @triton.jit
 def added_keys(attended, highest, total, scores, values, scales=1.0):
-    """Add a tile of keys to the sums of values and of weights, relative to the highest score so far.
+    """Add a tile of keys to the sums of values and weights, relative to the highest score so far.
 
-    Values are codes if they have ``scales``: rounded are the weights, as they are beside plain values.
+    With ``scales``, values are codes: the weights are rounded, as they are for plain values.
     """
     higher = tl.maximum(highest, tl.max(scores, 1, keep_dims=True))
-    weights, fading = tl.exp2(scores - higher), tl.exp2(highest - higher)
+    weights = tl.exp2(scores - higher)
+    fading = tl.exp2(highest - higher)
     shares = (weights * scales).to(values.dtype)
     attended = tl.dot(shares, values, attended * fading, input_precision="ieee")
     return attended, higher, total * fading + tl.sum(weights, 1, keep_dims=True)
@@ -135,14 +156,12 @@ def added_keys(attended, highest, total, scores, values, scales=1.0):
 
 @triton.jit
 def store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts):
-    """Store rows of a result, or of one of several parts of it and how much it counts."""
+    """Store rows of a result; for one of several parts, store its sum of weights too."""
     column = tl.arange(0, attended.shape[1])[None, :]
-    attended /= tl.where(total == 0.0, 1.0, total)  # a part of which nothing is visible is zero
-    tl.store(
-        out + place * head_size + column,
-        attended.to(out.dtype.element_ty),
-        exists & (column < head_size),
-    )
+    # A part without a visible key is zero.
+    attended /= tl.where(total == 0.0, 1.0, total)
+    stored = attended.to(out.dtype.element_ty)
+    tl.store(out + place * head_size + column, stored, exists & (column < head_size))
     if parts > 1:
         tl.store(log_sums + place, highest + tl.log2(total), exists)
 
@@ -175,34 +194,37 @@ def paged_attention_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    part, block, key_heads = tl.program_id(0) % parts, tl.program_id(0) // parts, heads // group
-    block, key_head = block // key_heads, block % key_heads
-    sequence, first, tokens, position = block_of_queries(
-        block, starts, lengths, sequences, tile_rows // group
+    part = tl.program_id(0) % parts
+    block_and_head = tl.program_id(0) // parts
+    key_heads = heads // group
+    key_head = block_and_head % key_heads
+    sequence, first, count, position = block_of_queries(
+        block_and_head // key_heads, starts, lengths, sequences, tile_rows // group
     )
-    if tokens <= 0:
+    if count <= 0:
         return
-    begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
-    row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
-    token, head, exists = (
-        (first + row // group).to(tl.int64),
-        key_head * group + row % group,
-        row < tokens * group,
-    )
+    begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
+    offset, token, head, exists = _rows_of_queries(first, count, key_head, group, tile_rows)
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
-    position += row // group
+    position += offset
+    # One part alone counts the sinks, as parts are added up.
     highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
+
+    table = block_table + sequence * table_stride
+    row_size = head_size + scale_bytes
+    head_stride = block_size * row_size
     for start in range(begin, end, tile_keys):
-        key, table = start + tl.arange(0, tile_keys), block_table + sequence * table_stride
-        rows = cache + key_places(
-            table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size
-        )
+        key = start + tl.arange(0, tile_keys)
         there = (key < end)[:, None]
+        rows = cache + key_places(
+            table, key, end, key_head, head_stride, row_size, block_stride, block_size
+        )
         keys = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
         key_scales = scale * _loaded_scales(rows, there, head_size, scale_bytes)
-        rows += key_heads * block_size * row_size
+        # A block holds the values of all heads behind the keys of all heads.
+        rows += key_heads * head_stride
         values = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
         scales = _loaded_scales(rows, there, head_size, scale_bytes)
         scores = _scores(q, keys, key[None, :], end, position, window, key_scales, cap)
@@ -224,40 +246,47 @@ def added_parts_kernel(
 ):
     """Add up the ``count`` parts of a row, each weighted by the sum of its weights."""
     row = tl.program_id(0).to(tl.int64)
-    part, column = tl.arange(0, most)[:, None], tl.arange(0, tile_columns)[None, :]
-    log_sum = tl.load(log_sums + row * count + part, part < count, float("-inf"))
+    part = tl.arange(0, most)[:, None]
+    column = tl.arange(0, tile_columns)[None, :]
+    place = row * count + part
+    log_sum = tl.load(log_sums + place, part < count, float("-inf"))
     weights = tl.exp2(log_sum - tl.max(log_sum))
-    x = tl.load(
-        parts + (row * count + part) * width + column, (part < count) & (column < width), 0.0
-    )
+    x = tl.load(parts + place * width + column, (part < count) & (column < width), 0.0)
     result = tl.sum(x * weights, 0, keep_dims=True) / tl.sum(weights)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), column < width)
 
 
 @triton.jit
 def _store_row(x, row, exists, head_size, tile_columns: tl.constexpr):
-    """Store rows of elements, or as codes with their scale behind them, as ``codes.quantize_rows`` makes them."""
+    """Store rows of elements, or of codes with their scale, as ``codes.quantize_rows`` does."""
     column = tl.arange(0, tile_columns)[None, :]
     inside = exists & (column < head_size)
     t = tl.load(x + column, inside, 0.0)
     dtype = row.dtype.scalar.element_ty
     if dtype == tl.int8 or dtype == tl.uint8:
-        t = t.to(tl.float32)
-        largest = tl.max(
-            tl.where(tl.abs(t) < float("inf"), tl.abs(t), float("inf")), 1, keep_dims=True
-        )
-        scale = tl.maximum(tl.div_rn(largest, 127.0 if dtype == tl.int8 else 448.0), _SMALLEST)
-        scale = tl.where(largest < float("inf"), scale, float("nan"))
-        t = tl.where(largest < float("inf"), tl.div_rn(t, scale), 0.0)
-        t = (
-            t + _TO_WHOLE - _TO_WHOLE
-            if dtype == tl.int8
-            else t.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        )
+        t, scale = _codes(t.to(tl.float32), dtype == tl.int8)
         byte = tl.arange(0, _SCALE_BYTES)[None, :]
         bits = (scale.to(tl.int32, bitcast=True) >> (8 * byte)) & 0xFF
         tl.store(row + head_size + byte, bits.to(dtype), exists)
     tl.store(row + column, t.to(dtype), inside)
+
+
+@triton.jit
+def _codes(t, is_int8: tl.constexpr):
+    """Return the codes of float32 rows, and their scales: NaN for a row with a not finite one."""
+    # A comparison with NaN is false, so NaN counts as infinity.
+    magnitude = tl.where(tl.abs(t) < float("inf"), tl.abs(t), float("inf"))
+    largest = tl.max(magnitude, 1, keep_dims=True)
+    is_finite = largest < float("inf")
+    scale = tl.maximum(tl.div_rn(largest, 127.0 if is_int8 else 448.0), _SMALLEST)
+    scale = tl.where(is_finite, scale, float("nan"))
+    quotient = tl.where(is_finite, tl.div_rn(t, scale), 0.0)
+    if is_int8:
+        codes = quotient + _TO_WHOLE - _TO_WHOLE
+    else:
+        number = quotient.to(tl.float8e4nv)
+        codes = number.to(tl.uint8, bitcast=True)
+    return codes, scale
 
 
 @triton.jit
@@ -276,30 +305,32 @@ def write_kv_cache_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    blocks, row_size = tl.cdiv(heads, tile_rows), head_size + scale_bytes
+    blocks = tl.cdiv(heads, tile_rows)
+    row_size = head_size + scale_bytes
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * tile_rows + tl.arange(0, tile_rows)[:, None]
+    exists = head < heads
+    key += token * key_stride + head * head_size
+    value += token * value_stride + head * head_size
+
     slot = tl.load(slots + token).to(tl.int64)
-    row = (
-        cache
-        + slot // block_size * block_stride
-        + (head * block_size + slot % block_size) * row_size
-    )
-    _store_row(
-        key + token * key_stride + head * head_size, row, head < heads, head_size, tile_columns
-    )
+    row_in_block = head * block_size + slot % block_size
+    row = cache + slot // block_size * block_stride + row_in_block * row_size
+    _store_row(key, row, exists, head_size, tile_columns)
+    # A block holds the values of all heads behind the keys of all heads.
     row += heads * block_size * row_size
-    _store_row(
-        value + token * value_stride + head * head_size, row, head < heads, head_size, tile_columns
-    )
+    _store_row(value, row, exists, head_size, tile_columns)
 
 
 def _fits(x: Tensor, cache: Tensor) -> bool:
-    """Tell whether the kernels can take a cache and heads such as those of ``x``; else the native definition does.
+    """Return True if the kernels take the cache and heads like those of ``x``.
 
-    Heads must be narrow enough, and each block of the cache must be contiguous and share no memory with others.
+    Heads must be narrow enough. Each block of the cache must be contiguous, and share no memory
+    with another. Otherwise the native definition runs.
     """
-    if cache.dtype not in (x.dtype, *LARGEST_CODES) or x.shape[2] * x.element_size() > WIDEST_HEAD:
+    if cache.dtype not in (x.dtype, *LARGEST_CODES):
+        return False
+    if x.shape[2] * x.element_size() > WIDEST_HEAD:
         return False
     if cache.dtype == torch.uint8 and not supports(torch.float8_e4m3fn):
         return False
@@ -307,25 +338,34 @@ def _fits(x: Tensor, cache: Tensor) -> bool:
 
 
 def heads_together(x: Tensor) -> Tensor:
-    """View ``[tokens, heads, head_size]`` as ``[tokens, heads · head_size]`` with adjacent columns, or copy it."""
+    """Return ``[tokens, heads, head_size]`` as ``[tokens, heads · head_size]``: a view or a copy.
+
+    Neighbouring columns lie next to each other in memory.
+    """
     return as_rows(x, x.shape[1] * x.shape[2])
 
 
 def _tile_of_heads(rows: int, head_size: int) -> Tile:
-    """Return a tile of that many whole rows."""
-    columns = max(16, power_of_two(head_size))  # fewer cannot be multiplied
-    return Tile(rows, columns, 4 if rows * columns <= 8192 else 8)
+    """Return a tile of ``rows`` whole rows."""
+    # The product of two tiles needs at least 16 columns.
+    columns = max(16, power_of_two(head_size))
+    warps = 4 if rows * columns <= 8192 else 8
+    return Tile(rows, columns, warps)
 
 
 def _tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
-    """Return a tile for tokens of one sequence, each with the heads of a group: a small one where sequences have few.
+    """Return a tile for tokens of one sequence, each with the heads of a group.
 
-    It has at most 16 KiB, so that sums stay in registers, unless one token has more.
+    Sequences with few tokens get a small tile. A tile has at most 16 KiB, unless one token alone
+    has more: then sums stay in registers.
     """
-    few = query.shape[0] * group <= 32 * sequences
-    tile = _tile_of_heads(16, query.shape[2])
-    rows = 16 if few else min(64, max(16, 16384 // (tile.columns * query.element_size())))
-    return _tile_of_heads(max(rows, power_of_two(group)), query.shape[2])
+    tokens, _, head_size = query.shape
+    has_few = tokens * group <= 32 * sequences
+    rows = 16
+    if not has_few:
+        row_bytes = _tile_of_heads(16, head_size).columns * query.element_size()
+        rows = min(64, max(16, 16384 // row_bytes))
+    return _tile_of_heads(max(rows, power_of_two(group)), head_size)
 
 
 @replaces(definitions.write_kv_cache)
@@ -333,24 +373,29 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     definitions.expect_writable(key, value, cache, slots)
     if not (_fits(key, cache) and value.dtype == key.dtype):
         definitions.write_kv_cache.native(key, value, cache, slots)
-    elif key.numel():
-        tokens, heads, head_size = key.shape
-        keys, values = heads_together(key), heads_together(value)
-        tile = _tile_of_heads(min(8, power_of_two(heads)), head_size)
-        sizes = (heads, head_size, keys.stride(0), values.stride(0), cache.stride(0))
-        constants = {"scale_bytes": cache.shape[4] - head_size, "block_size": cache.shape[3]}
-        programs = tokens * triton.cdiv(heads, tile.rows)
-        launch(
-            write_kv_cache_kernel,
-            programs,
-            tile,
-            keys,
-            values,
-            cache,
-            slots.contiguous(),
-            *sizes,
-            **constants,
-        )
+        return
+    if not key.numel():
+        return
+    tokens, heads, head_size = key.shape
+    keys = heads_together(key)
+    values = heads_together(value)
+    tile = _tile_of_heads(min(8, power_of_two(heads)), head_size)
+    launch(
+        write_kv_cache_kernel,
+        tokens * triton.cdiv(heads, tile.rows),
+        tile,
+        keys,
+        values,
+        cache,
+        slots.contiguous(),
+        heads,
+        head_size,
+        keys.stride(0),
+        values.stride(0),
+        cache.stride(0),
+        scale_bytes=cache.shape[4] - head_size,
+        block_size=cache.shape[3],
+    )
 
 
 @replaces(definitions.paged_attention)
@@ -380,10 +425,13 @@ def paged_attention(
             sinks,
         )
     out = query.new_empty(query.shape)
-    if out.numel():
-        places = (block_table, query_start_loc.contiguous(), seq_lens.contiguous())
-        window = UNBOUNDED if sliding_window is None else min(sliding_window, UNBOUNDED)
-        _attend(out, query, cache, *places, scale, window, logits_soft_cap or 0.0, sinks)
+    if not out.numel():
+        return out
+    starts = query_start_loc.contiguous()
+    lengths = seq_lens.contiguous()
+    window = UNBOUNDED if sliding_window is None else min(sliding_window, UNBOUNDED)
+    cap = logits_soft_cap or 0.0
+    _attend(out, query, cache, block_table, starts, lengths, scale, window, cap, sinks)
     return out
 
 
@@ -399,19 +447,26 @@ def _attend(
     cap: float,
     sinks: Tensor | None,
 ) -> None:
-    """Launch the kernel, and the one that adds up parts where the programs are too few to fill a GPU."""
+    """Launch the kernel; if several programs divide keys, launch the kernel for their parts too."""
     tokens, heads, head_size = query.shape
-    key_heads, block_size, sequences = cache.shape[2], cache.shape[3], lengths.shape[0]
+    _, _, key_heads, block_size, row_size = cache.shape
+    sequences = lengths.shape[0]
     group = heads // key_heads
     tile = _tile_of_queries(query, group, sequences)
     programs = blocks_at_most(tokens, sequences, tile.rows // group) * key_heads
-    parts = parts_of_keys(programs, min(block_table.shape[1] * block_size, window))
-    results, log_sums = out, out
+    most_keys = min(block_table.shape[1] * block_size, window)
+    parts = parts_of_keys(programs, most_keys)
+    results = log_sums = out
     if parts > 1:
         results = query.new_empty((tokens, heads, parts, head_size), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
-    rows, table = heads_together(query), as_rows(block_table, block_table.shape[1])
-    operands = (
+    rows = heads_together(query)
+    table = as_rows(block_table, block_table.shape[1])
+    launch(
+        paged_attention_kernel,
+        programs * parts,
+        tile,
+        rows,
         cache,
         table,
         starts,
@@ -419,41 +474,56 @@ def _attend(
         query if sinks is None else sinks.contiguous(),
         results,
         log_sums,
-    )
-    sizes = (sequences, heads, group, parts, head_size, scale, window)
-    strides = (rows.stride(0), table.stride(0), cache.stride(0))
-    constants = {"scale_bytes": cache.shape[4] - head_size, "block_size": block_size, "cap": cap}
-    constants |= {"has_sinks": sinks is not None, "tile_keys": _tile_of_keys(tile, query)}
-    launch(
-        paged_attention_kernel,
-        programs * parts,
-        tile,
-        rows,
-        *operands,
-        *sizes,
-        *strides,
-        **constants,
+        sequences,
+        heads,
+        group,
+        parts,
+        head_size,
+        scale,
+        window,
+        rows.stride(0),
+        table.stride(0),
+        cache.stride(0),
+        scale_bytes=row_size - head_size,
+        block_size=block_size,
+        cap=cap,
+        has_sinks=sinks is not None,
+        tile_keys=_tile_of_keys(tile, query),
     )
     if parts > 1:
-        one = tile._replace(rows=1)
-        launch(
-            added_parts_kernel,
-            tokens * heads,
-            one,
-            results,
-            log_sums,
-            out,
-            parts,
-            head_size,
-            most=MOST_PARTS,
-        )
+        add_parts(results, log_sums, out, tile, parts)
+
+
+def add_parts(results: Tensor, log_sums: Tensor, out: Tensor, tile: Tile, parts: int) -> None:
+    """Launch the kernel that adds up ``parts`` results of each row into ``out``.
+
+    Args:
+        results: ``[tokens, heads, parts, size]``, float32.
+        log_sums: ``[tokens, heads, parts]``, float32: the logarithm of each part's sum of weights.
+        out: ``[tokens, heads, size]``.
+        tile: the tile of the parts; each program adds up one row of the tile's width.
+        parts: the number of parts.
+    """
+    tokens, heads, size = out.shape
+    one_row = tile._replace(rows=1)
+    launch(
+        added_parts_kernel,
+        tokens * heads,
+        one_row,
+        results,
+        log_sums,
+        out,
+        parts,
+        size,
+        most=MOST_PARTS,
+    )
 
 
 def parts_of_keys(programs: int, keys: int) -> int:
-    """Return how many programs are to divide so many keys among them, where there are so many without that."""
+    """Return the number of parts to divide ``keys`` keys of each of ``programs`` programs into."""
     return max(1, min(MOST_PARTS, PROGRAMS // programs, keys // PART))
 
 
 def _tile_of_keys(tile: Tile, query: Tensor) -> int:
-    """Return how many keys a program reads at a time: 8 KiB of them, but as many as can be multiplied."""
+    """Return the keys that a program reads at a time: 8 KiB, within 16 to 64 keys."""
     return min(64, max(16, 8192 // (tile.columns * query.element_size())))
