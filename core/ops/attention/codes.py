@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: a row of codes for each token and head, with the scale behind it.
 
 A row is ``head_size`` codes and the four bytes of a float32 ``scale``. An element is
-``code · scale``. Each row has a scale of its own, ``max(|x|) / largest code``, so later tokens never
+``code · scale``. Each row has its own scale, ``max(|x|) / largest code``, so later tokens never
 change a row. Rows of ``torch.int8`` hold whole numbers from -127 to 127. Rows of ``torch.uint8``
 hold the bits of fp8 e4m3 (Micikevicius et al., arXiv:2209.05433). An element that is not finite
 makes the whole row NaN.

@@ -192,12 +192,7 @@ def _expect_attendable(
     # This runs with each call. Equal shapes are the usual case, and these comparisons the cheapest.
     if batch and key.shape == value.shape and key.shape[:-2] == batch and key.shape[-1:] == columns:
         return
-    least = 3 if enable_gqa else 2
-    for argument, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() < least:
-            expected = "heads, tokens, head_size" if enable_gqa else "tokens, head_size"
-            shape = tuple(x.shape)
-            raise ValueError(f"{op}: {argument} has shape {shape}, expected [..., {expected}]")
+    _expect_dimensions(op, query, key, value, enable_gqa)
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
             f"{op}: key has head size {key.shape[-1]}, expected {query.shape[-1]} as query has"
@@ -206,19 +201,37 @@ def _expect_attendable(
         raise ValueError(
             f"{op}: value has {value.shape[-2]} tokens, expected {key.shape[-2]} as key has"
         )
+    shared = 2
     if enable_gqa:
+        # Heads need not be equally many, so they do not broadcast.
+        shared = 3
         _expect_groups(op, query.shape[-3], key.shape[-3], value.shape[-3])
-    batch = query.shape[:-least]
+    batch = query.shape[:-shared]
     for argument, x in (("key", key), ("value", value)):
-        if not _broadcast(x.shape[:-least], batch):
+        if not _broadcast(x.shape[:-shared], batch):
             raise ValueError(
                 f"{op}: {argument} has shape {tuple(x.shape)}, expected it to fit "
                 f"{tuple(query.shape)}"
             )
 
 
+def _expect_dimensions(
+    op: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> None:
+    """Raise ``ValueError`` if a tensor has too few dimensions."""
+    expected = ["tokens", "head_size"]
+    if enable_gqa:
+        expected = ["heads", *expected]
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < len(expected):
+            raise ValueError(
+                f"{op}: {argument} has shape {tuple(x.shape)}, expected "
+                f"[..., {', '.join(expected)}]"
+            )
+
+
 def _expect_groups(op: str, heads: int, key_heads: int, value_heads: int) -> None:
-    """Raise ``ValueError`` unless each key head serves as many query heads."""
+    """Raise ``ValueError`` unless each key head serves equally many query heads."""
     if value_heads != key_heads:
         raise ValueError(f"{op}: value has {value_heads} heads, expected {key_heads} as key has")
     if not key_heads or heads % key_heads:

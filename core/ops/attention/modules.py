@@ -1,4 +1,4 @@
-"""Attention without a key-value cache: the modules around the forms of ``opgraft.ops.attention.functional``."""
+"""Attention without a key-value cache: modules around ``opgraft.ops.attention.functional``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def _by_flash_kernel(
 
 @CustomOp.register("scaled_dot_product_attention")
 class ScaledDotProductAttention(CustomOp):
-    """``softmax(Q · Kᵀ · scale + mask) · V``, called as ``torch.nn.functional.scaled_dot_product_attention``.
+    """``softmax(Q · Kᵀ · scale + mask) · V`` (Vaswani et al., arXiv:1706.03762).
 
-    Vaswani et al., arXiv:1706.03762. As with torch's function, dropout applies in evaluation mode too: pass 0 there.
+    The call is that of ``torch.nn.functional.scaled_dot_product_attention``. As with torch's
+    function, dropout applies in evaluation mode too: pass 0 there.
 
     Shapes:
-        query ``[..., query_heads, L, E]``, key ``[..., heads, S, E]``, value ``[..., heads, S, Ev]``, result
-        ``[..., query_heads, L, Ev]``. Without ``enable_gqa`` there are as many heads as query heads.
+        query ``[..., query_heads, L, E]``, key ``[..., heads, S, E]``, value
+        ``[..., heads, S, Ev]``, result ``[..., query_heads, L, Ev]``. Without ``enable_gqa``,
+        ``heads`` equals ``query_heads``.
     """
 
     @calls_functional
@@ -52,7 +54,10 @@ class ScaledDotProductAttention(CustomOp):
         enable_gqa: bool = False,
         functional: Any = NATIVE,
     ) -> Tensor:
-        """Attend to values; arguments and errors are those of ``opgraft.functional.scaled_dot_product_attention``."""
+        """Attend to values.
+
+        See ``opgraft.functional.scaled_dot_product_attention`` for arguments and errors.
+        """
         attended: Tensor = functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
@@ -61,32 +66,37 @@ class ScaledDotProductAttention(CustomOp):
 
 @CustomOp.register("mm_encoder_attn")
 class MMEncoderAttention(CustomOp):
-    """Bidirectional attention of a vision or audio encoder over sequences packed one after another.
+    """Bidirectional attention of a vision or audio encoder over packed sequences.
 
-    ``softmax(Q · Kᵀ · scale) · V`` (arXiv:1706.03762) within each sequence; each key head serves
-    ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). It is always enabled, whatever ``custom_ops`` says.
+    Computes ``softmax(Q · Kᵀ · scale) · V`` (arXiv:1706.03762) within each sequence. Each key head
+    serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). The op is always enabled;
+    ``custom_ops`` does not count.
 
     Args:
         num_heads: query heads.
         head_size: elements of a head, the same for query, key and value.
-        scale: multiplies the scores; ``1/√head_size`` if not given.
-        num_kv_heads: key and value heads, a divisor of ``num_heads``; ``num_heads`` if not given.
-        prefix: the layer's path in its model, for kernels that keep tables by layer.
-        multimodal_config: an engine's settings, for kernels that read them; older versions of vLLM give it.
+        scale: multiplies the scores; ``1/√head_size`` by default.
+        num_kv_heads: key and value heads, a divisor of ``num_heads``; ``num_heads`` by default.
+        prefix: the layer's path in its model, for kernels with tables by layer.
+        multimodal_config: an engine's settings, for kernels. Older versions of vLLM pass them.
 
     Raises:
-        ValueError: ``num_heads`` or ``head_size`` is not positive, or ``num_kv_heads`` does not divide ``num_heads``
-            (vLLM asserts it).
+        ValueError: ``num_heads`` or ``head_size`` is not positive, or ``num_kv_heads`` does not
+            divide ``num_heads`` (an assertion in vLLM).
     """
 
     switchable = False
     _helpers: ClassVar[tuple[str, ...]] = ("_forward_sdpa",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give a class that overrides ``_forward_fa``, as plugins for vLLM do, a kernel that calls it."""
+        """Add ``forward_cuda`` to a class with a ``_forward_fa`` of its own.
+
+        Plugins for vLLM override ``_forward_fa`` alone.
+        """
         super().__init_subclass__(**kwargs)
         if "_forward_fa" in vars(cls) and "forward_cuda" not in vars(cls):
-            setattr(cls, "forward_cuda", _by_flash_kernel)  # noqa: B010  # it has none as far as types tell
+            # An assignment fails mypy, as no class declares the attribute.
+            setattr(cls, "forward_cuda", _by_flash_kernel)  # noqa: B010
 
     def __init__(
         self,
@@ -98,7 +108,9 @@ class MMEncoderAttention(CustomOp):
         multimodal_config: object = None,
     ) -> None:
         super().__init__()
-        functional.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        functional.expect_kv_heads(num_heads, num_kv_heads)
         if head_size < 1:
             raise ValueError(
                 f"mm_encoder_attn: head_size is {head_size}, expected a positive number"
@@ -106,21 +118,21 @@ class MMEncoderAttention(CustomOp):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.num_queries_per_kv = self.num_heads // self.num_kv_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_queries_per_kv = num_heads // num_kv_heads
         self.prefix = self.layer_name = prefix
         self.multimodal_config = multimodal_config
         self.dtype = torch.get_default_dtype()
 
     @classmethod
     def compute_max_seqlen(cls, attn_backend: object, cu_seqlens: Any) -> int:
-        """Return what an encoder passes as ``max_seqlen``, for all its layers at once: the longest of the sequences.
+        """Return ``max_seqlen`` for all layers of an encoder: the length of the longest sequence.
 
-        The active replacement answers, if it has a method of its own for it.
+        The active replacement answers, if there is one.
 
         Args:
-            attn_backend: which kernel an engine has chosen, for replacements that ask.
-            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            attn_backend: the kernel that an engine has chosen, for replacements.
+            cu_seqlens: the bounds of sequences: an array or a sequence of integers on the host.
         """
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is not cls.op_class:
@@ -131,15 +143,15 @@ class MMEncoderAttention(CustomOp):
     def maybe_compute_seq_lens(
         cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str
     ) -> Tensor | None:
-        """Compute the ``sequence_lengths`` that an encoder passes, for all its layers at once.
+        """Return ``sequence_lengths`` for all layers of an encoder.
 
-        The active replacement answers, if there is one. Without one the answer is ``None``: the native definition reads
-        the lengths from ``cu_seqlens``.
+        The active replacement answers. Without a replacement, the answer is ``None``: the native
+        definition reads the lengths from ``cu_seqlens``.
 
         Args:
-            attn_backend: which kernel an engine has chosen, for replacements that ask.
-            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
-            device: where the result is needed.
+            attn_backend: the kernel that an engine has chosen, for replacements.
+            cu_seqlens: the bounds of sequences: an array or a sequence of integers on the host.
+            device: the device of the result.
         """
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is cls.op_class:
@@ -159,17 +171,18 @@ class MMEncoderAttention(CustomOp):
         device: torch.device | str,
         fp8_padded_hidden_size: int | None = None,
     ) -> Tensor:
-        """Compute the ``cu_seqlens`` that an encoder passes, for all its layers at once.
+        """Return ``cu_seqlens`` for all layers of an encoder.
 
-        The active replacement answers, if there is one; without one they are the given ones on ``device``.
+        The active replacement answers. Without a replacement, the answer is the given bounds on
+        ``device``.
 
         Args:
-            attn_backend: which kernel an engine has chosen, for replacements that ask.
-            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            attn_backend: the kernel that an engine has chosen, for replacements.
+            cu_seqlens: the bounds of sequences: an array or a sequence of integers on the host.
             hidden_size: elements of a token, for kernels that count elements.
-            tp_size: over how many devices they are spread, for the same.
-            device: where the result is needed.
-            fp8_padded_hidden_size: elements of a token after quantization, for the same.
+            tp_size: the number of devices that share a token's elements, for the same kernels.
+            device: the device of the result.
+            fp8_padded_hidden_size: elements of a token after quantization, for the same kernels.
         """
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is cls.op_class:
@@ -187,9 +200,10 @@ class MMEncoderAttention(CustomOp):
     def view_qkv_to_4d(
         self, query: Tensor, key: Tensor, value: Tensor, bsz: int, q_len: int, kv_len: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value with their heads apart: ``[batch, tokens, heads, head_size]``."""
+        """View query, key and value as ``[batch, tokens, heads, head_size]``."""
         q = query.view(bsz, q_len, self.num_heads, self.head_size)
-        k, v = (x.view(bsz, kv_len, self.num_kv_heads, self.head_size) for x in (key, value))
+        k = key.view(bsz, kv_len, self.num_kv_heads, self.head_size)
+        v = value.view(bsz, kv_len, self.num_kv_heads, self.head_size)
         return q, k, v
 
     maybe_reshape_qkv_to_4d = view_qkv_to_4d
@@ -198,7 +212,7 @@ class MMEncoderAttention(CustomOp):
     def _forward_sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Attend by torch's own attention; the native definition calls it, so that a replacement may override it."""
+        """Attend by torch's own attention, for the native definition."""
         return self._attended(query, key, value, cu_seqlens, None, NATIVE)
 
     def _forward_fa(
@@ -209,7 +223,7 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None = None,
         max_seqlen: Tensor | int | None = None,
     ) -> Tensor:
-        """Attend by a flash kernel, which a replacement brings by overriding this; here as ``_forward_sdpa``."""
+        """Attend by the flash kernel of a replacement; here as ``_forward_sdpa``."""
         return self._forward_sdpa(query, key, value, cu_seqlens)
 
     @calls_functional
@@ -227,19 +241,23 @@ class MMEncoderAttention(CustomOp):
         """Return the attended values, in the shape of ``query``.
 
         Args:
-            query: ``[batch, tokens, num_heads · head_size]`` or ``[batch, tokens, num_heads, head_size]``.
-            key: the same with ``num_kv_heads``; without ``cu_seqlens`` its number of tokens is its own.
+            query: ``[batch, tokens, num_heads · head_size]`` or
+                ``[batch, tokens, num_heads, head_size]``.
+            key: the same with ``num_kv_heads``; without ``cu_seqlens``, the number of tokens may
+                differ from the query's.
             value: as ``key``.
-            cu_seqlens: where packed sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to
-                ``batch · tokens``. Tokens of all batch rows count through; a token sees those of its own sequence.
-            max_seqlen: a bound on the packed lengths, for kernels that need one; not read here.
-            sequence_lengths: without ``cu_seqlens``, the true lengths ``[batch]`` of rows padded on the right: keys
-                beyond them are not seen and the result there is zero. Beside ``cu_seqlens``, which says it all, it is
-                for kernels that need the lengths apart; not read here.
+            cu_seqlens: the bounds of packed sequences: integers ``[sequences + 1]``, ascending from
+                0 to ``batch · tokens``. Tokens are counted through all batch rows. A token sees the
+                tokens of its own sequence.
+            max_seqlen: a bound on the packed lengths, for kernels; not read here.
+            sequence_lengths: the true lengths ``[batch]`` of rows padded on the right. Keys beyond
+                the length are not seen, and the result there is zero. Beside ``cu_seqlens``, the
+                lengths are for kernels, and not read here.
 
         Raises:
-            ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number
-                of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
+            ValueError: a shape, a dtype or a device does not fit; ``cu_seqlens`` does not ascend
+                from 0 to the number of tokens; or ``sequence_lengths`` are not from 0 to the number
+                of keys.
         """
         lengths = sequence_lengths if cu_seqlens is None else None
         if lengths is None and self._overrides_helpers:
@@ -269,4 +287,7 @@ class MMEncoderAttention(CustomOp):
         return attended.reshape(query.shape)
 
     def extra_repr(self) -> str:
-        return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
+        return (
+            f"{self.num_heads}, {self.head_size}, scale={self.scale}, "
+            f"num_kv_heads={self.num_kv_heads}"
+        )

@@ -1,11 +1,11 @@
-"""Specs of attention, whose references compute every score and exponential by hand."""
+"""Specs of attention. The references compute every score and exponential by hand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.ops import attention as ops
@@ -15,12 +15,16 @@ from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HEADS, KEY_HEADS, KEYS = 4, 2, 5
-BLOCK_SIZE, SPARE_BLOCKS = 4, 40
+HEADS = 4
+KEY_HEADS = 2
+KEYS = 5
+BLOCK_SIZE = 4
+SPARE_BLOCKS = 40
+"""Blocks of a drawn cache beyond those of its sequences."""
 
 
 def _attention_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Draw heads of size 1 with their own keys, others with shared ones."""
+    """Draw heads: each head of size 1 has a key head of its own, other heads share key heads."""
     *batch, queries = lead
     heads = HEADS if head_size == 1 else KEY_HEADS
     return {
@@ -33,10 +37,11 @@ def _attention_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Argume
 
 
 def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Draw six packed sequences, of which one at least is empty, or padded rows."""
+    """Draw six packed sequences, one of them empty at least, and lengths of padded rows."""
     batch, tokens = lead
-    within = draw.integers(0, batch * tokens + 1, (4,)).sort().values
-    bounds = torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([batch * tokens])])
+    total = batch * tokens
+    within = draw.integers(0, total + 1, (4,)).sort().values
+    bounds = torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([total])])
     return {
         "query": draw(batch, tokens, HEADS * head_size),
         "key": draw(batch, tokens, KEY_HEADS, head_size),
@@ -50,7 +55,7 @@ def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Argument
 
 
 def _written(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Draw keys, values and places of their own for them, in a cache with more places."""
+    """Draw keys and values, a place for each of them, and a cache with more places."""
     tokens = math.prod(lead)
     blocks = tokens // BLOCK_SIZE + 2
     return {
@@ -62,61 +67,91 @@ def _written(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 
 
 def _written_codes(dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Make what draws a cache of rows of codes, of which any bytes are some, for ``_written``."""
+    """Return a function that draws a cache of codes for ``_written``. Any bytes are codes."""
 
-    def drawn(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
-        shape = math.prod(lead) // BLOCK_SIZE + 2, 2, KEY_HEADS, BLOCK_SIZE, head_size + 4
+    def draw_codes(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
+        blocks = math.prod(lead) // BLOCK_SIZE + 2
+        shape = (blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size + 4)
         return draw.integers(0, 256, shape).to(torch.uint8).view(dtype)
 
-    return drawn
+    return draw_codes
 
 
-def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Draw sequences of up to ``longest`` tokens, of which the first has as many, with up to ten tokens before them."""
+class DrawnSequences(NamedTuple):
+    """Sequences for attention over pages.
+
+    Attributes:
+        tokens: the number of tokens in this call, over all sequences.
+        blocks: the number of blocks of a cache for them.
+        layout: ``block_table``, ``query_start_loc`` and ``seq_lens``, by argument.
+    """
+
+    tokens: int
+    blocks: int
+    layout: Arguments
+
+
+def draw_sequences(draw: Draw, lead: Sequence[int], spare_blocks: int) -> DrawnSequences:
+    """Draw ``sequences, longest = lead`` sequences of at most ``longest`` tokens.
+
+    The first sequence has ``longest`` tokens. Each has up to ten earlier tokens in the cache.
+    """
     sequences, longest = lead
     lengths = draw.integers(int(longest == 1), longest + 1, (sequences,))
     lengths[:1] = longest
     seq_lens = lengths + draw.integers(0, 11, (sequences,))
     needed = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
-    blocks = int(needed.sum()) + SPARE_BLOCKS
+    blocks = int(needed.sum()) + spare_blocks
+    # Entries beyond the end of a sequence name blocks of other sequences.
     table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
-    own = torch.randperm(blocks, generator=draw.generator)
-    for row, part in zip(
-        table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True
-    ):
-        row[: len(part)] = part
-    return {
-        "query": draw(int(lengths.sum()), HEADS, head_size),
-        "cache": draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size),
+    shuffled = torch.randperm(blocks, generator=draw.generator)
+    own_blocks = torch.split_with_sizes(shuffled[:-spare_blocks], needed.tolist())
+    for row, own in zip(table, own_blocks, strict=True):
+        row[: len(own)] = own
+    layout = {
         "block_table": table.to(torch.int32),
         "query_start_loc": F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         "seq_lens": seq_lens.to(torch.int32),
+    }
+    return DrawnSequences(int(lengths.sum()), blocks, layout)
+
+
+def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+    drawn = draw_sequences(draw, lead, SPARE_BLOCKS)
+    return {
+        "query": draw(drawn.tokens, HEADS, head_size),
+        "cache": draw(drawn.blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size),
+        **drawn.layout,
         "scale": 0.3,
     }
 
 
 def _paged_codes(dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Make what draws a cache of codes, with at least the blocks that ``_paged_inputs`` has a table for."""
+    """Return a function that draws a cache of codes, with all blocks of ``_paged_inputs``."""
 
-    def drawn(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
+    def draw_codes(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
         sequences, longest = lead
         blocks = sequences * (longest // BLOCK_SIZE + 4) + SPARE_BLOCKS
-        return encoded(draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size).double(), dtype)
+        elements = draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size)
+        return encoded(elements.double(), dtype)
 
-    return drawn
+    return draw_codes
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Tensor:
-    """Attend over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
-    shared = torch.arange(query.shape[-3]) * key.shape[-3] // query.shape[-3]
-    scores = torch.einsum("...qe,...ke->...qk", query, key[..., shared, :, :]) * scale
-    scores = scores if mask is None else scores + mask
+    """Attend over ``[..., heads, tokens, size]``; each key head serves a group of query heads."""
+    heads = query.shape[-3]
+    key_head = torch.arange(heads) * key.shape[-3] // heads
+    keys = key[..., key_head, :, :]
+    values = value[..., key_head, :, :]
+    scores = torch.einsum("...qe,...ke->...qk", query, keys) * scale
+    if mask is not None:
+        scores = scores + mask
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return torch.einsum(
-        "...qk,...ke->...qe", weights / weights.sum(-1, keepdim=True), value[..., shared, :, :]
-    )
+    shares = weights / weights.sum(-1, keepdim=True)
+    return torch.einsum("...qk,...ke->...qe", shares, values)
 
 
 def _reference_attention(
@@ -131,15 +166,16 @@ def _reference_attention(
     if is_causal:
         later = torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
         attn_mask = torch.where(later, -math.inf, 0.0).double()
-    return attention(
-        query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
-    )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return attention(query, key, value, scale, attn_mask)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """Split ``x`` to ``[batch, heads, tokens, size]``."""
     batch, tokens, *rest = x.shape
-    return x.reshape(batch, tokens, heads, math.prod(rest) // heads).transpose(1, 2)
+    size = math.prod(rest) // heads
+    return x.reshape(batch, tokens, heads, size).transpose(1, 2)
 
 
 def _encoder(
@@ -152,23 +188,34 @@ def _encoder(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Tensor:
-    q, k, v = _split(query, num_heads), _split(key, num_kv_heads), _split(value, num_kv_heads)
-    result = torch.zeros_like(q)
+    q = _split(query, num_heads)
+    k = _split(key, num_kv_heads)
+    v = _split(value, num_kv_heads)
     if cu_seqlens is None:
-        lengths = (
-            [q.shape[2]] * q.shape[0] if sequence_lengths is None else sequence_lengths.tolist()
-        )
-        for row, n in enumerate(lengths):
-            if n:
-                result[row, :, :n] = attention(q[row, :, :n], k[row, :, :n], v[row, :, :n], scale)
-        return result.transpose(1, 2).reshape(query.shape)
-    packed, q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (result, q, k, v))
+        lengths = [q.shape[2]] * q.shape[0]
+        if sequence_lengths is not None:
+            lengths = sequence_lengths.tolist()
+        padded = _attention_of_rows(q, k, v, lengths, scale)
+        return padded.transpose(1, 2).reshape(query.shape)
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+    packed = torch.zeros_like(q)
     for start, end in pairwise(cu_seqlens.tolist()):
         if start < end:
-            packed[:, start:end] = attention(
-                q[:, start:end], k[:, start:end], v[:, start:end], scale
-            )
+            part = slice(start, end)
+            packed[:, part] = attention(q[:, part], k[:, part], v[:, part], scale)
     return packed.transpose(0, 1).reshape(query.shape)
+
+
+def _attention_of_rows(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
+) -> Tensor:
+    """Attend within the first tokens of each row of ``[batch, heads, tokens, size]``."""
+    result = torch.zeros_like(q)
+    for row, length in enumerate(lengths):
+        if length:
+            part = (row, slice(None), slice(length))
+            result[part] = attention(q[part], k[part], v[part], scale)
+    return result
 
 
 def _torch_encoder(
@@ -181,14 +228,19 @@ def _torch_encoder(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Any:
-    """Attend in one call with the mask of all blocks, for a batch that counts as one row."""
+    """Attend in one call over all tokens as one row, with a mask for the sequences."""
     if cu_seqlens is None:
         return None
     sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
-    rows = zip((query, key, value), (num_heads, num_kv_heads, num_kv_heads), strict=True)
-    q, k, v = (_split(x.reshape(1, -1, *x.shape[2:]), heads) for x, heads in rows)
+    same_sequence = sequence[:, None] == sequence
+    q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
     attended = F.scaled_dot_product_attention(
-        q, k, v, sequence[:, None] == sequence, scale=scale, enable_gqa=num_heads != num_kv_heads
+        _split(q, num_heads),
+        _split(k, num_kv_heads),
+        _split(v, num_kv_heads),
+        same_sequence,
+        scale=scale,
+        enable_gqa=num_heads != num_kv_heads,
     )
     return attended.transpose(1, 2).reshape(query.shape)
 
@@ -203,9 +255,8 @@ def _encoder_op(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    op = ops.MMEncoderAttention(
-        num_heads, math.prod(query.shape[2:]) // num_heads, scale, num_kv_heads
-    )
+    head_size = math.prod(query.shape[2:]) // num_heads
+    op = ops.MMEncoderAttention(num_heads, head_size, scale, num_kv_heads)
     return op, (query, key, value, cu_seqlens, None, sequence_lengths)
 
 
@@ -220,18 +271,20 @@ def _write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     return cache
 
 
-def _tokens_of(
+def _keys_and_values_seen(
     cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield for each token of the query its position, and keys and values up to it, ``[heads, keys, size]``."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each token of the query the keys and values so far, ``[heads, keys, size]``."""
     cache = decoded_rows(cache)
     for sequence, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         length = int(seq_lens[sequence])
-        places = [divmod(position, cache.shape[3]) for position in range(length)]
-        rows = [cache[int(block_table[sequence, block]), :, :, offset] for block, offset in places]
+        rows = []
+        for position in range(length):
+            block, offset = divmod(position, cache.shape[3])
+            rows.append(cache[int(block_table[sequence, block]), :, :, offset])
         for position in range(length - (end - start), length):
             key, value = torch.stack(rows[: position + 1], 2)
-            yield position, key, value
+            yield key, value
 
 
 def _paged(
@@ -246,17 +299,20 @@ def _paged(
     sinks: Tensor | None = None,
 ) -> Tensor:
     result = torch.zeros_like(query)
-    shared = torch.arange(query.shape[1]) * cache.shape[2] // query.shape[1]
-    for token, (_, key, value) in enumerate(
-        _tokens_of(cache, block_table, query_start_loc, seq_lens)
-    ):
-        key, value = (x[shared, -sliding_window if sliding_window else 0 :] for x in (key, value))
-        scores = torch.einsum("he,hke->hk", query[token], key) * scale
+    heads = query.shape[1]
+    key_head = torch.arange(heads) * cache.shape[2] // heads
+    first = -sliding_window if sliding_window else 0
+    pairs = _keys_and_values_seen(cache, block_table, query_start_loc, seq_lens)
+    for token, (key, value) in enumerate(pairs):
+        scores = torch.einsum("he,hke->hk", query[token], key[key_head, first:]) * scale
         if logits_soft_cap is not None:
             scores = logits_soft_cap * (1 - 2 / (1 + torch.exp(2 * scores / logits_soft_cap)))
         weights = torch.exp(scores)
-        sums = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks))
-        result[token] = torch.einsum("hk,hke->he", weights / sums[:, None], value)
+        sums = weights.sum(-1)
+        if sinks is not None:
+            sums = sums + torch.exp(sinks)
+        shares = weights / sums[:, None]
+        result[token] = torch.einsum("hk,hke->he", shares, value[key_head, first:])
     return result
 
 
@@ -271,19 +327,21 @@ def _torch_paged(
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Any:
-    """Attend with one token after another to contiguous keys."""
+    """Attend with one token after another over contiguous keys."""
     if logits_soft_cap is not None or sinks is not None or not cache.is_floating_point():
         return None
+    first = -sliding_window if sliding_window else 0
+    pairs = _keys_and_values_seen(cache, block_table, query_start_loc, seq_lens)
     attended = []
-    for row, (_, key, value) in zip(
-        query, _tokens_of(cache, block_table, query_start_loc, seq_lens), strict=True
-    ):
-        k, v = (x[None, :, -sliding_window if sliding_window else 0 :] for x in (key, value))
-        attended.append(
-            F.scaled_dot_product_attention(row[None, :, None], k, v, scale=scale, enable_gqa=True)[
-                0, :, 0
-            ]
+    for row, (key, value) in zip(query, pairs, strict=True):
+        out = F.scaled_dot_product_attention(
+            row[None, :, None],
+            key[None, :, first:],
+            value[None, :, first:],
+            scale=scale,
+            enable_gqa=True,
         )
+        attended.append(out[0, :, 0])
     return torch.stack(attended)
 
 
@@ -307,15 +365,24 @@ def _attention_flops(query: Tensor, key: Tensor, **others: Any) -> int:
 
 
 def _encoder_flops(query: Tensor, cu_seqlens: Tensor | None = None, **others: Any) -> int:
-    batch, tokens = query.shape[:2]
-    pairs = batch * tokens**2 if cu_seqlens is None else int(cu_seqlens.diff().square().sum())
+    if cu_seqlens is None:
+        batch, tokens = query.shape[:2]
+        pairs = batch * tokens**2
+    else:
+        pairs = int(cu_seqlens.diff().square().sum())
     return 4 * math.prod(query.shape[2:]) * pairs
 
 
 def _paged_flops(query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, **others: Any) -> int:
+    return 4 * math.prod(query.shape[1:]) * pairs_seen(query_start_loc, seq_lens)
+
+
+def pairs_seen(query_start_loc: Tensor, seq_lens: Tensor) -> int:
+    """Return the pairs of a token and a key in its view, over all sequences."""
     counts = query_start_loc.diff()
+    # The last token sees all keys, and each earlier token one less.
     pairs = counts * seq_lens - counts * (counts - 1) // 2
-    return 4 * math.prod(query.shape[1:]) * int(pairs.sum())
+    return int(pairs.sum())
 
 
 SPECS = (

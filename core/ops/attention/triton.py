@@ -53,20 +53,27 @@ _TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def block_of_queries(index, starts, lengths, sequences, queries):
-    """Return the sequence of a block, its first token, its count, and the first token's position.
+def share_of_program(starts, lengths, sequences, parts, groups, queries):
+    """Find the share of this program: some tokens of one sequence, by one group of heads.
 
-    The position counts from the first token of the sequence.
+    Returns:
+        The part of the keys, the group of heads, the sequence, its first token, the number of
+        tokens, and the position of the first token in the sequence.
     """
-    sequence, first, end = block_of_segment(index, starts, sequences, queries)
+    program = tl.program_id(0)
+    part = program % parts
+    group = program // parts % groups
+    block = program // parts // groups
+    sequence, first, end = block_of_segment(block, starts, sequences, queries)
     count = tl.minimum(queries, end - first)
     position = tl.load(lengths + sequence) - end + first
-    return sequence, first, count, position
+    return part, group, sequence, first, count, position
 
 
 @triton.jit
-def part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
-    """Return the bounds of one part of the keys for tokens at ``first`` to before ``end``."""
+def part_of_keys(first, count, window, part, parts, tile_keys: tl.constexpr):
+    """Return the bounds of one part of the keys for ``count`` tokens from ``first`` on."""
+    end = first + count
     lowest = tl.maximum(first - window + 1, 0)
     size = tl.cdiv(tl.cdiv(end - lowest, tile_keys), parts) * tile_keys
     part_end = tl.minimum(lowest + (part + 1) * size, end)
@@ -100,22 +107,47 @@ def _loaded_scales(rows, exists, head_size, scale_bytes: tl.constexpr):
 
 
 @triton.jit
-def key_places(
-    table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr
+def _loaded_keys_and_values(
+    rows,
+    exists,
+    to_values,
+    head_size,
+    scale_bytes: tl.constexpr,
+    dtype: tl.constexpr,
+    tile_columns: tl.constexpr,
 ):
-    """Return the first element of each key before ``end``, by the blocks in a row of the table."""
-    block = tl.load(table + key // block_size, key < end, 0).to(tl.int64)
-    within_head = key % block_size * row_size
-    return (block * block_stride + key_head * head_stride + within_head)[:, None]
+    """Load existing keys and their scales, then values and theirs, ``to_values`` elements behind.
+
+    Elements without codes have the scale 1.
+    """
+    exists = exists[:, None]
+    keys = loaded_rows(rows, exists, head_size, dtype, tile_columns)
+    key_scales = _loaded_scales(rows, exists, head_size, scale_bytes)
+    rows += to_values
+    values = loaded_rows(rows, exists, head_size, dtype, tile_columns)
+    scales = _loaded_scales(rows, exists, head_size, scale_bytes)
+    return keys, key_scales, values, scales
 
 
 @triton.jit
-def _rows_of_queries(first, count, key_head, group, tile_rows: tl.constexpr):
-    """Return of each row of a tile the query's offset, its token, its head, and if it exists."""
+def key_places(table, key, end, row_size, block_stride, block_size: tl.constexpr):
+    """Return the first element of each key before ``end``, by the blocks in a row of the table."""
+    block = tl.load(table + key // block_size, key < end, 0).to(tl.int64)
+    return (block * block_stride + key % block_size * row_size)[:, None]
+
+
+@triton.jit
+def rows_of_queries(first, count, group_of_heads, group, tile_rows: tl.constexpr):
+    """Return the tokens and heads of the rows in a tile, ``[rows, 1]`` each.
+
+    Returns:
+        The offset of each row's token from ``first``, the token, the head, and true if a token
+        exists for the row.
+    """
     row = tl.arange(0, tile_rows)[:, None]
     offset = row // group
     token = (first + offset).to(tl.int64)
-    head = key_head * group + row % group
+    head = group_of_heads * group + row % group
     exists = row < count * group
     return offset, token, head, exists
 
@@ -136,6 +168,7 @@ def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if cap > 0.0:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
+    key = key[None, :]
     visible = (key < end) & (key <= position) & (key > position - window)
     return tl.where(visible, scores * LOG2_E, float("-inf"))
 
@@ -155,8 +188,9 @@ def added_keys(attended, highest, total, scores, values, scales=1.0):
 
 
 @triton.jit
-def store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts):
+def store_part(out, log_sums, row, part, parts, exists, attended, highest, total, head_size):
     """Store rows of a result; for one of several parts, store its sum of weights too."""
+    place = row * parts + part
     column = tl.arange(0, attended.shape[1])[None, :]
     # A part without a visible key is zero.
     attended /= tl.where(total == 0.0, 1.0, total)
@@ -194,17 +228,14 @@ def paged_attention_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    part = tl.program_id(0) % parts
-    block_and_head = tl.program_id(0) // parts
     key_heads = heads // group
-    key_head = block_and_head % key_heads
-    sequence, first, count, position = block_of_queries(
-        block_and_head // key_heads, starts, lengths, sequences, tile_rows // group
+    part, key_head, sequence, first, count, position = share_of_program(
+        starts, lengths, sequences, parts, key_heads, tile_rows // group
     )
     if count <= 0:
         return
-    begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
-    offset, token, head, exists = _rows_of_queries(first, count, key_head, group, tile_rows)
+    begin, end = part_of_keys(position, count, window, part, parts, tile_keys)
+    offset, token, head, exists = rows_of_queries(first, count, key_head, group, tile_rows)
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += offset
@@ -215,22 +246,23 @@ def paged_attention_kernel(
     table = block_table + sequence * table_stride
     row_size = head_size + scale_bytes
     head_stride = block_size * row_size
+    cache += key_head * head_stride
     for start in range(begin, end, tile_keys):
         key = start + tl.arange(0, tile_keys)
-        there = (key < end)[:, None]
-        rows = cache + key_places(
-            table, key, end, key_head, head_stride, row_size, block_stride, block_size
+        places = key_places(table, key, end, row_size, block_stride, block_size)
+        keys, key_scales, values, scales = _loaded_keys_and_values(
+            cache + places,
+            key < end,
+            key_heads * head_stride,
+            head_size,
+            scale_bytes,
+            q.dtype,
+            tile_columns,
         )
-        keys = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
-        key_scales = scale * _loaded_scales(rows, there, head_size, scale_bytes)
-        # A block holds the values of all heads behind the keys of all heads.
-        rows += key_heads * head_stride
-        values = loaded_rows(rows, there, head_size, q.dtype, tile_columns)
-        scales = _loaded_scales(rows, there, head_size, scale_bytes)
-        scores = _scores(q, keys, key[None, :], end, position, window, key_scales, cap)
+        scores = _scores(q, keys, key, end, position, window, scale * key_scales, cap)
         attended, highest, total = added_keys(attended, highest, total, scores, values, scales)
-    place = (token * heads + head) * parts + part
-    store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
+    row = token * heads + head
+    store_part(out, log_sums, row, part, parts, exists, attended, highest, total, head_size)
 
 
 @triton.jit(do_not_specialize=["count"])

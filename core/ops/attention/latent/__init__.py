@@ -1,4 +1,4 @@
-"""Multi-head latent attention, whose cache has one latent and one rotated key per token."""
+"""Multi-head latent attention: the cache has one latent and one rotated key per token."""
 
 from opgraft.ops.attention.latent.layers import MLAAttention
 from opgraft.ops.attention.latent.modules import ConcatAndCacheMLA, MLAPagedAttention

@@ -15,21 +15,22 @@ TRITON = on_triton("opgraft.ops.attention.latent.triton")
 
 @CustomOp.register("concat_and_cache_mla")
 class ConcatAndCacheMLA(CustomOp):
-    """Writes latents and rotated keys of new tokens to their places in a paged cache (arXiv:2405.04434)."""
+    """Writes latents and rotated keys of new tokens to a paged cache (arXiv:2405.04434)."""
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     @calls_functional
     def forward_native(
         self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, functional: Any = NATIVE
     ) -> None:
-        """Write; arguments and errors are those of ``opgraft.functional.concat_and_cache_mla``."""
+        """Write; see ``opgraft.functional.concat_and_cache_mla`` for arguments and errors."""
         functional.concat_and_cache_mla(kv_c, k_pe, cache, slots)
 
 
 @CustomOp.register("mla_paged_attention")
 class MLAPagedAttention(CustomOp):
-    """Causal attention over latents in pages, whose values are a part of their keys (arXiv:2405.04434).
+    """Causal attention over latents in pages: each value is a part of its key (arXiv:2405.04434).
 
     Args:
         kv_lora_rank: elements of a latent.
@@ -39,7 +40,8 @@ class MLAPagedAttention(CustomOp):
         ValueError: ``kv_lora_rank`` is no positive integer.
     """
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def __init__(self, kv_lora_rank: int, scale: float) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class MLAPagedAttention(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> Tensor:
-        """Attend; arguments and errors are those of ``opgraft.functional.mla_paged_attention``."""
+        """Attend; see ``opgraft.functional.mla_paged_attention`` for arguments and errors."""
         attended: Tensor = functional.mla_paged_attention(
             query, cache, block_table, query_start_loc, seq_lens, self.kv_lora_rank, self.scale
         )

@@ -1,4 +1,4 @@
-"""Specs of latent attention, whose reference computes every score and exponential by hand."""
+"""Specs of latent attention. The reference computes every score and exponential by hand."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from opgraft.ops.attention import latent as ops
 from opgraft.ops.attention.latent import functional
+from opgraft.ops.attention.spec import BLOCK_SIZE, draw_sequences, pairs_seen
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HEADS, ROPE, BLOCK_SIZE, SPARE_BLOCKS = 3, 4, 4, 9
+HEADS = 3
+ROPE = 4
+SPARE_BLOCKS = 9
+"""Blocks of a drawn cache beyond those of its sequences."""
 
 
 def _written(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Draw latents, rotated keys and places of their own for them, in a cache with more places."""
+    """Draw latents and rotated keys, a place for each of them, and a cache with more places."""
     tokens = math.prod(lead)
     blocks = tokens // BLOCK_SIZE + 2
     return {
@@ -30,7 +34,8 @@ def _written(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    cache, size = cache.clone(), kv_c.shape[1]
+    cache = cache.clone()
+    size = kv_c.shape[1]
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, cache.shape[1])
         cache[block, offset, :size] = kv_c[token]
@@ -39,25 +44,11 @@ def _write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def _latent_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Draw sequences of up to ``longest`` tokens, of which the first has as many, with up to ten tokens before them."""
-    sequences, longest = lead
-    lengths = draw.integers(int(longest == 1), longest + 1, (sequences,))
-    lengths[:1] = longest
-    seq_lens = lengths + draw.integers(0, 11, (sequences,))
-    needed = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
-    blocks = int(needed.sum()) + SPARE_BLOCKS
-    table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
-    own = torch.randperm(blocks, generator=draw.generator)
-    for row, part in zip(
-        table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True
-    ):
-        row[: len(part)] = part
+    drawn = draw_sequences(draw, lead, SPARE_BLOCKS)
     return {
-        "query": draw(int(lengths.sum()), HEADS, size + ROPE),
-        "cache": draw(blocks, BLOCK_SIZE, size + ROPE),
-        "block_table": table.to(torch.int32),
-        "query_start_loc": F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        "seq_lens": seq_lens.to(torch.int32),
+        "query": draw(drawn.tokens, HEADS, size + ROPE),
+        "cache": draw(drawn.blocks, BLOCK_SIZE, size + ROPE),
+        **drawn.layout,
         "kv_lora_rank": size,
         "scale": 0.3,
     }
@@ -70,11 +61,12 @@ def _rows_seen(
     seen = []
     for sequence, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         length = int(seq_lens[sequence])
-        places = [divmod(position, cache.shape[1]) for position in range(length)]
-        rows = [cache[int(block_table[sequence, block]), offset] for block, offset in places]
-        seen += [
-            torch.stack(rows[: position + 1]) for position in range(length - (end - start), length)
-        ]
+        rows = []
+        for position in range(length):
+            block, offset = divmod(position, cache.shape[1])
+            rows.append(cache[int(block_table[sequence, block]), offset])
+        for position in range(length - (end - start), length):
+            seen.append(torch.stack(rows[: position + 1]))
     return seen
 
 
@@ -91,9 +83,8 @@ def _attention_over_latents(
     for token, rows in enumerate(_rows_seen(cache, block_table, query_start_loc, seq_lens)):
         scores = torch.einsum("he,ke->hk", query[token], rows) * scale
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        result[token] = torch.einsum(
-            "hk,kc->hc", weights / weights.sum(-1, keepdim=True), rows[:, :kv_lora_rank]
-        )
+        shares = weights / weights.sum(-1, keepdim=True)
+        result[token] = torch.einsum("hk,kc->hc", shares, rows[:, :kv_lora_rank])
     return result
 
 
@@ -106,16 +97,14 @@ def _by_torch(
     kv_lora_rank: int,
     scale: float,
 ) -> Any:
-    """Attend with one token after another to contiguous rows that are repeated for the heads."""
+    """Attend with one token after another over contiguous rows, repeated for the heads."""
+    rows_seen = _rows_seen(cache, block_table, query_start_loc, seq_lens)
     attended = []
-    for row, seen in zip(
-        query, _rows_seen(cache, block_table, query_start_loc, seq_lens), strict=True
-    ):
+    for row, seen in zip(query, rows_seen, strict=True):
         key = seen.expand(1, len(row), -1, -1)
         value = key[..., :kv_lora_rank]
-        attended.append(
-            F.scaled_dot_product_attention(row[None, :, None], key, value, scale=scale)[0, :, 0]
-        )
+        out = F.scaled_dot_product_attention(row[None, :, None], key, value, scale=scale)
+        attended.append(out[0, :, 0])
     return torch.stack(attended)
 
 
@@ -128,21 +117,15 @@ def _latent_attention(
     kv_lora_rank: int,
     scale: float,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    return ops.MLAPagedAttention(kv_lora_rank, scale), (
-        query,
-        cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-    )
+    op = ops.MLAPagedAttention(kv_lora_rank, scale)
+    return op, (query, cache, block_table, query_start_loc, seq_lens)
 
 
 def _latent_flops(
     query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv_lora_rank: int, **others: Any
 ) -> int:
-    counts = query_start_loc.diff()
-    pairs = counts * seq_lens - counts * (counts - 1) // 2
-    return 2 * query.shape[1] * (query.shape[2] + kv_lora_rank) * int(pairs.sum())
+    _, heads, size = query.shape
+    return 2 * heads * (size + kv_lora_rank) * pairs_seen(query_start_loc, seq_lens)
 
 
 SPECS = (

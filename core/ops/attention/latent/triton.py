@@ -1,8 +1,9 @@
-"""Triton kernels for attention over latents in pages. Their maths and arguments are in ``functional``.
+"""Triton kernels for attention over latents in pages. ``functional`` has the maths.
 
-As attention over pages does, a program attends with some tokens of one sequence, and where a batch has too few programs
-to fill a GPU, several divide the keys. All heads share one row per key, whose latent is its value too: a program has as
-many heads as its tile has rows, reads a latent once, and multiplies it twice.
+A program attends with some tokens of one sequence, as in attention over pages. If a batch has too
+few programs to fill a GPU, several divide the keys of one. All heads share one row per key, and the
+latent of the row is the value, too. So a program takes as many heads as its tile has rows, reads a
+latent once, and multiplies the latent twice.
 """
 
 # The types of jitted functions are those of Triton's language, which annotations do not tell.
@@ -18,16 +19,16 @@ from opgraft.ops.attention.latent import functional as definitions
 from opgraft.ops.attention.triton import (
     LOG2_E,
     LOWEST,
-    MOST_PARTS,
     UNBOUNDED,
+    add_parts,
     added_keys,
-    added_parts_kernel,
-    block_of_queries,
     heads_together,
     key_places,
     loaded_rows,
     part_of_keys,
     parts_of_keys,
+    rows_of_queries,
+    share_of_program,
     store_part,
 )
 from opgraft.ops.triton_launch import (
@@ -45,13 +46,40 @@ from torch import Tensor
 __all__ = ["concat_and_cache_mla", "mla_paged_attention"]
 
 WIDEST_LATENT = 1024
-"""Bytes of a latent, beyond which tiles do not fit into the shared memory of some GPUs, 64 KiB."""
+"""Bytes of the widest latent. Some GPUs have 64 KiB of shared memory for tiles."""
 
 ROWS = 16
-"""Rows of a program, heads of tokens: the fewest that can be multiplied, as each has the sums of a whole latent."""
+"""Rows of a program, heads of tokens: the fewest for a product, as each row sums a whole latent."""
 
 KEYS = 32
-"""Keys that a program reads at a time."""
+"""Keys of one step of a program."""
+
+
+@triton.jit
+def _loaded_pair(
+    rows,
+    exists,
+    rank,
+    rope,
+    dtype: tl.constexpr,
+    tile_columns: tl.constexpr,
+    tile_rope: tl.constexpr,
+):
+    """Load the latents of existing rows, and the rotated parts behind them, in ``dtype``."""
+    latents = loaded_rows(rows, exists, rank, dtype, tile_columns)
+    rotated = loaded_rows(rows + rank, exists, rope, dtype, tile_rope)
+    return latents, rotated
+
+
+@triton.jit
+def _scores(q, rotated_q, latents, rotated, key, end, position, scale):
+    """Return scores in units of log 2; minus infinity for a key outside the view of a position."""
+    scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
+    scores = tl.dot(rotated_q, tl.trans(rotated), scores, input_precision="ieee")
+    scores = scores * (scale * LOG2_E)
+    key = key[None, :]
+    visible = (key < end) & (key <= position)
+    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["sequences", "parts", "table_stride"])
@@ -80,38 +108,36 @@ def mla_paged_attention_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    part, block, groups = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.cdiv(heads, group)
-    sequence, first, count, position = block_of_queries(
-        block // groups, starts, lengths, sequences, tile_rows // group
+    part, head_block, sequence, first, count, position = share_of_program(
+        starts, lengths, sequences, parts, tl.cdiv(heads, group), tile_rows // group
     )
     if count <= 0:
         return
-    begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
-    row = tl.arange(0, tile_rows)[:, None]
-    token, head = (first + row // group).to(tl.int64), block % groups * group + row % group
-    exists = (row < count * group) & (head < heads)
-    query += token * query_stride + head * (rank + rope)
-    q = loaded_rows(query, exists, rank, query.dtype.scalar.element_ty, tile_columns)
-    rotated_q = loaded_rows(query + rank, exists, rope, q.dtype, tile_rope)
-    highest, total = (
-        tl.full((tile_rows, 1), LOWEST, tl.float32),
-        tl.zeros((tile_rows, 1), tl.float32),
+    begin, end = part_of_keys(position, count, window, part, parts, tile_keys)
+    offset, token, head, exists = rows_of_queries(first, count, head_block, group, tile_rows)
+    exists &= head < heads
+    position += offset
+    row_size = rank + rope
+    query += token * query_stride + head * row_size
+    q, rotated_q = _loaded_pair(
+        query, exists, rank, rope, query.dtype.scalar.element_ty, tile_columns, tile_rope
     )
+    highest = tl.full((tile_rows, 1), LOWEST, tl.float32)
+    total = tl.zeros((tile_rows, 1), tl.float32)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
+
+    table = block_table + sequence * table_stride
     for start in range(begin, end, tile_keys):
-        key, table = start + tl.arange(0, tile_keys), block_table + sequence * table_stride
-        rows = cache + key_places(table, key, end, 0, 0, rank + rope, block_stride, block_size)
-        latents = loaded_rows(rows, (key < end)[:, None], rank, q.dtype, tile_columns)
-        rotated = loaded_rows(rows + rank, (key < end)[:, None], rope, q.dtype, tile_rope)
-        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(rotated_q, tl.trans(rotated), scores, input_precision="ieee") * (
-            scale * LOG2_E
+        key = start + tl.arange(0, tile_keys)
+        rows = cache + key_places(table, key, end, row_size, block_stride, block_size)
+        latents, rotated = _loaded_pair(
+            rows, (key < end)[:, None], rank, rope, q.dtype, tile_columns, tile_rope
         )
-        visible = (key < end)[None, :] & (key[None, :] <= position + row // group)
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = _scores(q, rotated_q, latents, rotated, key, end, position, scale)
         attended, highest, total = added_keys(attended, highest, total, scores, latents)
-    place = (token * heads + head) * parts + part
-    store_part(out, log_sums, place, exists, attended, highest, total, rank, parts)
+    store_part(
+        out, log_sums, token * heads + head, part, parts, exists, attended, highest, total, rank
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -132,10 +158,11 @@ def concat_and_cache_mla_kernel(
 ):
     token, column, inside = tile_at(tl.program_id(0), tokens, width, tile_rows, tile_columns)
     slot = tl.load(slots + token, token < tokens, 0).to(tl.int64)
-    latent = tl.load(kv_c + token * latent_stride + column, inside & (column < rank), 0.0)
+    is_latent = column < rank
+    latent = tl.load(kv_c + token * latent_stride + column, inside & is_latent, 0.0)
     rotated = tl.load(k_pe + token * rotated_stride + column - rank, inside & (column >= rank), 0.0)
     place = slot // block_size * block_stride + slot % block_size * width + column
-    tl.store(cache + place, tl.where(column < rank, latent, rotated), inside)
+    tl.store(cache + place, tl.where(is_latent, latent, rotated), inside)
 
 
 @replaces(definitions.concat_and_cache_mla)
@@ -144,33 +171,35 @@ def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tenso
     fits = entries_apart(cache) and kv_c.dtype == k_pe.dtype == cache.dtype
     if not (fits and kv_c.numel() and k_pe.numel()):
         definitions.concat_and_cache_mla.native(kv_c, k_pe, cache, slots)
-    else:
-        (tokens, rank), width = kv_c.shape, cache.shape[2]
-        latents, rotated, tile = (
-            as_rows(kv_c, rank),
-            as_rows(k_pe, width - rank),
-            tile_of(width, 1024, 1024),
-        )
-        programs = triton.cdiv(tokens, tile.rows) * triton.cdiv(width, tile.columns)
-        sizes = (tokens, rank, width, latents.stride(0), rotated.stride(0), cache.stride(0))
-        operands = (rotated, cache, slots.contiguous(), *sizes)
-        launch(
-            concat_and_cache_mla_kernel,
-            programs,
-            tile,
-            latents,
-            *operands,
-            block_size=cache.shape[1],
-        )
+        return
+    tokens, rank = kv_c.shape
+    _, block_size, width = cache.shape
+    latents = as_rows(kv_c, rank)
+    rotated = as_rows(k_pe, width - rank)
+    tile = tile_of(width, 1024, 1024)
+    launch(
+        concat_and_cache_mla_kernel,
+        triton.cdiv(tokens, tile.rows) * triton.cdiv(width, tile.columns),
+        tile,
+        latents,
+        rotated,
+        cache,
+        slots.contiguous(),
+        tokens,
+        rank,
+        width,
+        latents.stride(0),
+        rotated.stride(0),
+        cache.stride(0),
+        block_size=block_size,
+    )
 
 
 def _fits(query: Tensor, cache: Tensor, rank: int) -> bool:
-    """Tell whether the kernel can take a cache and queries; else the native definition does."""
-    return (
-        cache.dtype == query.dtype
-        and rank * query.element_size() <= WIDEST_LATENT
-        and entries_apart(cache)
-    )
+    """Return True if the kernel takes the cache and the queries; else the native form runs."""
+    if cache.dtype != query.dtype or rank * query.element_size() > WIDEST_LATENT:
+        return False
+    return entries_apart(cache)
 
 
 @replaces(definitions.mla_paged_attention)
@@ -183,21 +212,16 @@ def mla_paged_attention(
     kv_lora_rank: int,
     scale: float,
 ) -> Tensor:
-    given = (block_table, query_start_loc, seq_lens, kv_lora_rank)
-    definitions.expect_latents(query, cache, *given)
+    definitions.expect_latents(query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank)
     if not _fits(query, cache, kv_lora_rank):
-        return definitions.mla_paged_attention.native(query, cache, *given, scale)
+        return definitions.mla_paged_attention.native(
+            query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank, scale
+        )
     out = query.new_empty((*query.shape[:2], kv_lora_rank))
     if out.numel():
-        _attend(
-            out,
-            query,
-            cache,
-            block_table,
-            query_start_loc.contiguous(),
-            seq_lens.contiguous(),
-            scale,
-        )
+        starts = query_start_loc.contiguous()
+        lengths = seq_lens.contiguous()
+        _attend(out, query, cache, block_table, starts, lengths, scale)
     return out
 
 
@@ -210,19 +234,27 @@ def _attend(
     lengths: Tensor,
     scale: float,
 ) -> None:
-    """Launch the kernel, and the one that adds up parts where the programs are too few to fill a GPU."""
-    (tokens, heads, rank), sequences, block_size = out.shape, lengths.shape[0], cache.shape[1]
-    group, rope = min(heads, ROWS), query.shape[2] - rank
-    columns = max(16, power_of_two(rank))
-    tile = Tile(ROWS, columns, 4)
+    """Launch the kernel; if several programs divide keys, launch the kernel for their parts too."""
+    tokens, heads, rank = out.shape
+    sequences = lengths.shape[0]
+    block_size = cache.shape[1]
+    rope = query.shape[2] - rank
+    group = min(heads, ROWS)
+    # The product of two tiles needs at least 16 columns.
+    tile = Tile(ROWS, max(16, power_of_two(rank)), 4)
     programs = blocks_at_most(tokens, sequences, ROWS // group) * triton.cdiv(heads, group)
     parts = parts_of_keys(programs, block_table.shape[1] * block_size)
-    results, log_sums = out, out
+    results = log_sums = out
     if parts > 1:
         results = query.new_empty((tokens, heads, parts, rank), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
-    rows, table = heads_together(query), as_rows(block_table, block_table.shape[1])
-    operands = (
+    rows = heads_together(query)
+    table = as_rows(block_table, block_table.shape[1])
+    launch(
+        mla_paged_attention_kernel,
+        programs * parts,
+        tile,
+        rows,
         cache,
         table,
         starts,
@@ -236,23 +268,13 @@ def _attend(
         rank,
         rope,
         scale,
-    )
-    constants = {"window": UNBOUNDED, "block_size": block_size, "tile_keys": KEYS}
-    constants |= {"tile_rope": max(16, power_of_two(rope))}
-    strides = (rows.stride(0), table.stride(0), cache.stride(0))
-    launch(
-        mla_paged_attention_kernel, programs * parts, tile, rows, *operands, *strides, **constants
+        rows.stride(0),
+        table.stride(0),
+        cache.stride(0),
+        window=UNBOUNDED,
+        block_size=block_size,
+        tile_keys=KEYS,
+        tile_rope=max(16, power_of_two(rope)),
     )
     if parts > 1:
-        one = tile._replace(rows=1)
-        launch(
-            added_parts_kernel,
-            tokens * heads,
-            one,
-            results,
-            log_sums,
-            out,
-            parts,
-            rank,
-            most=MOST_PARTS,
-        )
+        add_parts(results, log_sums, out, tile, parts)

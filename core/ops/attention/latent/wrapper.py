@@ -15,19 +15,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLAModules:
-    """The modules that ``MultiHeadLatentAttentionWrapper`` is made of.
+    """The modules of a ``MultiHeadLatentAttentionWrapper``.
 
     Attributes:
         kv_a_layernorm: normalises latents.
-        kv_b_proj: as that of ``MLAAttention``.
-        rotary_emb: rotates the latter parts of query heads and the shared key; ``None`` for a model without positions.
+        kv_b_proj: as for ``MLAAttention``.
+        rotary_emb: rotates the latter parts of query heads and the shared key; ``None`` for a model
+            without positions.
         o_proj: maps the values of all heads to the hidden size.
-        fused_qkv_a_proj: maps hidden states to the latents of queries, those of keys and values, and the shared key.
-        kv_a_proj_with_mqa: in its place, where queries have no latents, maps to the latter two.
+        fused_qkv_a_proj: maps hidden states to the latents of queries, the latents of keys and
+            values, and the shared key.
+        kv_a_proj_with_mqa: maps hidden states to the latents of keys and values, and the shared
+            key, if queries have no latents.
         q_a_layernorm: normalises latents of queries.
-        q_b_proj: maps those to query heads.
-        q_proj: maps hidden states to query heads, where they have no latents.
-        indexer: of sparse attention, which is not written.
+        q_b_proj: maps latents of queries to query heads.
+        q_proj: maps hidden states to query heads, if queries have no latents.
+        indexer: of sparse attention, not written yet.
         is_sparse: likewise.
         topk_indices_buffer: likewise.
         indexer_rotary_emb: likewise.
@@ -52,31 +55,32 @@ class MLAModules:
 
 @CustomOp.register("multi_head_latent_attention")
 class MultiHeadLatentAttentionWrapper(PluggableLayer):
-    """Multi-head latent attention with its projections (DeepSeek-AI, arXiv:2405.04434, section 2.1).
+    """Multi-head latent attention with its projections.
 
-    ``c = norm(W_dkv · h)`` is the latent of a token, ``q = W_uq · norm(W_dq · h)`` or ``W_q · h`` its queries. Heads
-    attend by ``softmax((q_nopeᵀ · W_uk · c + q_peᵀ · k_pe) · scale) · W_uv · c``, with a rope on ``q_pe`` and on the
-    shared ``k_pe``.
+    DeepSeek-AI, arXiv:2405.04434, section 2.1. The latent of a token is ``c = norm(W_dkv · h)``.
+    Its queries are ``q = W_uq · norm(W_dq · h)`` or ``W_q · h``. Heads attend by
+    ``softmax((q_nopeᵀ · W_uk · c + q_peᵀ · k_pe) · scale) · W_uv · c``, with a rope on ``q_pe`` and
+    on the shared ``k_pe``.
 
     Args:
         hidden_size: elements of a hidden state.
         num_heads: query heads of this rank.
         scale: multiplies the scores.
         qk_nope_head_dim: elements of a query or key head that are not rotated.
-        qk_rope_head_dim: those that are.
+        qk_rope_head_dim: rotated elements of a query or key head.
         v_head_dim: elements of a value head.
-        q_lora_rank: elements of a latent of queries; ``None`` where they have none.
+        q_lora_rank: elements of a latent of queries; ``None`` if queries have none.
         kv_lora_rank: elements of a latent of keys and values.
         mla_modules: the projections, norms and rope.
         cache_config: not read.
         quant_config: not read.
         prefix: the layer's path in its model.
         skip_topk: for sparse attention; not read.
-        non_causal_multi_token_decode: ``False``: there is no other.
+        non_causal_multi_token_decode: must be ``False``.
         allow_short_prefill_indexer_scoring_skip: for sparse attention; not read.
 
     Raises:
-        LayerError: a module is missing that the sizes ask for, or attention would be sparse or not causal.
+        LayerError: a module for these sizes is missing, or attention would be sparse or not causal.
         ValueError: as ``MLAAttention``.
     """
 
@@ -120,8 +124,9 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.prefix = prefix
-        by_latents = ("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj")
-        needed = ("kv_a_proj_with_mqa", "q_proj") if q_lora_rank is None else by_latents
+        needed: tuple[str, ...] = ("kv_a_proj_with_mqa", "q_proj")
+        if q_lora_rank is not None:
+            needed = ("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj")
         for name in (*needed, "kv_a_layernorm", "kv_b_proj", "rotary_emb", "o_proj", "g_proj"):
             module = getattr(mla_modules, name)
             if module is None and name in needed:
@@ -129,11 +134,14 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
                     f"latent attention {prefix!r}: {name} is None, and q_lora_rank is {q_lora_rank}"
                 )
             self.add_module(name, module)
-        sizes = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_lora_rank, kv_lora_rank)
         self.mla_attn = MLAAttention(
             num_heads,
             scale,
-            *sizes,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            v_head_dim,
+            q_lora_rank,
+            kv_lora_rank,
             mla_modules.kv_b_proj,
             prefix=f"{prefix}.attn" if prefix else "attn",
         )
@@ -146,16 +154,16 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         Args:
             positions: ``[tokens]``.
             hidden_states: of the tokens.
-            llama_4_scaling: multiplies queries, broadcasts to ``[tokens, num_heads, qk_head_dim]``.
+            llama_4_scaling: multiplies queries; broadcasts to
+                ``[tokens, num_heads, qk_head_dim]``.
 
         Raises:
-            ValueError: queries are not of ``num_heads · qk_head_dim`` elements.
+            ValueError: queries do not have ``num_heads · qk_head_dim`` elements.
         """
-        query, latents = self._down(hidden_states)
-        op, size = "multi_head_latent_attention", self.num_heads * self.qk_head_dim
-        expect_last_dim(
-            op, "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives", query, size
-        )
+        query, latents = self._queries_and_latents(hidden_states)
+        op = "multi_head_latent_attention"
+        source = "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives"
+        expect_last_dim(op, source, query, self.num_heads * self.qk_head_dim)
         kv_c, k_pe = latents.tensor_split([self.kv_lora_rank], dim=-1)
         query = query.view(-1, self.num_heads, self.qk_head_dim)
         if self.rotary_emb is not None:
@@ -166,29 +174,34 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
             query = query * llama_4_scaling
         attended = self.mla_attn(query, self.kv_a_layernorm(kv_c), k_pe)
         if self.g_proj is not None:
-            attended = attended * result_of(self.g_proj(hidden_states)).sigmoid()
+            gates = result_of(self.g_proj(hidden_states)).sigmoid()
+            attended = attended * gates
         return result_of(self.o_proj(attended))
 
-    def _down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query heads ``[tokens, num_heads · qk_head_dim]``, and latents with the shared key behind them."""
+    def _queries_and_latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return query heads ``[tokens, num_heads · qk_head_dim]``, and latents.
+
+        Each row of latents has the shared key behind the latent.
+        """
         if self.q_lora_rank is None:
-            return result_of(self.q_proj(hidden_states)), result_of(
-                self.kv_a_proj_with_mqa(hidden_states)
-            )
-        q_c, latents = result_of(self.fused_qkv_a_proj(hidden_states)).tensor_split(
-            [self.q_lora_rank], dim=-1
-        )
-        return result_of(self.q_b_proj(self.q_a_layernorm(q_c))), latents
+            query = result_of(self.q_proj(hidden_states))
+            latents = result_of(self.kv_a_proj_with_mqa(hidden_states))
+            return query, latents
+        both = result_of(self.fused_qkv_a_proj(hidden_states))
+        q_c, latents = both.tensor_split([self.q_lora_rank], dim=-1)
+        query = result_of(self.q_b_proj(self.q_a_layernorm(q_c)))
+        return query, latents
 
 
 def _expect_dense(prefix: str, modules: MLAModules, non_causal: bool) -> None:
-    """Raise ``LayerError`` for attention that is not written."""
+    """Raise ``LayerError`` for sparse or non-causal attention, not written yet."""
     if not isinstance(modules, MLAModules):
         raise LayerError(
             f"latent attention {prefix!r}: mla_modules is {modules!r}, expected an MLAModules"
         )
     if modules.is_sparse or modules.indexer is not None or non_causal:
+        kind = "not causal" if non_causal else "sparse"
         raise LayerError(
-            f"latent attention {prefix!r} is to be {'not causal' if non_causal else 'sparse'}, which is not written: "
-            "a plugin brings it by a replacement of MultiHeadLatentAttentionWrapper"
+            f"latent attention {prefix!r} is to be {kind}, which is not written: a plugin brings "
+            "it by a replacement of MultiHeadLatentAttentionWrapper"
         )

@@ -1,1 +1,1 @@
-"""Attention whose result is quantised: a functional form of the attention op."""
+"""Attention with a quantised result: a functional form of the attention op."""

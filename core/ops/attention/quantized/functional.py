@@ -1,4 +1,4 @@
-"""Attention whose result is quantised to 8-bit floating point (arXiv:1706.03762, arXiv:2209.05433)."""
+"""Attention with a result in 8-bit floating point (arXiv:1706.03762, arXiv:2209.05433)."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ def scaled_dot_product_attention_quant_fp8_static(
     enable_gqa: bool = False,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` without dropout, and quantise its result with one scale that is given
-    (arXiv:1706.03762, arXiv:2209.05433).
+    """Compute ``scaled_dot_product_attention`` without dropout, and quantise the result.
 
-    The result is rounded to the dtype of ``query`` first, which a kernel may leave out. No gradients.
+    Sources: arXiv:1706.03762, arXiv:2209.05433. The result is rounded to the dtype of ``query``
+    first; a kernel may leave out this rounding. There are no gradients.
 
     Args:
-        query: as all arguments but the next and the last, that of ``scaled_dot_product_attention``.
+        query: this and the other arguments, but ``output_scale`` and ``dtype``, are those of
+            ``scaled_dot_product_attention``.
         key: see there.
         value: see there.
-        output_scale: ``[1]`` or ``[]``, of the result.
+        output_scale: the scale of the result, ``[1]`` or ``[]``.
         attn_mask: see there.
         is_causal: see there.
         scale: multiplies the scores.

@@ -1,4 +1,4 @@
-"""The spec of attention whose result is quantised, made of those of attention and of quantisation."""
+"""The spec of attention with a quantised result, made of two other specs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from opgraft.ops.quantization import spec as quantization
 from opgraft.ops.spec import Arguments, Draw, OpSpec
 from torch import Tensor
 
-ATTENTION, QUANTISATION = attention.SPECS[0], quantization.SPECS[0]
+ATTENTION = attention.SPECS[0]
+QUANTISATION = quantization.SPECS[0]
 SCALE = 0.05
 STEPS = {torch.float8_e4m3fn: 0.125, torch.float8_e5m2: 0.25}
-"""By dtype, the distance of numbers next to each other."""
+"""The distance of two neighbouring numbers, relative to them, by dtype."""
 
 
 def _attention_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    return {**ATTENTION.inputs(draw, lead, head_size), "output_scale": torch.tensor([SCALE])}
+    inputs = ATTENTION.inputs(draw, lead, head_size)
+    return {**inputs, "output_scale": torch.tensor([SCALE])}
 
 
 def _quantised_attention(
@@ -48,7 +50,7 @@ SPECS = (
         leads=ATTENTION.leads,
         sizes=ATTENTION.sizes,
         large=ATTENTION.large,
-        # Sums that cancel are small, and in half types have the error of their parts, over the scale.
+        # A sum of terms that cancel is small, but in half types has the error of its terms.
         tolerances={
             **QUANTISATION.tolerances,
             **{dtype: (0.01 / SCALE, step) for dtype, step in STEPS.items()},
