@@ -1,14 +1,16 @@
 """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
 
-Elements of a head are rotated in pairs, pair ``i`` at position ``p`` by the angle ``p · θ_i``. In the GPT-NeoX style
-the two halves of the rotated part are paired with each other, in the GPT-J style its even elements with the odd ones.
+Elements of a head are rotated in pairs: pair ``i`` at position ``p`` by the angle ``p · θ_i``. In
+the GPT-NeoX style, a pair has one element from each half of the rotated part. In the GPT-J style, a
+pair is an even element and the next odd one.
 
-A table ``cos_sin_cache`` of ``[positions, rotary_dim]`` has a row for each position: the cosines of its ``rotary_dim /
-2`` angles, then the sines, times whatever scale a variant has. The first ``rotary_dim`` elements of each head are
-rotated, the rest passes. Half types are rotated in float32 and rounded once; table and heads need not share a dtype.
+A table ``cos_sin_cache`` of ``[positions, rotary_dim]`` has a row for each position: the cosines of
+``rotary_dim / 2`` angles, then the sines, both times the scale of a variant. The first
+``rotary_dim`` elements of each head are rotated, the rest passes. Half types are rotated in float32
+and rounded once. Table and heads may differ in dtype.
 
-Query and key have for each position ``heads · head_size`` elements or ``[heads, head_size]``, each with a number of
-heads of its own; their tokens are in the shape of the positions or flattened.
+For each position, query and key have ``heads · head_size`` elements or ``[heads, head_size]``. Their
+numbers of heads may differ. Their tokens are in the shape of the positions, or flattened.
 """
 
 from __future__ import annotations
@@ -38,21 +40,22 @@ __all__ = [
 ]
 
 VERSIONS_OF_QUERY = 5
-"""The number of versions of the query that ``dual_chunk_rotary_embedding`` rotates."""
+"""The number of rotated versions of the query from ``dual_chunk_rotary_embedding``."""
 
 
 def like_query_and_key(
     positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
 ) -> tuple[Tensor, Tensor]:
-    """Make contiguous tensors like query and key; a fake rule."""
+    """Make contiguous tensors like query and key: a fake rule."""
     return like(query), like(key)
 
 
 def like_queries_and_key(
     positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
 ) -> tuple[Tensor, Tensor]:
-    """Make five queries side by side, and the key, contiguous; a fake rule."""
-    return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), like(key)
+    """Make five queries side by side, and a key, contiguous: a fake rule."""
+    *lead, width = query.shape
+    return query.new_empty((*lead, VERSIONS_OF_QUERY * width)), like(key)
 
 
 @register_functional("apply_rotary_emb", like)
@@ -64,28 +67,28 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
     Args:
         x: ``[..., sequence, heads, head_size]``.
         cos: ``[sequence, head_size / 2]``.
-        sin: likewise.
+        sin: as ``cos``.
         is_neox_style: pair the halves of a head; otherwise even elements with odd ones.
 
     Raises:
-        ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
+        ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit ``x``.
     """
     expect_floating("apply_rotary_emb", "x", x)
     if x.dim() < 3 or x.shape[-1] % 2:
         raise ValueError(
-            f"apply_rotary_emb: x has shape {tuple(x.shape)}, expected [..., sequence, heads, head_size] with an even "
-            "head_size"
+            f"apply_rotary_emb: x has shape {tuple(x.shape)}, expected "
+            "[..., sequence, heads, head_size] with an even head_size"
         )
     expected = (x.shape[-3], x.shape[-1] // 2)
     for argument, table in (("cos", cos), ("sin", sin)):
         if tuple(table.shape) != expected:
             raise ValueError(
-                f"apply_rotary_emb: {argument} has shape {tuple(table.shape)}, expected {expected} for x of shape "
-                f"{tuple(x.shape)}"
+                f"apply_rotary_emb: {argument} has shape {tuple(table.shape)}, expected "
+                f"{expected} for x of shape {tuple(x.shape)}"
             )
         expect_floating("apply_rotary_emb", argument, table)
         expect_same_device("apply_rotary_emb", argument, table, "x", x)
-    return _turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style)
+    return _rotated_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style)
 
 
 @register_functional("RotaryEmbedding", like_query_and_key)
@@ -101,15 +104,15 @@ def rotary_embedding(
 
     Args:
         positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
-        query: what to rotate, as the module says.
-        key: likewise; not ``None``, which the module takes.
+        query: the heads to rotate, in one of the shapes of this module.
+        key: as ``query``; not ``None``, unlike the argument of the op class.
         head_size: elements of a head.
         cos_sin_cache: ``[positions, rotary_dim]``.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
 
     Raises:
-        ValueError: positions outside the table, tokens that are not those of ``positions``, a last dimension that is
-            no multiple of ``head_size``, or dtypes or devices that do not fit.
+        ValueError: a position is outside the table, the tokens are not those of ``positions``, a
+            last dimension is no multiple of ``head_size``, or dtypes or devices do not fit.
     """
     cos_sin = _rows("rotary_embedding", positions, cos_sin_cache)
     return _rotated_pair("rotary_embedding", query, key, cos_sin, head_size, is_neox_style)
@@ -124,12 +127,12 @@ def rotary_embedding_(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> None:
-    """Compute ``rotary_embedding`` in place: the rotated heads are written over ``query`` and ``key``."""
-    rotated = rotary_embedding.native(
+    """Compute ``rotary_embedding`` in place: write the rotated heads over ``query`` and ``key``."""
+    rotated_query, rotated_key = rotary_embedding.native(
         positions, query, key, head_size, cos_sin_cache, is_neox_style
     )
-    for target, value in zip((query, key), rotated, strict=True):
-        target.copy_(value)
+    query.copy_(rotated_query)
+    key.copy_(rotated_key)
 
 
 @register_functional("MRotaryEmbedding", like_query_and_key)
@@ -143,22 +146,25 @@ def mrope(
     is_neox_style: bool = True,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by positions in time, height and width, each of which turns some of the pairs (Qwen2-VL,
-    arXiv:2409.12191).
+    """Rotate query and key by positions in time, height and width (Qwen2-VL, arXiv:2409.12191).
+
+    Each of the three positions turns some of the pairs.
 
     Args:
         positions: integers ``[3, num_tokens]`` or ``[3, batch, sequence]``, rows of the table.
-        query: what to rotate, as the module says.
-        key: likewise.
+        query: the heads to rotate, in one of the shapes of this module.
+        key: as ``query``.
         head_size: elements of a head.
         cos_sin_cache: ``[positions, rotary_dim]``.
-        mrope_section: how many pairs turn by time, height and width; together ``rotary_dim / 2``.
+        mrope_section: the numbers of pairs for time, height and width; together
+            ``rotary_dim / 2``.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
-        interleaved: pairs take turns, time, height, width, time and so on, until height and width have theirs, as in
-            Qwen3-VL; otherwise those of time come first, then height, then width.
+        interleaved: pairs take turns, as in Qwen3-VL: time, height, width, time and so on, until
+            height and width have their numbers. Otherwise the pairs of time come first, then the
+            pairs of height, then the pairs of width.
 
     Raises:
-        ValueError: as ``rotary_embedding``, or sections that do not fit the table.
+        ValueError: as ``rotary_embedding``, or the sections do not fit the table.
     """
     if positions.dim() < 2 or positions.shape[0] != 3:
         raise ValueError(
@@ -166,9 +172,8 @@ def mrope(
         )
     rows = _rows("mrope", positions, cos_sin_cache)
     expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
-    return _rotated_pair(
-        "mrope", query, key, _by_section(rows, mrope_section, interleaved), head_size, is_neox_style
-    )
+    cos_sin = _by_section(rows, mrope_section, interleaved)
+    return _rotated_pair("mrope", query, key, cos_sin, head_size, is_neox_style)
 
 
 def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: bool) -> None:
@@ -176,13 +181,18 @@ def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: 
     pairs = rotary_dim // 2
     if len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != pairs:
         raise ValueError(
-            f"mrope: mrope_section is {list(mrope_section)}, expected three counts with sum {pairs}, half of "
-            f"rotary_dim={rotary_dim}"
+            f"mrope: mrope_section is {list(mrope_section)}, expected three counts with sum "
+            f"{pairs}, half of rotary_dim={rotary_dim}"
         )
-    if interleaved and (mrope_section[1] > (pairs + 1) // 3 or mrope_section[2] > pairs // 3):
+    if not interleaved:
+        return
+    _, height, width = mrope_section
+    most_height = (pairs + 1) // 3
+    most_width = pairs // 3
+    if height > most_height or width > most_width:
         raise ValueError(
-            f"mrope: mrope_section is {list(mrope_section)}, expected at most {(pairs + 1) // 3} pairs for height and "
-            f"{pairs // 3} for width, so that they can take turns"
+            f"mrope: mrope_section is {list(mrope_section)}, expected at most {most_height} pairs "
+            f"for height and {most_width} for width, so that they can take turns"
         )
 
 
@@ -197,55 +207,64 @@ def dual_chunk_rotary_embedding(
     local_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their places in chunks, so that distances stay small (An et al., arXiv:2402.17463).
+    """Rotate query and key by places in chunks: distances stay small (An et al., arXiv:2402.17463).
 
-    With ``L = chunk_size - local_size`` the key at position ``p`` is rotated by ``p mod L``. The query is rotated five
-    times, by the places from which it looks at keys
+    With ``L = chunk_size - local_size``, the key at position ``p`` is rotated by ``p mod L``. The
+    query is rotated five times, with a place for keys
 
     1. of its own chunk: ``p mod L``
     2. of the chunk before: ``min(p mod L + L, chunk_size)``
     3. of chunks further back: ``min(2·L - 1, chunk_size)``, the same for all
     4. of the chunk before, without a bound: ``p mod L + L``
-    5. of chunks further back, each from its own place: ``p mod L + chunk_size``
+    5. of chunks further back, without a bound: ``p mod L + chunk_size``
 
     and the five are concatenated along the last dimension.
 
     Args:
         positions: integers ``[num_tokens]`` or ``[batch, sequence]``, not negative.
-        query: what to rotate, as the module says, likewise ``key``.
+        query: the heads to rotate, in one of the shapes of this module.
+        key: as ``query``.
         head_size: elements of a head.
         cos_sin_cache: ``[positions, rotary_dim]``, at least ``L + chunk_size`` rows.
         chunk_size: positions of a chunk.
-        local_size: how many of them a chunk shares with the next.
+        local_size: positions that a chunk shares with the next.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
 
     Raises:
-        ValueError: as ``rotary_embedding``, a table too short, or ``local_size`` not from 0 to below ``chunk_size``.
+        ValueError: as ``rotary_embedding``, the table is too short, or ``local_size`` is not from 0
+            to below ``chunk_size``.
     """
     op = "dual_chunk_rotary_embedding"
     length = chunk_length(chunk_size, local_size)
     if cos_sin_cache.shape[0] < length + chunk_size:
         raise ValueError(
-            f"{op}: cos_sin_cache has {cos_sin_cache.shape[0]} rows, expected at least {length + chunk_size} for "
-            f"chunk_size={chunk_size} and local_size={local_size}"
+            f"{op}: cos_sin_cache has {cos_sin_cache.shape[0]} rows, expected at least "
+            f"{length + chunk_size} for chunk_size={chunk_size} and local_size={local_size}"
         )
     expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
     place = positions % length
-    before, further = place + length, torch.full_like(place, min(2 * length - 1, chunk_size))
-    places = (place, before.clamp(max=chunk_size), further, before, place + chunk_size)
-    own, *others = (_rows(op, rows, cos_sin_cache) for rows in places)
-    first, turned_key = _rotated_pair(op, query, key, own, head_size, is_neox_style)
-    queries = (
-        _rotated_heads(op, "query", query, rows, head_size, is_neox_style) for rows in others
-    )
-    return torch.cat((first, *queries), dim=-1), turned_key
+    before = place + length
+    further = torch.full_like(place, min(2 * length - 1, chunk_size))
+    other_places = (before.clamp(max=chunk_size), further, before, place + chunk_size)
+    own_rows = _rows(op, place, cos_sin_cache)
+    first, rotated_key = _rotated_pair(op, query, key, own_rows, head_size, is_neox_style)
+    queries = [first]
+    for other in other_places:
+        rows = _rows(op, other, cos_sin_cache)
+        queries.append(_rotated_heads(op, "query", query, rows, head_size, is_neox_style))
+    return torch.cat(queries, dim=-1), rotated_key
 
 
 def chunk_length(chunk_size: int, local_size: int) -> int:
-    """Return ``chunk_size - local_size``; raise ``ValueError`` where that is no proper chunk."""
+    """Return ``chunk_size - local_size``.
+
+    Raises:
+        ValueError: ``local_size`` is not from 0 to below ``chunk_size``.
+    """
     if not 0 <= local_size < chunk_size:
         raise ValueError(
-            f"dual_chunk_rotary_embedding: local_size is {local_size}, expected 0 to below chunk_size={chunk_size}"
+            f"dual_chunk_rotary_embedding: local_size is {local_size}, expected 0 to below "
+            f"chunk_size={chunk_size}"
         )
     return chunk_size - local_size
 
@@ -256,8 +275,8 @@ def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     expect_floating(op, "cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
         raise ValueError(
-            f"{op}: cos_sin_cache has shape {tuple(cos_sin_cache.shape)}, expected [positions, rotary_dim], the latter "
-            "even"
+            f"{op}: cos_sin_cache has shape {tuple(cos_sin_cache.shape)}, expected "
+            "[positions, rotary_dim], the latter even"
         )
     expect_same_device(op, "positions", positions, "cos_sin_cache", cos_sin_cache)
     expect_in_range(op, "positions", positions, cos_sin_cache.shape[0])
@@ -265,13 +284,14 @@ def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 def _by_section(rows: Tensor, mrope_section: Sequence[int], interleaved: bool) -> Tensor:
-    """Reduce ``[3, *tokens, rotary_dim]`` to ``[*tokens, rotary_dim]``: each pair's numbers from its own axis."""
-    angles = rows.reshape(*rows.shape[:-1], 2, rows.shape[-1] // 2)
+    """Reduce ``[3, *tokens, rotary_dim]`` to ``[*tokens, rotary_dim]``, one axis for each pair."""
+    *lead, rotary_dim = rows.shape
+    # Cosines and sines apart: [3, *tokens, 2, pairs].
+    angles = rows.reshape(*lead, 2, rotary_dim // 2)
     if not interleaved:
         sections = torch.split_with_sizes(angles, list(mrope_section), dim=-1)
-        return torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1).flatten(
-            -2
-        )
+        own = [section[axis] for axis, section in enumerate(sections)]
+        return torch.cat(own, dim=-1).flatten(-2)
     chosen = angles[0].clone()
     for axis in (1, 2):
         turns = slice(axis, 3 * mrope_section[axis], 3)
@@ -286,10 +306,9 @@ def _rotated_pair(
     expect_floating(op, "key", key)
     expect_same_dtype(op, "key", key, "query", query)
     expect_same_device(op, "key", key, "query", query)
-    return (
-        _rotated_heads(op, "query", query, cos_sin, head_size, is_neox_style),
-        _rotated_heads(op, "key", key, cos_sin, head_size, is_neox_style),
-    )
+    rotated_query = _rotated_heads(op, "query", query, cos_sin, head_size, is_neox_style)
+    rotated_key = _rotated_heads(op, "key", key, cos_sin, head_size, is_neox_style)
+    return rotated_query, rotated_key
 
 
 def _rotated_heads(
@@ -300,48 +319,54 @@ def _rotated_heads(
     expect_positive(op, "head_size", head_size)
     if rotary_dim > head_size:
         raise ValueError(
-            f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most head_size={head_size}"
+            f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most "
+            f"head_size={head_size}"
         )
     expect_same_device(op, argument, x, "cos_sin_cache", cos_sin)
     cos_sin = _per_token(op, argument, x, cos_sin)
     if x.dim() < 2 or x.shape[-1] % head_size:
         raise ValueError(
-            f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension that is a multiple of "
-            f"head_size={head_size}"
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension that is a "
+            f"multiple of head_size={head_size}"
         )
-    heads = x.reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)
-    tokens = cos_sin.shape[:-1]
-    cos, sin = cos_sin.reshape(*tokens, *(1,) * (heads.dim() - cos_sin.dim()), rotary_dim).chunk(
-        2, dim=-1
-    )
-    turned = _turned(heads[..., :rotary_dim], cos, sin, is_neox_style)
+    *lead, width = x.shape
+    heads = x.reshape(*lead, width // head_size, head_size)
+    # Dimensions of size 1, so that a token's row broadcasts over its heads.
+    missing = (1,) * (heads.dim() - cos_sin.dim())
+    cos, sin = cos_sin.reshape(*cos_sin.shape[:-1], *missing, rotary_dim).chunk(2, dim=-1)
+    rotated = _rotated_pairs(heads[..., :rotary_dim], cos, sin, is_neox_style)
     if rotary_dim < head_size:
-        turned = torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
-    return turned.reshape(x.shape)
+        rotated = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
+    return rotated.reshape(x.shape)
 
 
 def _per_token(op: str, argument: str, x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Give ``cos_sin`` its tokens in the shape that they have in ``x``: as they are, or flattened."""
+    """Return ``cos_sin`` with tokens in the shape of those in ``x``: unchanged, or flattened."""
     tokens = cos_sin.shape[:-1]
     if x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens:
         return cos_sin
     if x.dim() < 2 or x.shape[0] != tokens.numel():
         raise ValueError(
-            f"{op}: {argument} has shape {tuple(x.shape)}, expected it to begin with {tuple(tokens)} as positions do, "
-            f"or with {tokens.numel()}"
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected it to begin with "
+            f"{tuple(tokens)} as positions do, or with {tokens.numel()}"
         )
     return cos_sin.flatten(0, -2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
     """Rotate the pairs of ``x``; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
     dtype = compute_dtype(x.dtype)
-    first, second = (
-        x.to(dtype).chunk(2, dim=-1)
-        if is_neox_style
-        else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
-    )
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.cat(pair, dim=-1) if is_neox_style else torch.stack(pair, dim=-1).flatten(-2)
-    return turned.to(x.dtype)
+    if is_neox_style:
+        first, second = x.to(dtype).chunk(2, dim=-1)
+    else:
+        first = x[..., 0::2].to(dtype)
+        second = x[..., 1::2].to(dtype)
+    cos = cos.to(dtype)
+    sin = sin.to(dtype)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    if is_neox_style:
+        rotated = torch.cat((rotated_first, rotated_second), dim=-1)
+    else:
+        rotated = torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)
+    return rotated.to(x.dtype)

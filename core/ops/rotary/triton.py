@@ -1,7 +1,7 @@
 """Triton kernels for rotary embeddings. Their maths and arguments are in ``functional``.
 
-A program rotates several heads of one token, of the query or of the key; one launch serves both, and all versions of
-the query where there are several. Half types are rotated in float32 and rounded once.
+A program rotates several heads of one token, either of the query or of the key. One launch serves
+both, and all versions of the query. Half types are rotated in float32 and rounded once.
 """
 
 # The types of jitted functions are those of Triton's language, which annotations do not tell.
@@ -10,7 +10,7 @@ the query where there are several. Half types are rotated in float32 and rounded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,20 +29,37 @@ __all__ = [
 ]
 
 PAIRS = 1024
-"""Pairs of elements that a program rotates: eight for each thread of four warps."""
+"""Pairs of elements for one program: eight for each thread of four warps."""
 
 
 @triton.jit
 def _row_of_chunk(position, version, length, chunk_size):
-    """Find the row of the table by which ``dual_chunk_rotary_embedding`` rotates this version (from 0) of a query."""
+    """Return the row of the table for a version of the query, counted from 0.
+
+    The versions are those of ``dual_chunk_rotary_embedding``.
+    """
     place = position % length
-    # The sign of a remainder here is that of the position.
+    # The sign of a remainder here is the sign of the position.
     place = tl.where(place < 0, place + length, place)
-    before, farthest = place + length, tl.minimum(2 * length - 1, chunk_size)
-    row = tl.where(
-        version == 0, place, tl.where(version == 1, tl.minimum(before, chunk_size), before)
-    )
-    return tl.where(version == 2, farthest, tl.where(version == 4, place + chunk_size, row))
+    before = place + length
+    farthest = tl.minimum(2 * length - 1, chunk_size)
+    row = tl.where(version == 1, tl.minimum(before, chunk_size), before)
+    row = tl.where(version == 0, place, row)
+    row = tl.where(version == 4, place + chunk_size, row)
+    return tl.where(version == 2, farthest, row)
+
+
+@triton.jit
+def _axis_of_pair(pair, first_bound, second_bound, is_interleaved: tl.constexpr):
+    """Return the axis of the position that turns a pair: 0 time, 1 height, 2 width."""
+    if is_interleaved:
+        turn = pair % 3
+        bound = tl.where(turn == 1, first_bound, second_bound)
+        axis = tl.where(pair < bound, turn, 0)
+    else:
+        is_behind_time = (pair >= first_bound).to(tl.int32)
+        axis = is_behind_time + (pair >= second_bound).to(tl.int32)
+    return axis
 
 
 @triton.jit
@@ -60,25 +77,55 @@ def _angles(
     table: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Load cosines and sines of a token, from the row that ``table`` says, pair by pair where axes differ."""
+    """Load the cosines and sines of a token, by the rule ``table`` for rows.
+
+    The rules are "sequence", "positions" and "chunks" with one row for a token, and "interleaved"
+    and "contiguous" with a row for each pair.
+    """
     pair = tl.arange(0, tile_columns)[None, :]
+    exists = pair < pairs
     if table == "sequence":
         row = token % length
     elif table == "positions":
         row = tl.load(positions + token).to(tl.int64)
     elif table == "chunks":
-        row = _row_of_chunk(
-            tl.load(positions + token).to(tl.int64), version, first_bound, second_bound
-        )
+        position = tl.load(positions + token).to(tl.int64)
+        row = _row_of_chunk(position, version, first_bound, second_bound)
     else:
-        if table == "interleaved":
-            axis = tl.where(pair < tl.where(pair % 3 == 1, first_bound, second_bound), pair % 3, 0)
-        else:
-            axis = (pair >= first_bound).to(tl.int32) + (pair >= second_bound).to(tl.int32)
-        row = tl.load(positions + axis * length + token, pair < pairs, 0).to(tl.int64)
-    c = tl.load(cos + row * table_stride + pair, pair < pairs, 0.0).to(tl.float32)
-    s = tl.load(sin + row * table_stride + pair, pair < pairs, 0.0).to(tl.float32)
+        axis = _axis_of_pair(pair, first_bound, second_bound, table == "interleaved")
+        row = tl.load(positions + axis * length + token, exists, 0).to(tl.int64)
+    place = row * table_stride + pair
+    c = tl.load(cos + place, exists, 0.0).to(tl.float32)
+    s = tl.load(sin + place, exists, 0.0).to(tl.float32)
     return c, s
+
+
+@triton.jit
+def _rotate_halves(x, out, exists, c, s, pairs, tile_columns: tl.constexpr):
+    """Rotate heads with pairs of one element from each half."""
+    pair = tl.arange(0, tile_columns)[None, :]
+    inside = exists & (pair < pairs)
+    first = tl.load(x + pair, inside, 0.0).to(tl.float32)
+    second = tl.load(x + pairs + pair, inside, 0.0).to(tl.float32)
+    turned_first = first * c - second * s
+    turned_second = second * c + first * s
+    tl.store(out + pair, turned_first.to(out.dtype.element_ty), inside)
+    tl.store(out + pairs + pair, turned_second.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rotate_neighbours(
+    x, out, exists, c, s, pairs, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+):
+    """Rotate heads with pairs of an even element and the next odd one."""
+    both = tl.arange(0, 2 * tile_columns)[None, :]
+    inside = exists & (both < 2 * pairs)
+    # One load: two loads of every other element would read the same memory twice.
+    together = tl.load(x + both, inside, 0.0).to(tl.float32)
+    first, second = tl.split(tl.reshape(together, (tile_rows, tile_columns, 2)))
+    together = tl.join(first * c - second * s, second * c + first * s)
+    together = tl.reshape(together, (tile_rows, 2 * tile_columns))
+    tl.store(out + both, together.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -95,22 +142,11 @@ def _rotate(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Rotate the heads that begin at ``x`` and exist; a head has up to ``rest`` elements behind its rotated part."""
+    """Rotate the existing heads at ``x``; copy up to ``rest`` elements behind the rotated part."""
     if neox:
-        pair = tl.arange(0, tile_columns)[None, :]
-        inside = exists & (pair < pairs)
-        first = tl.load(x + pair, inside, 0.0).to(tl.float32)
-        second = tl.load(x + pairs + pair, inside, 0.0).to(tl.float32)
-        tl.store(out + pair, (first * c - second * s).to(out.dtype.element_ty), inside)
-        tl.store(out + pairs + pair, (second * c + first * s).to(out.dtype.element_ty), inside)
+        _rotate_halves(x, out, exists, c, s, pairs, tile_columns)
     else:
-        both = tl.arange(0, 2 * tile_columns)[None, :]
-        inside = exists & (both < 2 * pairs)
-        together = tl.load(x + both, inside, 0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(together, (tile_rows, tile_columns, 2)))
-        together = tl.join(first * c - second * s, second * c + first * s)
-        together = tl.reshape(together, (tile_rows, 2 * tile_columns))
-        tl.store(out + both, together.to(out.dtype.element_ty), inside)
+        _rotate_neighbours(x, out, exists, c, s, pairs, tile_rows, tile_columns)
     if rest > 0:
         behind = 2 * pairs + tl.arange(0, rest)[None, :]
         inside = exists & (behind < head_size)
@@ -147,11 +183,17 @@ def rotary_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Rotate; each ``together`` heads of the query are followed by their other versions, if there are several."""
+    """Rotate query and key.
+
+    With several versions of the query, the result has groups of ``together`` heads: the first
+    version of the group, then the others.
+    """
     of_query = tl.cdiv(query_heads, tile_rows) * versions
     blocks = of_query + tl.cdiv(key_heads, tile_rows)
-    token, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    version = tl.where(block < of_query, block % versions, 0)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    is_query = block < of_query
+    version = tl.where(is_query, block % versions, 0)
     c, s = _angles(
         cos,
         sin,
@@ -166,29 +208,32 @@ def rotary_kernel(
         table,
         tile_columns,
     )
-    head = tl.where(block < of_query, block // versions, block - of_query) * tile_rows
-    head = head.to(tl.int64) + tl.arange(0, tile_rows)[:, None]
-    if block < of_query:
+    head_block = tl.where(is_query, block // versions, block - of_query)
+    head = (head_block * tile_rows).to(tl.int64) + tl.arange(0, tile_rows)[:, None]
+    if is_query:
         x = query + token * query_stride + head * query_head_stride
-        place = (
-            token * query_heads * versions
-            + head
-            + (head // together * (versions - 1) + version) * together
-        )
+        earlier_versions = head // together * (versions - 1) + version
+        place = token * query_heads * versions + head + earlier_versions * together
         y = x if in_place else query_out + place * head_size
-        _rotate(
-            x, y, head < query_heads, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns
-        )
+        exists = head < query_heads
+        _rotate(x, y, exists, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns)
     else:
         x = key + token * key_stride + head * key_head_stride
         y = x if in_place else key_out + (token * key_heads + head) * head_size
-        _rotate(x, y, head < key_heads, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns)
+        exists = head < key_heads
+        _rotate(x, y, exists, c, s, pairs, head_size, neox, rest, tile_rows, tile_columns)
 
 
 class _Angles(NamedTuple):
-    """The place of the angles: tables of one stride with adjacent columns, and how the kernel picks their rows.
+    """The tables of cosines and sines, and the kernel's rule to pick rows.
 
-    The bounds are where the second and the third section of pairs begin, or length and size of a chunk.
+    Attributes:
+        cos: ``[rows, pairs]``, with adjacent columns.
+        sin: the same, with the stride of ``cos``.
+        positions: the positions of the tokens; three for each token with sections.
+        length: the number of tokens; of a sequence, for the rule "sequence".
+        table: the rule, see ``_angles``.
+        bounds: with sections, the ends of two of them; by chunks, length and size of a chunk.
     """
 
     cos: Tensor
@@ -200,7 +245,7 @@ class _Angles(NamedTuple):
 
     @property
     def versions(self) -> int:
-        """Count how often the query is rotated."""
+        """The number of versions of the query."""
         return definitions.VERSIONS_OF_QUERY if self.table == "chunks" else 1
 
 
@@ -213,9 +258,9 @@ def _from_cache(
 ) -> _Angles:
     pairs = cos_sin_cache.shape[1] // 2
     cache = as_rows(cos_sin_cache, 2 * pairs)
-    return _Angles(
-        cache[:, :pairs], cache[:, pairs:], positions.contiguous(), tokens, table, bounds
-    )
+    cos = cache[:, :pairs]
+    sin = cache[:, pairs:]
+    return _Angles(cos, sin, positions.contiguous(), tokens, table, bounds)
 
 
 def _launch_rotation(
@@ -226,31 +271,56 @@ def _launch_rotation(
     neox: bool,
     together: int = 1,
 ) -> None:
-    """Rotate ``[tokens, heads, head_size]`` with adjacent elements, in place if ``outs`` are query and key.
+    """Rotate ``[tokens, heads, head_size]`` with adjacent elements.
 
-    By chunks the query gets all its versions, each of ``together`` heads at a time.
+    The rotation is in place if ``outs`` are query and key. By chunks, ``outs`` has all versions of
+    the query, each of ``together`` heads at a time.
     """
     if not query.numel() + key.numel():
         return
     tokens, query_heads, head_size = query.shape
-    key_heads, pairs = key.shape[1], angles.cos.shape[1]
+    key_heads = key.shape[1]
+    pairs = angles.cos.shape[1]
+    versions = angles.versions
     columns = power_of_two(pairs)
     rows = min(max(1, PAIRS // columns), power_of_two(max(query_heads, key_heads)))
-    blocks = angles.versions * triton.cdiv(query_heads, rows) + triton.cdiv(key_heads, rows)
-    in_place = outs[0] is query
+    warps = min(4, max(1, rows * columns // 128))
+    blocks = versions * triton.cdiv(query_heads, rows) + triton.cdiv(key_heads, rows)
+    query_out, key_out = outs
+    in_place = query_out is query
+    # In place, the elements behind the rotated part stay where they are.
     behind = 0 if in_place else head_size - 2 * pairs
-    operands = (key, *outs, angles.positions, angles.cos, angles.sin)
-    sizes = (angles.length, query_heads, key_heads, *query.stride()[:2], *key.stride()[:2])
-    table = (angles.cos.stride(0), *angles.bounds, pairs, head_size, together)
-    rest = power_of_two(behind) if behind else 0
-    constants: dict[str, Any] = {"versions": angles.versions, "table": angles.table, "neox": neox}
-    constants |= {"in_place": in_place, "rest": rest}
-    tile = Tile(rows, columns, min(4, max(1, rows * columns // 128)))
-    launch(rotary_kernel, tokens * blocks, tile, query, *operands, *sizes, *table, **constants)
+    launch(
+        rotary_kernel,
+        tokens * blocks,
+        Tile(rows, columns, warps),
+        query,
+        key,
+        query_out,
+        key_out,
+        angles.positions,
+        angles.cos,
+        angles.sin,
+        angles.length,
+        query_heads,
+        key_heads,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        angles.cos.stride(0),
+        *angles.bounds,
+        pairs,
+        head_size,
+        together,
+        versions=versions,
+        table=angles.table,
+        neox=neox,
+        in_place=in_place,
+        rest=power_of_two(behind) if behind else 0,
+    )
 
 
 def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
-    """View ``x`` as ``[tokens, heads, head_size]`` with adjacent elements; copy it where strides do not allow it."""
+    """Return ``x`` as ``[tokens, heads, head_size]`` with adjacent elements: a view or a copy."""
     heads = x.numel() // (tokens * head_size) if tokens else 0
     viewed = x.reshape(tokens, heads, head_size)
     return viewed if viewed.stride(-1) == 1 else viewed.contiguous()
@@ -259,59 +329,72 @@ def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
 def _fits(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
 ) -> bool:
-    """Tell whether the kernel can take these; what it cannot the native definition computes, or says what is wrong."""
-    return (
-        positions.dtype in (torch.int32, torch.int64)
-        and cos_sin_cache.is_floating_point()
-        and cos_sin_cache.dim() == 2
-        and cos_sin_cache.shape[1] % 2 == 0
-        and 0 < cos_sin_cache.shape[1] <= head_size
-        and positions.device == cos_sin_cache.device
-        and query.dtype == key.dtype
-        and all(_has_heads(positions, x, head_size) for x in (query, key))
-    )
+    """Return True if the kernel takes these; else the native definition runs or raises."""
+    if positions.dtype not in (torch.int32, torch.int64):
+        return False
+    if not cos_sin_cache.is_floating_point() or cos_sin_cache.dim() != 2:
+        return False
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        return False
+    if positions.device != cos_sin_cache.device or query.dtype != key.dtype:
+        return False
+    return _has_heads(positions, query, head_size) and _has_heads(positions, key, head_size)
 
 
 def _has_heads(positions: Tensor, x: Tensor, head_size: int) -> bool:
-    """Tell whether ``x`` has heads to rotate for each position, with tokens arranged like these or flattened."""
+    """Return True if ``x`` has heads for each position, with tokens in the same shape or flat."""
+    if not x.is_floating_point() or x.dim() < 2 or x.shape[-1] % head_size:
+        return False
     tokens = positions.shape
-    return (
-        x.is_floating_point()
-        and x.dim() >= 2
-        and x.shape[-1] % head_size == 0
-        and (
-            (x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens)
-            or x.shape[0] == tokens.numel()
-        )
-        and positions.device == x.device
-    )
+    same_shape = x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens
+    if not same_shape and x.shape[0] != tokens.numel():
+        return False
+    return positions.device == x.device
 
 
 def _rotated(
     query: Tensor, key: Tensor, head_size: int, angles: _Angles, neox: bool
 ) -> tuple[Tensor, Tensor]:
-    tokens, width = angles.length, query.shape[-1]
-    outs = (query.new_empty((*query.shape[:-1], angles.versions * width)), key.new_empty(key.shape))
-    heads = (_as_heads(query, tokens, head_size), _as_heads(key, tokens, head_size))
-    _launch_rotation(*heads, outs, angles, neox, width // head_size if angles.versions > 1 else 1)
-    return outs
+    tokens = angles.length
+    versions = angles.versions
+    *lead, width = query.shape
+    query_out = query.new_empty((*lead, versions * width))
+    key_out = key.new_empty(key.shape)
+    _launch_rotation(
+        _as_heads(query, tokens, head_size),
+        _as_heads(key, tokens, head_size),
+        (query_out, key_out),
+        angles,
+        neox,
+        together=width // head_size if versions > 1 else 1,
+    )
+    return query_out, key_out
 
 
 @replaces(definitions.apply_rotary_emb)
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
-    fits = (
-        x.dim() >= 3
-        and cos.shape == sin.shape == (x.shape[-3], x.shape[-1] // 2)
-        and x.shape[-1] % 2 == 0
-    )
-    floating = all(t.is_floating_point() for t in (x, cos, sin))
-    if not (fits and floating and x.numel() and x.device == cos.device == sin.device):
+    if not _has_angles(x, cos, sin):
         return definitions.apply_rotary_emb.native(x, cos, sin, is_neox_style)
-    out, head_size = x.new_empty(x.shape), x.shape[-1]
-    heads = _as_heads(x, x.numel() // (x.shape[-2] * head_size), head_size)
-    angles = _Angles(cos.contiguous(), sin.contiguous(), cos, x.shape[-3], "sequence")
-    _launch_rotation(heads, heads[:, :0], (out, out), angles, is_neox_style)  # no heads for a key
+    out = x.new_empty(x.shape)
+    sequence, heads_of_token, head_size = x.shape[-3:]
+    tokens = x.numel() // (heads_of_token * head_size)
+    heads = _as_heads(x, tokens, head_size)
+    angles = _Angles(cos.contiguous(), sin.contiguous(), cos, sequence, "sequence")
+    no_key = heads[:, :0]
+    _launch_rotation(heads, no_key, (out, out), angles, is_neox_style)
     return out
+
+
+def _has_angles(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return True if ``x`` has pairs, and ``cos`` and ``sin`` have a number for each."""
+    if x.dim() < 3 or x.shape[-1] % 2 or not x.numel():
+        return False
+    if not cos.shape == sin.shape == (x.shape[-3], x.shape[-1] // 2):
+        return False
+    if not (x.is_floating_point() and cos.is_floating_point() and sin.is_floating_point()):
+        return False
+    return x.device == cos.device == sin.device
 
 
 @replaces(definitions.rotary_embedding)
@@ -344,13 +427,15 @@ def rotary_embedding_(
     fits = _fits(positions, query, key, head_size, cos_sin_cache)
     if not (fits and writable(query) and writable(key) and apart(query, key)):
         rotated = rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-        for target, value in zip((query, key), rotated, strict=True):
-            target.copy_(value)
+        query.copy_(rotated[0])
+        key.copy_(rotated[1])
         return
     expect_in_range("rotary_embedding_", "positions", positions, cos_sin_cache.shape[0])
     tokens = positions.numel()
-    heads = (_as_heads(query, tokens, head_size), _as_heads(key, tokens, head_size))
-    _launch_rotation(*heads, heads, _from_cache(cos_sin_cache, positions, tokens), is_neox_style)
+    query_heads = _as_heads(query, tokens, head_size)
+    key_heads = _as_heads(key, tokens, head_size)
+    angles = _from_cache(cos_sin_cache, positions, tokens)
+    _launch_rotation(query_heads, key_heads, (query_heads, key_heads), angles, is_neox_style)
 
 
 @replaces(definitions.mrope)
@@ -379,9 +464,13 @@ def mrope(
     definitions.expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
     expect_in_range("mrope", "positions", positions, cos_sin_cache.shape[0])
     time, height, width = mrope_section
-    ends = (3 * height, 3 * width) if interleaved else (time, time + height)
-    table = "interleaved" if interleaved else "contiguous"
-    angles = _from_cache(cos_sin_cache, positions, positions[0].numel(), table, ends)
+    tokens = positions[0].numel()
+    if interleaved:
+        ends = (3 * height, 3 * width)
+        angles = _from_cache(cos_sin_cache, positions, tokens, "interleaved", ends)
+    else:
+        ends = (time, time + height)
+        angles = _from_cache(cos_sin_cache, positions, tokens, "contiguous", ends)
     return _rotated(query, key, head_size, angles, is_neox_style)
 
 
