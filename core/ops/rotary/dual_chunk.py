@@ -15,21 +15,22 @@ from torch import Tensor
 
 @CustomOp.register("dual_chunk_rotary_embedding")
 class DualChunkRotaryEmbedding(CustomOp):
-    """Rotary embedding by places in chunks, of which the query gets five (An et al., arXiv:2402.17463).
+    """Rotary embedding by places in chunks, with five places for a query.
 
-    Which ones, ``opgraft.functional.dual_chunk_rotary_embedding`` says. All are rows of one table, which has
-    ``2 · chunk_size - local_size`` of them, on the device that is the default when the op is constructed; vLLM keeps a
-    table for each, on a device that it does not ask about.
+    An et al., arXiv:2402.17463. ``opgraft.functional.dual_chunk_rotary_embedding`` lists the
+    places. All of them are rows of one table with ``2 · chunk_size - local_size`` rows, on torch's
+    default device at construction. vLLM keeps a table for each place, on a fixed device.
 
     Args:
         max_position_embeddings: bound of the positions.
         chunk_size: positions of a chunk.
-        local_size: how many of them a chunk shares with the next.
+        local_size: positions that a chunk shares with the next.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
 
     Raises:
-        ValueError: ``local_size`` is not from 0 to below ``chunk_size``, or ``rotary_dim`` does not fit the head.
+        ValueError: ``local_size`` is not from 0 to below ``chunk_size``, or ``rotary_dim`` does not
+            fit the head.
     """
 
     cos_sin_cache: Tensor
@@ -48,9 +49,14 @@ class DualChunkRotaryEmbedding(CustomOp):
         super().__init__()
         expect_rotation("dual_chunk_rotary_embedding", rotary_dim, head_size, base, dtype)
         rows = functional.chunk_length(chunk_size, local_size) + chunk_size
-        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
-        self.max_position_embeddings, self.base, self.dtype = max_position_embeddings, base, dtype
-        self.chunk_size, self.local_size = chunk_size, local_size
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.base = base
+        self.is_neox_style = is_neox_style
+        self.dtype = dtype
+        self.chunk_size = chunk_size
+        self.local_size = local_size
         table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
         self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
 
@@ -64,30 +70,37 @@ class DualChunkRotaryEmbedding(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """Return the five queries, concatenated along the last dimension, and the key in the shape it came in.
+        """Return five queries, concatenated along the last dimension, and the key in its shape.
 
         Args:
             positions: integers ``[num_tokens]`` or ``[batch, sequence]``.
-            query: as that of ``RotaryEmbeddingBase``.
-            key: likewise.
-            offsets: are added to ``positions``, for all five queries; in vLLM for the first only.
+            query: as for ``RotaryEmbeddingBase``.
+            key: as for ``RotaryEmbeddingBase``.
+            offsets: added to ``positions``, for all five queries; in vLLM for the first only.
 
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
         positions = positions if offsets is None else positions + offsets
-        expect_in_range(
-            "dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings
-        )
-        chunks = (self.chunk_size, self.local_size)
+        op = "dual_chunk_rotary_embedding"
+        expect_in_range(op, "positions", positions, self.max_position_embeddings)
         return functional.dual_chunk_rotary_embedding(
-            positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style
+            positions,
+            query,
+            key,
+            self.head_size,
+            self.cos_sin_cache,
+            self.chunk_size,
+            self.local_size,
+            self.is_neox_style,
         )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return (
             f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, "
-            f"chunk_size={self.chunk_size}, local_size={self.local_size}, is_neox_style={self.is_neox_style}"
+            f"chunk_size={self.chunk_size}, local_size={self.local_size}, "
+            f"is_neox_style={self.is_neox_style}"
         )

@@ -9,8 +9,8 @@ A table ``cos_sin_cache`` of ``[positions, rotary_dim]`` has a row for each posi
 ``rotary_dim`` elements of each head are rotated, the rest passes. Half types are rotated in float32
 and rounded once. Table and heads may differ in dtype.
 
-For each position, query and key have ``heads · head_size`` elements or ``[heads, head_size]``. Their
-numbers of heads may differ. Their tokens are in the shape of the positions, or flattened.
+For each position, query and key have ``heads · head_size`` elements or ``[heads, head_size]``. The
+numbers of heads may differ. The tokens are in the shape of the positions, or flattened.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate query and key by their positions, from a table of cosines and sines (arXiv:2104.09864).
+    """Rotate query and key by positions, from a table of cosines and sines (arXiv:2104.09864).
 
     Args:
         positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.

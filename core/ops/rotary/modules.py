@@ -1,6 +1,7 @@
-"""Rotary position embedding: the modules around the forms of ``opgraft.ops.rotary.functional``, which hold the maths.
+"""Rotary position embedding: modules around the forms of ``opgraft.ops.rotary.functional``.
 
-What is plain here has its variants in ``opgraft.ops.rotary.variants`` and ``opgraft.ops.rotary.dual_chunk``.
+Variants of these plain classes are in ``opgraft.ops.rotary.variants``,
+``opgraft.ops.rotary.scaled`` and ``opgraft.ops.rotary.dual_chunk``.
 """
 
 from __future__ import annotations
@@ -21,26 +22,34 @@ TRITON = on_triton("opgraft.ops.rotary.triton")
 
 
 def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
-    """Compute ``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or wider."""
+    """Return ``θ_i = base^(-2i / rotary_dim)``, in radians per position.
+
+    The result is ``[rotary_dim / 2]``, in float32 or wider.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=compute_dtype(dtype)) / rotary_dim
     return 1.0 / torch.pow(base, exponents)
 
 
 def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
-    """Compute cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
-    angles = torch.outer(torch.arange(rows, dtype=inv_freq.dtype), inv_freq)
+    """Return cosines, then sines, of the first ``rows`` positions: ``[rows, rotary_dim]``.
+
+    Both are multiplied by ``scale``.
+    """
+    positions = torch.arange(rows, dtype=inv_freq.dtype)
+    angles = torch.outer(positions, inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
 def expect_rotation(
     op: str, rotary_dim: int, head_size: int, base: float, dtype: torch.dtype
 ) -> None:
-    """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs, and a table of them can be."""
+    """Raise ``ValueError`` unless a table for ``rotary_dim`` elements of a head is possible."""
     expect_positive(op, "base", base)
     expect_choice(op, "dtype", dtype, FLOATING)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
         raise ValueError(
-            f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}"
+            f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to "
+            f"head_size={head_size}"
         )
 
 
@@ -48,17 +57,18 @@ def expect_rotation(
 class ApplyRotaryEmb(CustomOp):
     """Rotates heads by given cosines and sines (arXiv:2104.09864).
 
-    ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``. This definition computes half types in float32
-    and rounds once, whatever ``enable_fp32_compute`` says.
+    ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``. This definition always
+    computes half types in float32 and rounds once.
 
     Args:
-        enforce_enable: enable this instance whatever ``custom_ops`` says.
+        enforce_enable: enable this instance, against ``custom_ops`` too.
         is_neox_style: pair the halves of a head; otherwise even elements with odd ones.
         enable_fp32_compute: a kernel must compute in float32 instead of the input's dtype.
 
     Shapes:
-        ``x`` is ``[sequence, heads, head_size]`` or ``[batch, sequence, heads, head_size]``, and so is the result;
-        ``cos`` and ``sin`` are ``[sequence, head_size / 2]``.
+        ``x`` and the result are ``[sequence, heads, head_size]`` or
+        ``[batch, sequence, heads, head_size]``; ``cos`` and ``sin`` are
+        ``[sequence, head_size / 2]``.
     """
 
     def __init__(
@@ -79,23 +89,28 @@ class ApplyRotaryEmb(CustomOp):
         is_neox_style: bool = True,
         enable_fp32_compute: bool = False,
     ) -> Tensor:
-        """Rotate ``x`` without an op; ``enable_fp32_compute`` holds anyway."""
+        """Rotate ``x`` without an op, always as with ``enable_fp32_compute``."""
         return functional.apply_rotary_emb.native(x, cos, sin, is_neox_style)
 
     def _pre_process(
         self, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, torch.Size, torch.dtype]:
-        """Give a kernel four dimensions, in float32 if ``enable_fp32_compute``; then what ``_post_process`` needs."""
-        tensors = [x[None] if x.dim() == 3 else x, cos, sin]
+        """Prepare the arguments of a kernel: four dimensions, and float32 if asked for.
+
+        Returns:
+            ``x``, ``cos`` and ``sin``, then the shape and dtype of ``x`` for ``_post_process``.
+        """
+        heads = x[None] if x.dim() == 3 else x
         if self.enable_fp32_compute:
-            tensors = [tensor.float() for tensor in tensors]
-        return (*tensors, x.shape, x.dtype)  # type: ignore[return-value]  # three of them
+            return heads.float(), cos.float(), sin.float(), x.shape, x.dtype
+        return heads, cos, sin, x.shape, x.dtype
 
     def _post_process(
         self, output: Tensor, origin_shape: torch.Size, origin_dtype: torch.dtype
     ) -> Tensor:
-        """Give a kernel's result the dimensions and the dtype that ``_pre_process`` was given."""
-        output = output[0] if len(origin_shape) == 3 else output
+        """Return a kernel's result with the dimensions and the dtype before ``_pre_process``."""
+        if len(origin_shape) == 3:
+            output = output[0]
         return output.to(origin_dtype) if self.enable_fp32_compute else output
 
     @calls_functional
@@ -105,58 +120,63 @@ class ApplyRotaryEmb(CustomOp):
         """Rotate ``x``, in new memory.
 
         Raises:
-            ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
+            ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit
+                ``x``.
         """
         return functional.apply_rotary_emb(x, cos, sin, self.is_neox_style)
 
     def rotate_heads(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rotate query and key as models of transformers hold them, by two calls of this op.
+        """Rotate query and key in the layout of transformers' models, by two calls of this op.
 
         A replacement may override this to rotate both at once.
 
         Args:
             query: ``[batch, heads, sequence, head_size]``.
-            key: likewise, with a number of heads of its own.
-            cos: ``[1, sequence, head_size]``, of which only the first half of a row is read.
-            sin: likewise.
+            key: as ``query``; the number of heads may differ.
+            cos: ``[1, sequence, head_size]``; only the first half of a row is read.
+            sin: as ``cos``.
 
         Returns:
-            Query and key, each in its shape.
+            The rotated query and key, in their shapes.
         """
         pairs = cos.shape[-1] // 2
-        cos, sin = cos[0, :, :pairs], sin[0, :, :pairs]
-        rotated = (self(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (query, key))
-        return next(rotated), next(rotated)
+        cos = cos[0, :, :pairs]
+        sin = sin[0, :, :pairs]
+        rotated_query = self(query.transpose(1, 2), cos, sin)
+        rotated_key = self(key.transpose(1, 2), cos, sin)
+        return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbeddingBase(CustomOp):
-    """Rotates query and key by their positions, from a table of cosines and sines (arXiv:2104.09864).
+    """Rotates query and key by their positions, from a table of cosines and sines.
 
-    ``θ_i = base^(-2i / rotary_dim)``. The first ``rotary_dim`` elements of each head are rotated, the rest passes. The
-    table is computed in float32 (float64 if ``dtype`` is) and kept in ``dtype`` as the buffer ``cos_sin_cache``,
-    ``[max_position_embeddings, rotary_dim]``: cosines, then sines. It moves with the module and is not saved with it.
-    Half types are rotated in float32 and rounded once.
+    Source: arXiv:2104.09864, with ``θ_i = base^(-2i / rotary_dim)``. The first ``rotary_dim``
+    elements of each head are rotated, the rest passes. The table is computed in float32 (float64 if
+    ``dtype`` is) and kept in ``dtype`` as the buffer ``cos_sin_cache``,
+    ``[max_position_embeddings, rotary_dim]``: cosines, then sines. The buffer moves with the module
+    and is not saved. Half types are rotated in float32 and rounded once.
 
-    This definition writes to neither query nor key and returns new memory; a kernel may rotate both in place. A variant
-    with other frequencies or scaling overrides ``_compute_inv_freq`` or ``_compute_cos_sin_cache``.
+    This definition returns new memory; a kernel may rotate query and key in place. A variant with
+    other frequencies or scaling overrides ``_compute_inv_freq`` or ``_compute_cos_sin_cache``.
 
     Args:
         head_size: elements of a head.
-        rotary_dim: how many of them are rotated, an even number.
+        rotary_dim: rotated elements of a head, an even number.
         max_position_embeddings: number of positions in the table.
         base: the base of the frequencies, 10000 in the paper.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
         dtype: dtype of the table.
-        init_cache: compute the table now; otherwise the subclass does, before the first call.
+        init_cache: compute the table now; otherwise the subclass must, before the first call.
 
     Raises:
         ValueError: ``rotary_dim`` is odd, not positive, or greater than ``head_size``; ``base`` or
-            ``max_position_embeddings`` is not positive; ``dtype`` is not a floating-point one that ops compute with.
+            ``max_position_embeddings`` is not positive; or ops do not compute in ``dtype``.
     """
 
     cos_sin_cache: Tensor
@@ -181,37 +201,41 @@ class RotaryEmbeddingBase(CustomOp):
         self.is_neox_style = is_neox_style
         self.dtype = dtype
         if init_cache:
-            self.register_buffer(
-                "cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False
-            )
+            table = self._compute_cos_sin_cache().to(dtype)
+            self.register_buffer("cos_sin_cache", table, persistent=False)
 
     @functools.cached_property
     def apply_rotary_emb(self) -> ApplyRotaryEmb:
-        """The op that rotates by given cosines and sines in this op's style, for kernels that look them up first."""
+        """The op to rotate by cosines and sines in this op's style, for kernels with a look-up."""
         return ApplyRotaryEmb(is_neox_style=self.is_neox_style)
 
     def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
-        """Return the table with the device and dtype of ``query``, and keep it so where no compiler is tracing."""
+        """Return the table with the device and dtype of ``query``, and keep the new table."""
         table = self.cos_sin_cache
         if table.device == query.device and table.dtype == query.dtype:
             return table
         table = table.to(query.device, query.dtype)
+        # A traced tensor must not stay in the module.
         if not torch.compiler.is_compiling():
             self.cos_sin_cache = table
         return table
 
     def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the first ``seqlen`` positions, each ``[seqlen, rotary_dim / 2]``."""
+        """Return cosines and sines of the first positions, ``[seqlen, rotary_dim / 2]`` each."""
         cos, sin = self.cos_sin_cache[:seqlen].chunk(2, dim=-1)
         return cos, sin
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        """Compute ``θ``, in radians per position: ``[rotary_dim / 2]``."""
+        """Return ``θ``, in radians per position: ``[rotary_dim / 2]``."""
         return inverse_frequencies(base, self.rotary_dim, self.dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        """Compute cosines and sines of all positions, ``[max_position_embeddings, rotary_dim]``, before the cast."""
-        return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
+        """Return cosines and sines of all positions, ``[max_position_embeddings, rotary_dim]``.
+
+        The cast to the table's dtype follows.
+        """
+        inv_freq = self._compute_inv_freq(self.base)
+        return cos_sin_table(inv_freq, self.max_position_embeddings)
 
     @calls_functional
     def forward_native(
@@ -222,34 +246,45 @@ class RotaryEmbeddingBase(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key, each in the shape it came in; a key of ``None`` stays ``None``.
+        """Rotate query and key, in their shapes; a key of ``None`` stays ``None``.
 
         Args:
             positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
-            query: for each position ``heads · head_size`` elements, or ``[heads, head_size]``; the tokens are in the
-                shape of ``positions`` or flattened.
-            key: the same, with a number of heads of its own.
+            query: for each position ``heads · head_size`` elements, or ``[heads, head_size]``; the
+                tokens are in the shape of ``positions`` or flattened.
+            key: as ``query``; the number of heads may differ.
 
         Raises:
-            ValueError: positions outside the table, tokens of query or key that are not those of ``positions``, a last
-                dimension that is no multiple of ``head_size``, or dtypes or devices that do not fit.
+            ValueError: a position is outside the table, the tokens of query or key are not those of
+                ``positions``, a last dimension is no multiple of ``head_size``, or dtypes or
+                devices do not fit.
         """
-        table = (self.head_size, self.cos_sin_cache, self.is_neox_style)
-        return rotated_by(functional.rotary_embedding, positions, query, key, *table)
+        return rotated_by(
+            functional.rotary_embedding,
+            positions,
+            query,
+            key,
+            self.head_size,
+            self.cos_sin_cache,
+            self.is_neox_style,
+        )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return (
             f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, "
-            f"max_position_embeddings={self.max_position_embeddings}, is_neox_style={self.is_neox_style}"
+            f"max_position_embeddings={self.max_position_embeddings}, "
+            f"is_neox_style={self.is_neox_style}"
         )
 
 
 class RotaryEmbedding(RotaryEmbeddingBase):
-    """The rotary embedding with plain frequencies, which ``rotary_embedding`` switches too.
+    """The rotary embedding with plain frequencies.
 
-    A class of its own so that a replacement of it leaves the variants with other frequencies alone.
+    ``rotary_embedding`` of ``custom_ops`` switches this class, too. A replacement of this class
+    leaves the variants with other frequencies alone.
     """
 
     @staticmethod
@@ -263,19 +298,22 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         is_neox_style: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate query and key without an op, by a table of ``rotary_dim`` columns."""
-        table = (head_size, cos_sin_cache, is_neox_style)
-        return rotated_by(functional.rotary_embedding.native, positions, query, key, *table)
+        form = functional.rotary_embedding.native
+        return rotated_by(form, positions, query, key, head_size, cos_sin_cache, is_neox_style)
 
 
 def rotated_by(
     form: Any, positions: Tensor, query: Tensor, key: Tensor | None, *settings: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply a form that rotates query and key, to no heads where there is no key."""
-    some_key = query.new_empty((*query.shape[:-1], 0)) if key is None else key
-    rotated = form(positions, query, some_key, *settings)
-    return rotated[0], None if key is None else rotated[1]
+    """Apply a form that rotates query and key. The key may be ``None``, and then stays so."""
+    if key is None:
+        no_heads = query.new_empty((*query.shape[:-1], 0))
+        rotated_query, _ = form(positions, query, no_heads, *settings)
+        return rotated_query, None
+    rotated_query, rotated_key = form(positions, query, key, *settings)
+    return rotated_query, rotated_key
 
 
 def moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
-    """Add offsets to positions, where there are some."""
+    """Return positions plus offsets; without offsets, the positions."""
     return positions if offsets is None else positions + offsets

@@ -1,4 +1,4 @@
-"""From a model's rope parameters to its rotary embedding."""
+"""``get_rope``: the rotary embedding for the rope parameters of a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TYPES: Mapping[str, Any] = MappingProxyType(
         "longrope": Phi3LongRoPEScaledRotaryEmbedding,
     }
 )
-"""The class for each rope type; its constructor names the parameters that a model gives."""
+"""The class of each rope type. The constructor names the parameters of a model."""
 
 _TRAINED = "original_max_position_embeddings"
 _PARAMETER_OF = MappingProxyType(
@@ -52,10 +52,11 @@ _PARAMETER_OF = MappingProxyType(
         "orig_max_position": _TRAINED,
     }
 )
-"""Parameters of models whose arguments of constructors have other names, by argument."""
+"""A model's name of a parameter, by the name of the constructor's argument, if they differ."""
+
 
 _OWN_SCALE = frozenset({"attention_factor", "truncate"})
-"""Parameters that ``DeepseekScalingRotaryEmbedding`` does not take."""
+"""Parameters of YaRN without an argument of ``DeepseekScalingRotaryEmbedding``."""
 
 
 def get_rope(
@@ -69,26 +70,26 @@ def get_rope(
     *,
     model_positions: int | None = None,
 ) -> Any:
-    """Construct the rotary embedding that a model's rope parameters ask for.
+    """Construct the rotary embedding for the rope parameters of a model.
 
-    Each call makes an op with a table of its own, which layers may share. vLLM returns the same op
+    Each call makes an op with a table of its own; layers may share the op. vLLM returns the same op
     for equal arguments.
 
     Args:
         head_size: elements of a head.
         max_position: positions of the longest context.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
-        rope_parameters: those of a Hugging Face config: ``rope_type``, ``rope_theta``,
-            ``partial_rotary_factor`` and the parameters of the type. ``rope_dim`` is the rotated part
-            in elements.
-        dtype: dtype of the table; torch's default dtype if not given.
+        rope_parameters: the entry of a Hugging Face config: ``rope_type``, ``rope_theta``,
+            ``partial_rotary_factor`` and the parameters of the type. ``rope_dim`` is the number of
+            rotated elements.
+        dtype: dtype of the table; torch's default dtype by default.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size`` of attention in chunks.
         mrope_positions_factor: ``positions_factor`` of ``MRotaryEmbedding``.
-        model_positions: positions that the model's config is for. The types ``dynamic`` and
-            ``longrope`` compute their scale from them; ``max_position`` if not given.
+        model_positions: positions in the model's config, by default ``max_position``. The types
+            ``dynamic`` and ``longrope`` compute their scale from this number.
 
     Raises:
-        ValueError: an unknown ``rope_type``, one whose parameters are missing, or
+        ValueError: ``rope_type`` is unknown, a parameter of the type is missing, or
             ``partial_rotary_factor`` is not above 0 and at most 1.
     """
     given = dict(rope_parameters or {})
@@ -114,47 +115,54 @@ def get_rope(
     if kind not in _TYPES:
         raise ValueError(f"get_rope: rope_type is {kind!r}: {close_matches(str(kind), _TYPES)}")
     try:
-        return _of_type(kind, sizes, given, model_positions or max_position)
+        return _rope_of_type(kind, sizes, given, model_positions or max_position)
     except KeyError as error:
         raise ValueError(
             f"get_rope: rope_type {kind!r} needs the parameter {error}, got {sorted(given)}"
         ) from error
 
 
-def _of_type(
+def _rope_of_type(
     kind: str, sizes: Mapping[str, Any], given: Mapping[str, Any], model_positions: int
 ) -> Any:
-    """Construct the op of a rope type. Some parameters ask for a variant of the table's class."""
+    """Construct the op of a rope type. Some parameters select a variant of the class.
+
+    Raises:
+        KeyError: a parameter is missing.
+    """
     cls = _TYPES[kind]
     if kind == "default":
         # Configs may keep parameters of another type, such as a factor.
-        given = {
-            name: given[name] for name in ("mrope_section", "mrope_interleaved") if name in given
-        }
+        known = ("mrope_section", "mrope_interleaved")
+        given = {name: given[name] for name in known if name in given}
     if kind == "dynamic":
         given = {"max_trained_positions": model_positions, **given}
-        cls = DynamicNTKAlphaRotaryEmbedding if "alpha" in given else cls
+        if "alpha" in given:
+            cls = DynamicNTKAlphaRotaryEmbedding
     if kind == "longrope":
         scale = _longrope_scale(given, model_positions)
         given = {"short_mscale": scale, "long_mscale": scale, **given}
     if cls in (YaRNScalingRotaryEmbedding, DeepseekScalingRotaryEmbedding):
         sizes = {**sizes, "max_position_embeddings": given[_TRAINED]}
-    if kind == "yarn" and given.get("mscale") and given.get("mscale_all_dim"):
-        # Two scales are DeepSeek's variant, which replacements know by a class of its own.
-        cls = cls if _OWN_SCALE & given.keys() else DeepseekScalingRotaryEmbedding
+    has_two_scales = given.get("mscale") and given.get("mscale_all_dim")
+    # Two scales make DeepSeek's variant, and plugins replace that class by itself.
+    if kind == "yarn" and has_two_scales and not _OWN_SCALE & given.keys():
+        cls = DeepseekScalingRotaryEmbedding
     if kind in ("default", "yarn") and "mrope_section" in given:
         cls = MRotaryEmbedding
-    if kind == "yarn" and "factor" not in given:  # which MRotaryEmbedding does without
+    # MRotaryEmbedding itself has a default for the factor.
+    if kind == "yarn" and "factor" not in given:
         raise KeyError("factor")
     return _construct(cls, sizes, given)
 
 
 def _longrope_scale(given: Mapping[str, Any], model_positions: int) -> float:
-    """Return the scale of both tables, unless the model gives one for each."""
+    """Return the scale of both tables: the given factor, or LongRoPE's own."""
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
     trained = given[_TRAINED]
-    return longrope_scale(given.get("factor") or model_positions / trained, trained)
+    longer = given.get("factor") or model_positions / trained
+    return longrope_scale(longer, trained)
 
 
 def _construct(cls: Any, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
@@ -163,11 +171,15 @@ def _construct(cls: Any, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> 
     Raises:
         KeyError: a parameter is missing.
     """
-    positional, options = [], {}
+    positional = []
+    options = {}
     _, *arguments = signature(cls.__init__).parameters.values()
     for argument in arguments:
-        parameter = _PARAMETER_OF.get(argument.name, argument.name)
-        source, name = (sizes, argument.name) if argument.name in sizes else (given, parameter)
+        source = sizes
+        name = argument.name
+        if name not in sizes:
+            source = given
+            name = _PARAMETER_OF.get(name, name)
         if argument.default is Parameter.empty:
             positional.append(source[name])
         elif name in source:

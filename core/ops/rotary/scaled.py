@@ -1,4 +1,7 @@
-"""Variants of the rotary embedding for longer contexts: slower positions, another base, or factors for each pair."""
+"""Variants of the rotary embedding for longer contexts.
+
+They slow positions down, change the base, or have a factor for each pair.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,24 @@ _OP = "rotary_embedding"
 
 
 def _stretched(base: float, by: float, rotary_dim: int) -> float:
-    """Return the base with which the slowest pair turns ``by`` times slower and the fastest as before."""
+    """Return a base for a slowest pair ``by`` times slower, and the fastest pair as before."""
     expect_positive(_OP, "what the base is stretched by", by)
     if rotary_dim < 4:
         raise ValueError(
             f"{_OP}: rotary_dim is {rotary_dim}, expected at least 4 where the base is stretched"
         )
-    return float(base * by ** (rotary_dim / (rotary_dim - 2)))
+    exponent = rotary_dim / (rotary_dim - 2)
+    return float(base * by**exponent)
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
     """The rotary embedding with positions divided by a factor (Chen et al., arXiv:2306.15595).
 
-    For several factors the tables follow each other, each ``max_position_embeddings · factor`` rows. Callers add what
-    ``scaling_factor_to_offset`` says to their positions.
+    With several factors, the tables follow each other, each of ``max_position_embeddings · factor``
+    rows. Callers add the offset of a factor to positions, see ``scaling_factor_to_offset``.
 
     Args:
-        max_position_embeddings: positions that the model was first trained for.
+        max_position_embeddings: positions of the model's first training.
         scaling_factors: one factor or several.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
@@ -57,41 +61,44 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
         scaling_factors: Sequence[float] | float,
         dtype: torch.dtype,
     ) -> None:
-        factors = (
-            [scaling_factors]
-            if isinstance(scaling_factors, (int, float))
-            else list(scaling_factors)
-        )
-        for factor in factors:
+        if isinstance(scaling_factors, (int, float)):
+            scaling_factors = [scaling_factors]
+        self.scaling_factors: list[float] = list(scaling_factors)
+        for factor in self.scaling_factors:
             expect_positive(_OP, "scaling_factors", factor)
-        self.scaling_factors: list[float] = factors
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
-    def _rows(self) -> list[int]:
+    def _rows_of_tables(self) -> list[int]:
         return [math.ceil(self.max_position_embeddings * factor) for factor in self.scaling_factors]
 
     @property
     def scaling_factor_to_offset(self) -> dict[float, int]:
-        """The row of the table where the positions of each factor begin."""
-        rows = self._rows()
-        return {float(factor): sum(rows[:i]) for i, factor in enumerate(self.scaling_factors)}
+        """The first row of each factor in the joint table."""
+        offsets = {}
+        first = 0
+        for factor, rows in zip(self.scaling_factors, self._rows_of_tables(), strict=True):
+            offsets[float(factor)] = first
+            first += rows
+        return offsets
 
     def _compute_cos_sin_cache(self) -> Tensor:
         inv_freq = self._compute_inv_freq(self.base)
-        factors = zip(self.scaling_factors, self._rows(), strict=True)
-        return torch.cat([cos_sin_table(inv_freq / factor, rows) for factor, rows in factors])
+        tables = []
+        for factor, rows in zip(self.scaling_factors, self._rows_of_tables(), strict=True):
+            tables.append(cos_sin_table(inv_freq / factor, rows))
+        return torch.cat(tables)
 
 
 class NTKScalingRotaryEmbedding(RotaryEmbedding):
     """The rotary embedding with a greater base, fixed or mixed (https://kexue.fm/archives/9706).
 
-    Fixed, the base is multiplied by ``scaling_factor`` and each frequency divided by ``scaling_factor^(2 /
-    rotary_dim)``. Mixed, frequency ``m``, counted from 1, is divided by ``exp(a · m^mixed_b)``, with ``a`` such that
-    the last one is divided by ``scaling_factor``.
+    In the fixed form, the base is multiplied by ``scaling_factor``, and each frequency divided by
+    ``scaling_factor^(2 / rotary_dim)``. In the mixed form, frequency ``m``, counted from 1, is
+    divided by ``exp(a · m^mixed_b)``; ``a`` makes the last divisor ``scaling_factor``.
 
     Args:
-        scaling_factor: how many times longer the context is.
-        mixed_b: the exponent of the mixed form; fixed without it.
+        scaling_factor: the length of the context, as a multiple of the trained one.
+        mixed_b: the exponent of the mixed form; ``None`` for the fixed form.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
@@ -119,21 +126,23 @@ class NTKScalingRotaryEmbedding(RotaryEmbedding):
         inv_freq = super()._compute_inv_freq(base)
         pairs = self.rotary_dim // 2
         order = torch.arange(1, pairs + 1, dtype=inv_freq.dtype) / pairs
-        return inv_freq / torch.exp(math.log(self.scaling_factor) * torch.pow(order, self.mixed_b))
+        exponents = math.log(self.scaling_factor) * torch.pow(order, self.mixed_b)
+        return inv_freq / torch.exp(exponents)
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """The rotary embedding with a base that grows with the context, as transformers' rope type ``dynamic`` has it.
+    """The rotary embedding with a base that grows with the context.
 
-    The base is multiplied by ``(f · n / t - (f - 1))^(d / (d - 2))`` with ``f = scaling_factor``, ``n =
-    max_position_embeddings``, ``t = max_trained_positions``, ``d = rotary_dim``; up to ``t`` positions the base stays.
-    The table is first made for the longest context. ``fit_context`` makes it anew for another one, ``fit_tokens`` has
-    each token rotated for a context of its own.
+    This is transformers' rope type ``dynamic``. The base is multiplied by
+    ``(f · n / t - (f - 1))^(d / (d - 2))`` with ``f = scaling_factor``,
+    ``n = max_position_embeddings``, ``t = max_trained_positions``, ``d = rotary_dim``. Up to ``t``
+    positions, the base stays. The first table is for the longest context. ``fit_context`` makes the
+    table anew for another context. After ``fit_tokens``, each token has a context of its own.
 
     Args:
-        max_position_embeddings: positions that the table is for.
-        max_trained_positions: positions that the model was first trained for.
-        scaling_factor: how fast the base grows.
+        max_position_embeddings: positions of the table.
+        max_trained_positions: positions of the model's first training.
+        scaling_factor: the growth of the base.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
@@ -156,44 +165,45 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         self.scaling_factor = scaling_factor
         self.max_trained_positions = max_trained_positions
         self.context = max_position_embeddings
-        self._own: tuple[Tensor, Tensor] | None = None
+        # Rows of a table for the tokens of the next calls, and that table.
+        self._tokens: tuple[Tensor, Tensor] | None = None
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def fit_context(self, length: int) -> None:
-        """Rotate as a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
-        self._own = None
+        """Rotate for a context of ``length`` positions, at most ``max_position_embeddings``."""
+        self._tokens = None
         context = max(self.max_trained_positions, min(length, self.max_position_embeddings))
-        if context != self.context:
-            self.context = context
-            with torch.inference_mode(False):  # later calls may need gradients
-                self.cos_sin_cache = self._compute_cos_sin_cache().to(self.cos_sin_cache)
+        if context == self.context:
+            return
+        self.context = context
+        # Later calls may need gradients.
+        with torch.inference_mode(False):
+            self.cos_sin_cache = self._compute_cos_sin_cache().to(self.cos_sin_cache)
 
     @property
     def trained_positions(self) -> int:
-        """Return the positions up to which the base stays."""
+        """The number of positions without a change of the base."""
         return self.max_trained_positions
 
     def fit_tokens(self, positions: Tensor, lengths: Tensor) -> None:
-        """Rotate the tokens of the next calls each for a context of its own length.
+        """Rotate each token of the next calls for a context of its own length.
 
         Args:
-            positions: of those tokens, integers ``[tokens]``; the next calls must have the same.
-            lengths: ``[tokens]``, of the context of each.
+            positions: the positions of the tokens, integers ``[tokens]``. The next calls must have
+                equal positions.
+            lengths: the lengths of the contexts, ``[tokens]``.
         """
-        longer = self.scaling_factor * (lengths.double() / self.max_trained_positions).clamp(
-            min=1.0
-        )
-        base = self.base * (longer - (self.scaling_factor - 1)) ** (
-            self.rotary_dim / (self.rotary_dim - 2)
-        )
+        device = positions.device
         dtype = compute_dtype(self.dtype)
-        exponents = (
-            torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device)
-            / self.rotary_dim
-        )
+        longer = (lengths.double() / self.max_trained_positions).clamp(min=1.0)
+        stretch = self.scaling_factor * longer - (self.scaling_factor - 1)
+        base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=device)
+        exponents = exponents / self.rotary_dim
         angles = positions[:, None] / torch.pow(base.to(dtype)[:, None], exponents)
-        rows = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
-        self._own = torch.arange(len(positions), device=positions.device), rows
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
+        rows = torch.arange(len(positions), device=device)
+        self._tokens = (rows, table)
 
     @calls_functional
     def forward_native(
@@ -204,25 +214,31 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate as ``RotaryEmbeddingBase`` does, from the table or from rows of the tokens' own."""
-        rows, table = (positions, self.cos_sin_cache) if self._own is None else self._own
+        """Rotate as ``RotaryEmbeddingBase`` does, from its table or the table of ``fit_tokens``."""
+        rows, table = positions, self.cos_sin_cache
+        if self._tokens is not None:
+            rows, table = self._tokens
         return rotated_by(
             functional.rotary_embedding, rows, query, key, self.head_size, table, self.is_neox_style
         )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        longer = self.scaling_factor * max(1.0, self.context / self.max_trained_positions)
-        base = _stretched(self.base, longer - (self.scaling_factor - 1), self.rotary_dim)
+        longer = max(1.0, self.context / self.max_trained_positions)
+        stretch = self.scaling_factor * longer - (self.scaling_factor - 1)
+        base = _stretched(self.base, stretch, self.rotary_dim)
         return cos_sin_table(self._compute_inv_freq(base), self.max_position_embeddings)
 
 
 class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
-    """The rotary embedding of Hunyuan: the base times ``scaling_alpha^(rotary_dim / (rotary_dim - 2))``.
+    """The rotary embedding of Hunyuan, with a greater base.
+
+    The base is multiplied by ``scaling_alpha^(rotary_dim / (rotary_dim - 2))``.
 
     Args:
-        scaling_alpha: how much slower the slowest pair turns.
+        scaling_alpha: the factor by which the slowest pair turns slower.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
@@ -246,28 +262,31 @@ class DynamicNTKAlphaRotaryEmbedding(RotaryEmbedding):
 
 
 class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
-    """The rotary embedding of Phi-3, LongRoPE: a factor for each pair, for short and for long contexts
-    (Ding et al., arXiv:2402.13753).
+    """The rotary embedding of Phi-3, LongRoPE: factors for short contexts, others for long ones.
 
-    The buffer ``long_short_cos_sin_cache`` has ``original_max_position_embeddings`` rows with the short factors, then
-    ``max_position_embeddings`` rows with the long ones. It takes the place of ``cos_sin_cache``. Which ones count is
-    the attribute ``use_long_rope``, at first whether there are more positions than the model was first trained for: a
-    sequence must not change from one to the other, as keys in a cache stay rotated as they were. ``fit_context``
-    sets it for the length of a context, ``fit_tokens`` for each token by itself.
+    Ding et al., arXiv:2402.13753. Each pair has a short and a long factor. The buffer
+    ``long_short_cos_sin_cache`` replaces ``cos_sin_cache``: ``original_max_position_embeddings``
+    rows with the short factors, then ``max_position_embeddings`` rows with the long ones.
+
+    The attribute ``use_long_rope`` picks the factors; at first, true if the model takes more
+    positions than in its first training. A sequence must keep its factors, as keys in a cache stay
+    rotated. ``fit_context`` picks by the length of one context, ``fit_tokens`` for each token.
 
     Args:
-        original_max_position_embeddings: positions that the model was first trained for.
-        is_neox_style: ``True``; there is no other.
-        short_factor: what each frequency is divided by in a short context, ``rotary_dim / 2`` of them.
-        long_factor: likewise in a long one.
-        short_mscale: multiplies cosines and sines in a short context; ``√(1 + ln(n / t) / ln(t))`` if not given, with
-            ``n`` positions for ``t`` original ones, and 1 if ``n ≤ t``.
-        long_mscale: likewise in a long one.
+        original_max_position_embeddings: positions of the model's first training.
+        is_neox_style: must be ``True``.
+        short_factor: the divisors of the frequencies in a short context, one for each pair.
+        long_factor: the divisors in a long context.
+        short_mscale: multiplies cosines and sines in a short context; by default
+            ``√(1 + ln(n / t) / ln(t))`` for ``n`` positions, ``t`` of them trained, and 1 if
+            ``n ≤ t``.
+        long_mscale: as ``short_mscale``, for a long context.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
 
     Raises:
-        ValueError: ``is_neox_style`` is false, the factors are not one for each pair, or as ``RotaryEmbeddingBase``.
+        ValueError: ``is_neox_style`` is false, the factors are not one for each pair, or as
+            ``RotaryEmbeddingBase``.
     """
 
     long_short_cos_sin_cache: Tensor
@@ -305,7 +324,8 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
                     f"{_OP}: {name} has {len(factors)} factors, expected {rotary_dim // 2}"
                 )
         self.original_max_position_embeddings = original_max_position_embeddings
-        self.short_factor, self.long_factor = list(short_factor), list(long_factor)
+        self.short_factor = list(short_factor)
+        self.long_factor = list(long_factor)
         self.use_long_rope: bool | Tensor = (
             max_position_embeddings > original_max_position_embeddings
         )
@@ -319,35 +339,40 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         long = self._compute_cos_sin_cache(
             max_position_embeddings, self.long_factor, self.long_mscale
         )
-        self.register_buffer(
-            "long_short_cos_sin_cache", torch.cat((short, long)).to(dtype), persistent=False
-        )
+        table = torch.cat((short, long)).to(dtype)
+        self.register_buffer("long_short_cos_sin_cache", table, persistent=False)
 
     @property
     def trained_positions(self) -> int:
-        """Return the positions up to which the short factors hold."""
+        """The number of positions with the short factors."""
         return self.original_max_position_embeddings
 
     def fit_tokens(self, positions: Tensor, lengths: Tensor) -> None:
-        """Take the factors for the tokens of the next calls that a context of the length of each asks for."""
+        """Pick the factors of each token in the next calls by the length of its context.
+
+        Args:
+            positions: not read.
+            lengths: the lengths of the contexts, ``[tokens]``.
+        """
         self.use_long_rope = lengths > self.original_max_position_embeddings
 
     def fit_context(self, length: int) -> None:
-        """Take the factors that a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
-        self.use_long_rope = (
-            min(length, self.max_position_embeddings) > self.original_max_position_embeddings
-        )
+        """Pick the factors for a context of ``length`` positions."""
+        length = min(length, self.max_position_embeddings)
+        self.use_long_rope = length > self.original_max_position_embeddings
 
-    def _compute_inv_freq(self, rescale_factors: Sequence[float]) -> Tensor:  # type: ignore[override]  # vLLM's name
+    # The names and arguments of this method and the next are vLLM's.
+    def _compute_inv_freq(  # type: ignore[override]
+        self, rescale_factors: Sequence[float]
+    ) -> Tensor:
         plain = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
         return plain / torch.tensor(rescale_factors, dtype=plain.dtype)
 
-    def _compute_cos_sin_cache(  # type: ignore[override]  # vLLM's name
+    def _compute_cos_sin_cache(  # type: ignore[override]
         self, max_position_embeddings: int, rescale_factors: Sequence[float], mscale: float
     ) -> Tensor:
-        return cos_sin_table(
-            self._compute_inv_freq(rescale_factors), max_position_embeddings, mscale
-        )
+        inv_freq = self._compute_inv_freq(rescale_factors)
+        return cos_sin_table(inv_freq, max_position_embeddings, mscale)
 
     @calls_functional
     def forward_native(
@@ -360,19 +385,29 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
-        trained, table = self.original_max_position_embeddings, self.long_short_cos_sin_cache
+        trained = self.original_max_position_embeddings
+        table = self.long_short_cos_sin_cache
         if isinstance(self.use_long_rope, Tensor):
+            # The rows of the long factors lie behind the `trained` rows of the short ones.
             positions = positions + self.use_long_rope * trained
         else:
             table = table[trained:] if self.use_long_rope else table[:trained]
-        settings = (self.head_size, table, self.is_neox_style)
         return rotated_by(
-            functional.rotary_embedding, moved(positions, offsets), query, key, *settings
+            functional.rotary_embedding,
+            moved(positions, offsets),
+            query,
+            key,
+            self.head_size,
+            table,
+            self.is_neox_style,
         )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
 
 def longrope_scale(longer: float, trained: int) -> float:
-    """Compute the scale of cosines and sines for a context ``longer`` times that of ``trained`` positions."""
-    return 1.0 if longer <= 1.0 else math.sqrt(1.0 + math.log(longer) / math.log(trained))
+    """Return the scale of cosines and sines for a context of ``longer · trained`` positions."""
+    if longer <= 1.0:
+        return 1.0
+    return math.sqrt(1.0 + math.log(longer) / math.log(trained))

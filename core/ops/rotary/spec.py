@@ -1,4 +1,4 @@
-"""Specs of the rotary embeddings, whose references turn pairs as complex numbers."""
+"""Specs of the rotary embeddings. The references turn pairs as complex numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 Module = tuple[nn.Module, tuple[Any, ...]]
 
 ROWS = 32
-QUERY_HEADS, KEY_HEADS = 3, 2
+QUERY_HEADS = 3
+KEY_HEADS = 2
 
 
 def _table(draw: Draw, rows: int, rotary_dim: int) -> Tensor:
@@ -28,20 +29,25 @@ def _table(draw: Draw, rows: int, rotary_dim: int) -> Tensor:
 
 
 def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Draw a flattened query and a key with its heads apart; of odd heads, and of those of 64, a part is rotated."""
+    """Draw a flattened query and a key with heads apart.
+
+    A part of each head is rotated if the size is odd or 64, else the whole head.
+    """
+    rotary_dim = 32 if head_size == 64 else head_size // 2 * 2
     return {
         "positions": draw.integers(0, ROWS, lead),
         "query": draw(*lead, QUERY_HEADS * head_size),
         "key": draw(*lead, KEY_HEADS, head_size),
         "head_size": head_size,
-        "cos_sin_cache": _table(draw, ROWS, 32 if head_size == 64 else head_size // 2 * 2),
+        "cos_sin_cache": _table(draw, ROWS, rotary_dim),
     }
 
 
 def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     arguments = _rotary_inputs(draw, lead, head_size)
     pairs = arguments["cos_sin_cache"].shape[1] // 2
-    height, width = (pairs + 1) // 3, pairs // 4
+    height = (pairs + 1) // 3
+    width = pairs // 4
     positions = draw.integers(0, ROWS, (3, *lead))
     return {
         **arguments,
@@ -69,20 +75,29 @@ def _given(draw: Draw, lead: Sequence[int], pairs: int) -> Arguments:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
-    """Multiply pairs of the last dimension, as complex numbers, by those of a table."""
-    halves = (x.shape[-1] // 2, 2) if not is_neox_style else (2, x.shape[-1] // 2)
-    real, imaginary = x.reshape(*x.shape[:-1], *halves).unbind(-2 if is_neox_style else -1)
-    product = torch.complex(real.contiguous(), imaginary.contiguous()) * torch.complex(cos, sin)
-    return torch.stack((product.real, product.imag), -2 if is_neox_style else -1).reshape(x.shape)
+    """Multiply pairs of the last dimension, as complex numbers, by the numbers of a table."""
+    *lead, size = x.shape
+    if is_neox_style:
+        halves = x.reshape(*lead, 2, size // 2)
+        dim = -2
+    else:
+        halves = x.reshape(*lead, size // 2, 2)
+        dim = -1
+    real, imaginary = halves.unbind(dim)
+    numbers = torch.complex(real.contiguous(), imaginary.contiguous())
+    product = numbers * torch.complex(cos, sin)
+    return torch.stack((product.real, product.imag), dim).reshape(x.shape)
 
 
 def _embedded(x: Tensor, rows: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
-    """Rotate ``x`` by the row of a table for each of its tokens."""
-    tokens, rotary_dim = rows.shape[:-1], rows.shape[-1]
-    heads = x.reshape(*tokens, math.prod(x.shape[len(tokens) :]) // head_size, head_size)
+    """Rotate ``x`` by one row of a table for each token."""
+    *tokens, rotary_dim = rows.shape
+    width = math.prod(x.shape[len(tokens) :])
+    heads = x.reshape(*tokens, width // head_size, head_size)
     cos, sin = rows.reshape(*tokens, 1, 2, rotary_dim // 2).unbind(-2)
     rotated = turned(heads[..., :rotary_dim], cos, sin, is_neox_style)
-    return torch.cat((rotated, heads[..., rotary_dim:]), -1).reshape(x.shape)
+    passed = heads[..., rotary_dim:]
+    return torch.cat((rotated, passed), -1).reshape(x.shape)
 
 
 def _rotary(
@@ -93,21 +108,25 @@ def _rotary(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    rows = torch.stack(
-        [cos_sin_cache[p] for p in positions.flatten()] or [cos_sin_cache[:0].sum(0)]
-    )
-    rows = rows[: positions.numel()].reshape(*positions.shape, cos_sin_cache.shape[1])
-    return _embedded(query, rows, head_size, is_neox_style), _embedded(
-        key, rows, head_size, is_neox_style
-    )
+    rotary_dim = cos_sin_cache.shape[1]
+    rows = cos_sin_cache.new_empty(positions.numel(), rotary_dim)
+    for token, position in enumerate(positions.flatten().tolist()):
+        rows[token] = cos_sin_cache[position]
+    rows = rows.reshape(*positions.shape, rotary_dim)
+    rotated_query = _embedded(query, rows, head_size, is_neox_style)
+    rotated_key = _embedded(key, rows, head_size, is_neox_style)
+    return rotated_query, rotated_key
 
 
 def _axis(pair: int, section: Sequence[int], interleaved: bool) -> int:
-    """Tell which of time, height and width turns a pair."""
+    """Return the axis that turns a pair: 0 time, 1 height, 2 width."""
     if interleaved:
         turn, axis = divmod(pair, 3)
         return axis if turn < section[axis] else 0
-    return 0 if pair < section[0] else 1 if pair < section[0] + section[1] else 2
+    time, height, _ = section
+    if pair < time:
+        return 0
+    return 1 if pair < time + height else 2
 
 
 def _mrope(
@@ -122,13 +141,14 @@ def _mrope(
 ) -> tuple[Tensor, Tensor]:
     pairs = cos_sin_cache.shape[1] // 2
     axes = [_axis(pair, mrope_section, interleaved) for pair in range(pairs)]
-    columns = [
-        cos_sin_cache[positions[axes[column % pairs]], column] for column in range(2 * pairs)
-    ]
+    columns = []
+    for column in range(2 * pairs):
+        axis = axes[column % pairs]
+        columns.append(cos_sin_cache[positions[axis], column])
     rows = torch.stack(columns, -1)
-    return _embedded(query, rows, head_size, is_neox_style), _embedded(
-        key, rows, head_size, is_neox_style
-    )
+    rotated_query = _embedded(query, rows, head_size, is_neox_style)
+    rotated_key = _embedded(key, rows, head_size, is_neox_style)
+    return rotated_query, rotated_key
 
 
 def _dual_chunk(
@@ -143,39 +163,37 @@ def _dual_chunk(
 ) -> tuple[Tensor, Tensor]:
     length = chunk_size - local_size
     farthest = min(2 * length - 1, chunk_size)
-    places = [
-        (p, min(p + length, chunk_size), farthest, p + length, p + chunk_size)
-        for p in (position % length for position in positions.flatten().tolist())
-    ]
+    places = []
+    for position in positions.flatten().tolist():
+        place = position % length
+        before = place + length
+        places.append((place, min(before, chunk_size), farthest, before, place + chunk_size))
     rows = cos_sin_cache[torch.tensor(places, dtype=torch.int64).reshape(*positions.shape, 5)]
-    queries = [
-        _embedded(query, rows[..., version, :], head_size, is_neox_style) for version in range(5)
-    ]
-    return torch.cat(queries, -1), _embedded(key, rows[..., 0, :], head_size, is_neox_style)
+    queries = []
+    for version in range(5):
+        queries.append(_embedded(query, rows[..., version, :], head_size, is_neox_style))
+    # The key is rotated by the place that the first query has, too.
+    rotated_key = _embedded(key, rows[..., 0, :], head_size, is_neox_style)
+    return torch.cat(queries, -1), rotated_key
 
 
 def _rotary_op(
-    positions: Tensor, query: Tensor, key: Tensor, *geometry: Any, **others: Any
-) -> Module:
-    """Build the module; DeepSeek's variant, whose models pair even elements with odd ones, stands for that style."""
-    return _build(ops.RotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, *geometry, **others), (
-        positions,
-        query,
-        key,
-    )
-
-
-def _build(
-    plain: Callable[..., nn.Module],
-    gptj: Callable[..., nn.Module],
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
     head_size: int,
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
-) -> nn.Module:
-    rotary_dim, dtype = cos_sin_cache.shape[1], cos_sin_cache.dtype
-    geometry = (head_size, rotary_dim, ROWS, 10000.0, is_neox_style)
-    op = plain(*geometry, dtype) if is_neox_style else gptj(*geometry, 4.0, dtype)
-    return with_parameters(op, cos_sin_cache=cos_sin_cache)
+) -> Module:
+    """Construct the module for a style: DeepSeek's variant for pairs of even and odd elements."""
+    dtype = cos_sin_cache.dtype
+    geometry = (head_size, cos_sin_cache.shape[1], ROWS, 10000.0, is_neox_style)
+    op: nn.Module
+    if is_neox_style:
+        op = ops.RotaryEmbedding(*geometry, dtype)
+    else:
+        op = ops.DeepseekScalingRotaryEmbedding(*geometry, 4.0, dtype)
+    return with_parameters(op, cos_sin_cache=cos_sin_cache), (positions, query, key)
 
 
 def _mrope_op(
@@ -222,15 +240,20 @@ def _modelling(family: str) -> Any:
 def _by_transformers(
     family: str, query: Tensor, key: Tensor, head_size: int, cos: Tensor, sin: Tensor
 ) -> Any:
-    """Rotate query and key by a family's function, which takes whole heads with their table repeated."""
-    heads = [x.reshape(*cos.shape[:-1], -1, head_size) for x in (query, key)]
-    rotary_dim = cos.shape[-1]
+    """Rotate query and key by the function of a family.
+
+    The function takes whole heads, and tables with a number for each element.
+    """
+    *tokens, rotary_dim = cos.shape
+    q = query.reshape(*tokens, -1, head_size)
+    k = key.reshape(*tokens, -1, head_size)
     turn = _modelling(family).apply_rotary_pos_emb
-    rotated = turn(*(x[..., :rotary_dim] for x in heads), cos, sin, unsqueeze_dim=-2)
-    whole = [
-        torch.cat((part, x[..., rotary_dim:]), -1) for part, x in zip(rotated, heads, strict=True)
-    ]
-    return tuple(part.reshape(x.shape) for part, x in zip(whole, (query, key), strict=True))
+    rotated_q, rotated_k = turn(
+        q[..., :rotary_dim], k[..., :rotary_dim], cos, sin, unsqueeze_dim=-2
+    )
+    whole_q = torch.cat((rotated_q, q[..., rotary_dim:]), -1)
+    whole_k = torch.cat((rotated_k, k[..., rotary_dim:]), -1)
+    return whole_q.reshape(query.shape), whole_k.reshape(key.shape)
 
 
 def _llama(
@@ -241,10 +264,12 @@ def _llama(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> Any:
-    cos, sin = (
-        half.repeat(*(1,) * positions.dim(), 2) for half in cos_sin_cache[positions].chunk(2, -1)
-    )
-    return _by_transformers("llama", query, key, head_size, cos, sin) if is_neox_style else None
+    if not is_neox_style:
+        return None
+    cos, sin = cos_sin_cache[positions].chunk(2, -1)
+    cos = torch.cat((cos, cos), -1)
+    sin = torch.cat((sin, sin), -1)
+    return _by_transformers("llama", query, key, head_size, cos, sin)
 
 
 def _cohere(
@@ -255,12 +280,16 @@ def _cohere(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> Any:
-    cos, sin = (half.repeat_interleave(2, -1) for half in cos_sin_cache[positions].chunk(2, -1))
-    return None if is_neox_style else _by_transformers("cohere", query, key, head_size, cos, sin)
+    if is_neox_style:
+        return None
+    cos, sin = cos_sin_cache[positions].chunk(2, -1)
+    cos = cos.repeat_interleave(2, -1)
+    sin = sin.repeat_interleave(2, -1)
+    return _by_transformers("cohere", query, key, head_size, cos, sin)
 
 
 def _given_to(repeated: Callable[[Tensor], Tensor], for_neox_style: bool) -> Callable[..., Any]:
-    """Return the function of a family with that style, which takes its table ``repeated`` over whole heads."""
+    """Return a call of a family's function for one style; ``repeated`` fills a table for heads."""
 
     def call(turn: Any, x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Any:
         if is_neox_style is not for_neox_style:
@@ -284,10 +313,11 @@ def _qwen(family: str, cls: str, takes_turns: bool) -> Callable[..., Any]:
         if interleaved is not takes_turns or not is_neox_style:
             return None
         recompose = getattr(_modelling(family), cls).recomposition_frequencies
-        halves = cos_sin_cache[positions].chunk(2, -1)
-        cos, sin = (
-            recompose(SimpleNamespace(mrope_section=mrope_section), half.clone()) for half in halves
-        )
+        rope = SimpleNamespace(mrope_section=mrope_section)
+        cos, sin = cos_sin_cache[positions].chunk(2, -1)
+        # The function of the newer family writes to its argument.
+        cos = recompose(rope, cos.clone())
+        sin = recompose(rope, sin.clone())
         return _by_transformers("llama", query, key, head_size, cos, sin)
 
     return call
@@ -295,6 +325,10 @@ def _qwen(family: str, cls: str, takes_turns: bool) -> Callable[..., Any]:
 
 def _rotary_flops(query: Tensor, key: Tensor, **others: Any) -> int:
     return 3 * (query.numel() + key.numel())
+
+
+def _dual_chunk_flops(query: Tensor, key: Tensor, **others: Any) -> int:
+    return 3 * (5 * query.numel() + key.numel())
 
 
 STYLES: dict[str, Arguments] = {"": {}, "gptj": {"is_neox_style": False}}
@@ -364,6 +398,6 @@ SPECS = (
         _dual_chunk,
         module=_dual_chunk_op,
         variants={**STYLES, "chunks apart": {"local_size": 0}},
-        **{**HEADS, "flops": lambda query, key, **others: 3 * (5 * query.numel() + key.numel())},
+        **{**HEADS, "flops": _dual_chunk_flops},
     ),
 )

@@ -1,7 +1,7 @@
 """Variants of the rotary embedding: other frequencies, and positions along several axes.
 
-All have the buffer ``cos_sin_cache`` of ``RotaryEmbeddingBase``, which moves with the module and is not saved with it.
-Where a variant takes ``offsets``, integers that broadcast to ``positions``, they are added to them.
+All have the buffer ``cos_sin_cache`` of ``RotaryEmbeddingBase``. The buffer moves with the module
+and is not saved. Some variants add ``offsets`` to ``positions``: integers that broadcast.
 """
 
 from __future__ import annotations
@@ -35,30 +35,36 @@ _OF_SOME_VERSIONS = (
     "attention_factor",
     "truncate",
 )
-"""Parameters of YaRN that constructors of plugins have or lack by the version of vLLM that they were written for."""
+"""Parameters of YaRN in some versions of vLLM. Constructors of plugins may have or lack them."""
 
 
 def _slowed(inv_freq: Tensor, kept: Tensor, factor: float) -> Tensor:
-    """Divide frequencies by ``factor``, save for the share ``kept`` of each; where that is 1, they stay exactly."""
-    return inv_freq * (1.0 - (1.0 - kept) * (1.0 - 1.0 / factor))
+    """Divide frequencies by ``factor``, but for the share ``kept`` of each.
+
+    A frequency with the share 1 stays exactly the same.
+    """
+    loss = (1.0 - kept) * (1.0 - 1.0 / factor)
+    return inv_freq * (1.0 - loss)
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
-    """The rotary embedding of Llama 3.1, slowed where a context of training sees less than a turn (arXiv:2407.21783).
+    """The rotary embedding of Llama 3.1, with low frequencies slowed down (arXiv:2407.21783).
 
-    A frequency that turns at most ``low_freq_factor`` times within ``orig_max_position`` is divided by
-    ``scaling_factor``, one that turns at least ``high_freq_factor`` times stays, those between go over linearly.
+    A low frequency turns at most ``low_freq_factor`` times within ``orig_max_position``, and is
+    divided by ``scaling_factor``. A high frequency turns at least ``high_freq_factor`` times, and
+    stays. The frequencies between go over linearly.
 
     Args:
-        scaling_factor: what low frequencies are divided by.
-        low_freq_factor: turns up to which a frequency is low.
-        high_freq_factor: turns from which it is high.
-        orig_max_position: positions that the model was first trained for.
+        scaling_factor: the divisor of low frequencies.
+        low_freq_factor: the most turns of a low frequency.
+        high_freq_factor: the fewest turns of a high frequency.
+        orig_max_position: positions of the model's first training.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
 
     Raises:
-        ValueError: ``high_freq_factor`` is not above ``low_freq_factor``, or as ``RotaryEmbeddingBase``.
+        ValueError: ``high_freq_factor`` is not above ``low_freq_factor``, or as
+            ``RotaryEmbeddingBase``.
     """
 
     def __init__(
@@ -89,23 +95,25 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
     def _compute_inv_freq(self, base: float) -> Tensor:
         inv_freq = super()._compute_inv_freq(base)
         turns = self.orig_max_position * inv_freq / (2.0 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        transition = self.high_freq_factor - self.low_freq_factor
+        kept = (turns - self.low_freq_factor) / transition
         return _slowed(inv_freq, kept.clamp(0.0, 1.0), self.scaling_factor)
 
 
 class _YaRNTable:
-    """Frequencies and table of YaRN (arXiv:2309.00071), for the variants that have them.
+    """Frequencies and table of YaRN (arXiv:2309.00071).
 
-    A pair that turns at least ``beta_fast`` times within ``max_position_embeddings`` keeps its frequency, one that
-    turns at most ``beta_slow`` times has it divided by ``scaling_factor``, those between go over linearly by their
-    index. Cosines and sines are multiplied by ``mscale``.
+    A fast pair turns at least ``beta_fast`` times within ``max_position_embeddings``, and keeps its
+    frequency. A slow pair turns at most ``beta_slow`` times: its frequency is divided by
+    ``scaling_factor``. The pairs between go over linearly by index. Cosines and sines are
+    multiplied by ``mscale``.
     """
 
     base: float
     rotary_dim: int
     max_position_embeddings: int
     dtype: torch.dtype
-    # A replacement that has a constructor of its own may call that of RotaryEmbeddingBase alone, with these unset.
+    # Defaults, as the constructor of a replacement may call RotaryEmbeddingBase alone.
     scaling_factor: float | None = None
     extrapolation_factor: float = 1.0
     attn_factor: float = 1.0
@@ -123,10 +131,9 @@ class _YaRNTable:
         beta_slow: float,
         truncate: bool = True,
     ) -> None:
-        """Keep the arguments; before the constructor of the op, which computes the table."""
-        expect_positive(
-            "rotary_embedding", "scaling_factor", 1.0 if scaling_factor is None else scaling_factor
-        )
+        """Keep the arguments. Call this before the constructor of the op computes the table."""
+        if scaling_factor is not None:
+            expect_positive("rotary_embedding", "scaling_factor", scaling_factor)
         self.scaling_factor = scaling_factor
         self.extrapolation_factor = extrapolation_factor
         self.attn_factor = attn_factor
@@ -140,29 +147,34 @@ class _YaRNTable:
 
     @property
     def _trained_positions(self) -> int:
-        """Positions that the table reaches before they are multiplied by the factor."""
+        """Rows of the table for a factor of 1."""
         return self.max_position_embeddings
 
     def _pair_that_turns(self, times: float) -> float:
+        """Return the index of the pair that turns so often; between two pairs, a fraction."""
         turned = math.log(self.max_position_embeddings / (times * 2.0 * math.pi))
         return self.rotary_dim * turned / (2.0 * math.log(self.base))
 
     def _compute_inv_freq(self, scaling_factor: float) -> Tensor:
-        """Compute ``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
+        """Return ``θ`` with low frequencies divided by ``scaling_factor``: ``[rotary_dim / 2]``.
 
-        Of an op without a scaling factor it is called with the base, as that of ``RotaryEmbeddingBase``.
+        An op without a scaling factor passes the base instead, as ``RotaryEmbeddingBase`` does.
         """
         if self.scaling_factor is None:
             return inverse_frequencies(scaling_factor, self.rotary_dim, self.dtype)
         inv_freq = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
-        low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
+        low = self._pair_that_turns(self.beta_fast)
+        high = self._pair_that_turns(self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        ramp = (torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / (high - low or 0.001)
-        return _slowed(
-            inv_freq, (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor, scaling_factor
-        )
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.rotary_dim - 1)
+        # With both ends at one pair, a step takes the place of the ramp.
+        width = high - low or 0.001
+        ramp = (torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / width
+        kept = (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor
+        return _slowed(inv_freq, kept, scaling_factor)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         rows = math.ceil(self._trained_positions * self._factor)
@@ -171,14 +183,16 @@ class _YaRNTable:
 
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's factor for cosines and sines, and so for attention scores by its square."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    """Return YaRN's factor of cosines and sines; attention scores grow by the square."""
+    if factor <= 1.0:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _table_scale(
     factor: float, mscale: float | None, mscale_all_dim: float | None, given: float | None
 ) -> float:
-    """Return the factor for a table of YaRN: what is given, the ratio of two scales, or its own scale."""
+    """Return the factor of a table: the given one, the ratio of two scales, or YaRN's own."""
     if given is not None:
         return float(given)
     if mscale and mscale_all_dim:
@@ -189,21 +203,21 @@ def _table_scale(
 class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
     """The rotary embedding with the frequencies of YaRN (Peng et al., arXiv:2309.00071).
 
-    The table has ``max_position_embeddings · scaling_factor`` rows, times ``mscale``.
+    The table has ``max_position_embeddings · scaling_factor`` rows, multiplied by ``mscale``.
 
     Args:
-        max_position_embeddings: positions that the model was first trained for.
-        scaling_factor: what low frequencies are divided by.
-        extrapolation_factor: how much of their frequency high ones keep.
-        attn_factor: cosines and sines are multiplied by it, besides YaRN's own scale.
-        beta_fast: turns from which a frequency is high.
-        beta_slow: turns up to which it is low.
-        apply_yarn_scaling: whether YaRN's own scale, ``0.1 · ln(scaling_factor) + 1``, is applied.
-        mscale: with ``mscale_all_dim``, YaRN's own scale is ``s(mscale) / s(mscale_all_dim)`` with ``s(m) = 0.1 · m ·
-            ln(scaling_factor) + 1``.
+        max_position_embeddings: positions of the model's first training.
+        scaling_factor: the divisor of low frequencies.
+        extrapolation_factor: the share of a high frequency that stays.
+        attn_factor: multiplies cosines and sines, besides YaRN's own scale.
+        beta_fast: the fewest turns of a high frequency.
+        beta_slow: the most turns of a low frequency.
+        apply_yarn_scaling: apply YaRN's own scale, ``0.1 · ln(scaling_factor) + 1``.
+        mscale: with ``mscale_all_dim``, YaRN's own scale is ``s(mscale) / s(mscale_all_dim)`` with
+            ``s(m) = 0.1 · m · ln(scaling_factor) + 1``.
         mscale_all_dim: see ``mscale``.
-        attention_factor: stands for YaRN's own scale.
-        truncate: round the pairs where the transition begins and ends to whole ones.
+        attention_factor: replaces YaRN's own scale.
+        truncate: begin and end the transition at whole pairs.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
@@ -232,25 +246,24 @@ class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
         self._set_yarn(
             scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate
         )
-        scale = (
-            _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
-            if apply_yarn_scaling
-            else 1.0
-        )
+        scale = 1.0
+        if apply_yarn_scaling:
+            scale = _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
         self.mscale = attn_factor * scale
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
 
 class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
-    """The rotary embedding of DeepSeek-V2, YaRN with two scales (arXiv:2405.04434, arXiv:2309.00071).
+    """The rotary embedding of DeepSeek-V2: YaRN with two scales.
 
-    The table is multiplied by ``s(mscale) / s(mscale_all_dim) · attn_factor`` with ``s(m) = 0.1 · m ·
-    ln(scaling_factor) + 1``, which is kept as ``mscale``.
+    Sources: arXiv:2405.04434, arXiv:2309.00071. The attribute ``mscale`` multiplies the table:
+    ``s(mscale) / s(mscale_all_dim) · attn_factor``, with
+    ``s(m) = 0.1 · m · ln(scaling_factor) + 1``.
 
     Args:
-        mscale: of the rotated part of a head.
-        mscale_all_dim: of the whole head, which the model's softmax scale takes account of.
-        init_cache: as that of ``RotaryEmbeddingBase``.
+        mscale: for the rotated part of a head.
+        mscale_all_dim: for the whole head; the model's softmax scale contains this one.
+        init_cache: as for ``RotaryEmbeddingBase``.
 
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
     """
@@ -274,11 +287,9 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         init_cache: bool = True,
     ) -> None:
         self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow)
-        self.mscale = (
-            _yarn_scale(scaling_factor, mscale)
-            / _yarn_scale(scaling_factor, mscale_all_dim)
-            * attn_factor
-        )
+        of_rotated = _yarn_scale(scaling_factor, mscale)
+        of_all = _yarn_scale(scaling_factor, mscale_all_dim)
+        self.mscale = of_rotated / of_all * attn_factor
         super().__init__(
             head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache
         )
@@ -294,42 +305,53 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
-        return super().forward_native(moved(positions, offsets), query, key, functional=functional)
+        positions = moved(positions, offsets)
+        return super().forward_native(positions, query, key, functional=functional)
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
 
 
 def apply_interleaved_rope(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
-    """Put cosines, or sines, of three axes together as pairs take turns: ``[3, ..., pairs]`` becomes ``[..., pairs]``.
+    """Merge cosines, or sines, of three axes, as pairs take turns.
 
     Args:
-        x: by time, height and width.
-        mrope_section: as that of ``MRotaryEmbedding``.
+        x: ``[3, ..., pairs]``, by time, height and width.
+        mrope_section: as for ``MRotaryEmbedding``.
+
+    Returns:
+        ``[..., pairs]``.
     """
+    by_time, by_height, by_width = x
     pair = torch.arange(x.shape[-1], device=x.device)
-    by_height = (pair % 3 == 1) & (pair < 3 * mrope_section[1])
-    by_width = (pair % 3 == 2) & (pair < 3 * mrope_section[2])
-    return torch.where(by_width, x[2], torch.where(by_height, x[1], x[0]))
+    is_height = (pair % 3 == 1) & (pair < 3 * mrope_section[1])
+    is_width = (pair % 3 == 2) & (pair < 3 * mrope_section[2])
+    merged = torch.where(is_height, by_height, by_time)
+    return torch.where(is_width, by_width, merged)
 
 
 class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     """Rotary embedding by positions in time, height and width (Qwen2-VL, arXiv:2409.12191).
 
-    The table has ``positions_factor`` times ``max_position_embeddings`` rows, times ``scaling_factor``, because the
-    positions of a video run on with its duration. With a ``scaling_factor`` the frequencies are those of YaRN, for a
-    model that was trained for ``max_position_embeddings``; vLLM takes ``positions_factor`` times as many for that.
+    The table has ``positions_factor · max_position_embeddings · scaling_factor`` rows, as the
+    positions of a video grow with its duration. With a ``scaling_factor``, the frequencies are
+    those of YaRN, for a training with ``max_position_embeddings`` positions; vLLM computes with
+    ``positions_factor`` times as many.
 
     Args:
-        mrope_section: how many pairs turn by time, height and width; together ``rotary_dim / 2``. Without it the op
-            takes positions as ``RotaryEmbeddingBase`` does.
-        mrope_interleaved: pairs take turns, as in Qwen3-VL; otherwise the sections follow each other.
-        positions_factor: how far positions run on, as a multiple of ``max_position_embeddings``.
-        scaling_factor: that of YaRN; without it frequencies are plain.
+        mrope_section: the numbers of pairs for time, height and width; together
+            ``rotary_dim / 2``. Without sections, the op takes positions as
+            ``RotaryEmbeddingBase`` does.
+        mrope_interleaved: pairs take turns, as in Qwen3-VL; otherwise the sections follow each
+            other.
+        positions_factor: the reach of positions, as a multiple of ``max_position_embeddings``.
+        scaling_factor: as for YaRN; without a factor, frequencies are plain.
 
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
 
     Raises:
-        ValueError: the sections do not share out the pairs of a head, or as ``RotaryEmbeddingBase``.
+        ValueError: the sections do not share out the pairs of a head, or as
+            ``RotaryEmbeddingBase``.
     """
 
     def __init__(
@@ -363,9 +385,8 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
             scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate
         )
         if scaling_factor is not None:
-            self.mscale = attn_factor * _table_scale(
-                scaling_factor, mscale, mscale_all_dim, attention_factor
-            )
+            scale = _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
+            self.mscale = attn_factor * scale
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     @property
@@ -382,13 +403,13 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate query and key, each in the shape it came in; a key of ``None`` stays ``None``.
+        """Rotate query and key, in their shapes; a key of ``None`` stays ``None``.
 
         Args:
-            positions: integers ``[3, num_tokens]`` or, of text, ``[num_tokens]``.
-            query: as that of ``RotaryEmbeddingBase``.
-            key: likewise.
-            offsets: are added to ``positions``.
+            positions: integers ``[3, num_tokens]``; for text, ``[num_tokens]``.
+            query: as for ``RotaryEmbeddingBase``.
+            key: as for ``RotaryEmbeddingBase``.
+            offsets: added to ``positions``.
 
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
@@ -396,9 +417,17 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         positions = moved(positions, offsets)
         if self.mrope_section is None or positions.dim() == 1:
             return super().forward_native(positions, query, key, functional=functional)
-        sections = (self.mrope_section, self.is_neox_style, self.mrope_interleaved)
         return rotated_by(
-            functional.mrope, positions, query, key, self.head_size, self.cos_sin_cache, *sections
+            functional.mrope,
+            positions,
+            query,
+            key,
+            self.head_size,
+            self.cos_sin_cache,
+            self.mrope_section,
+            self.is_neox_style,
+            self.mrope_interleaved,
         )
 
-    functional_cuda = functional_xpu = TRITON  # makes forward_cuda, forward_xpu
+    # Makes forward_cuda and forward_xpu.
+    functional_cuda = functional_xpu = TRITON
