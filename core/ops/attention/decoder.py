@@ -111,8 +111,8 @@ class Attention(CachedAttention):
     Computes ``softmax(cap(Q · Kᵀ · scale) + mask) · V`` (Vaswani et al., arXiv:1706.03762). Each
     key head serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). With a window, a
     token sees itself and the ``sliding_window - 1`` tokens before (arXiv:2004.05150). A cap bounds
-    scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118). A sink is one more score per head: the sink
-    takes a share of the softmax and has no value (arXiv:2309.17453).
+    scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118). A sink is one more score per head: the
+    sink takes a share of the softmax and has no value (arXiv:2309.17453).
 
     The current ``AttentionBatch`` holds the sequences, and the pages of this layer under its
     ``prefix``. Without a batch, all tokens are one sequence and nothing is kept. A replacement may

@@ -1,4 +1,4 @@
-"""Layers made of other ops, which may compute several of them at once."""
+"""Layers made of other ops. A layer may compute several of these ops at once."""
 
 from opgraft.ops.composites.encoder import MLP, LinearAct, LinearAddNorm
 from opgraft.ops.composites.experts import Experts

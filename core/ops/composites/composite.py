@@ -1,4 +1,4 @@
-"""Common ground of layers made of other ops: when one kernel may do the work of several of them."""
+"""The base of layers made of other ops, and the rules for one kernel in place of several."""
 
 from __future__ import annotations
 
@@ -25,64 +25,77 @@ class Composite(PluggableLayer):
         self.__dict__["_choice"] = None
 
     def release_weights(self) -> None:
-        """Give up what this layer has done to the memory of its children's weights, for its own kernels."""
+        """Undo ``process_weights_after_loading``: children's weights lie in memory of their own."""
 
     def process_weights_after_loading(self) -> None:
-        """Arrange the memory of the children's weights, once it is known; again after ``release_weights``."""
+        """Arrange the memory of the children's weights for the kernels of this layer.
+
+        The call follows the loading of weights, and each ``release_weights``.
+        """
 
     def weights_in_common(self) -> frozenset[str]:
-        """Return the names of the parameters that ``release_weights`` would move."""
+        """Return the names of the parameters to move by ``release_weights``."""
         return frozenset()
 
     def chosen(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
-        """Remember ``choose(first, second)`` for two children, until one of them has another kernel."""
+        """Return ``choose(first, second)`` for two children, remembered until a kernel changes."""
         # By class, as an op that is bound to another kernel is of another class.
-        known, kinds = self.__dict__["_choice"], (type(first), type(second))
+        kinds = (type(first), type(second))
+        known = self.__dict__["_choice"]
         if known is None or known[0] != kinds:
-            known = self.__dict__["_choice"] = kinds, choose(first, second)
+            known = (kinds, choose(first, second))
+            self.__dict__["_choice"] = known
         return known[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_choice": None}  # chosen again where it is loaded
+        # The loading process may have other kernels, and chooses again.
+        return {**self.__dict__, "_choice": None}
 
 
 def epilogue_of(activation: nn.Module | None) -> str | None:
-    """Name an activation as a linear op does, ``None`` if it cannot be its epilogue."""
+    """Return a linear op's name of an activation; ``None`` if no epilogue computes it."""
     if isinstance(activation, GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if isinstance(activation, SiLU) and not activation.inplace:
         return "silu"
-    return "gelu_tanh" if isinstance(activation, GELUTanh) else None
+    if isinstance(activation, GELUTanh):
+        return "gelu_tanh"
+    return None
 
 
 def is_observed(layer: nn.Module) -> bool:
-    """Return whether somebody waits for a layer to be called, or has changed what calling it does."""
+    """Return True if a layer has hooks, or a ``forward`` of the instance's own."""
     own = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
     return bool(own or hooks_on_every_module())
 
 
 def call_uncompiled(module: Any, *inputs: Any) -> Any:
-    """Call a module behind a plan; an op that is disabled for a compiler alone runs the kernel that it has without one.
+    """Call a module behind a plan, without a compiler.
 
-    A hook of the op, and what was put before its kernel, run as in any call.
+    An op disabled for a compiler alone runs the kernel of eager calls. Hooks of the op run as in
+    any call, and so does a ``forward`` in place of the kernel.
     """
     if not isinstance(module, CustomOp) or not module.binding.kernel.left_to_compiler:
         return module(*inputs)
     if hidden_by(module) or is_observed(module):
         return module(*inputs)
-    return method_of(module.binding.kernel.uncompiled.definition)(module, *inputs)
+    kernel = module.binding.kernel.uncompiled
+    return method_of(kernel.definition)(module, *inputs)
 
 
 def served_by(op: CustomOp) -> Provider:
-    """Name the provider of the kernel that an op is bound to."""
-    choice, kernel = op.binding.replacement, op.binding.kernel.winner
-    return choice.own if kernel.owner in choice.target.__mro__ else choice.provider
+    """Return the provider of an op's kernel."""
+    choice = op.binding.replacement
+    kernel = op.binding.kernel.winner
+    is_inherited = kernel.owner in choice.target.__mro__
+    return choice.own if is_inherited else choice.provider
 
 
 def may_stand_for(kernel: CustomOp, other: CustomOp) -> bool:
-    """Decide whether the kernel of one op may do the work of another op too.
+    """Return True if the kernel of one op may do the work of another op, too.
 
-    That is where the other has no more than opgraft's own definition, or where both kernels come from one
-    distribution, which then answers for both. What someone else provides for an op is never passed over.
+    The other op must have opgraft's own definition alone, or a kernel of the same distribution: one
+    provider then answers for both. A kernel of another provider is never passed over.
     """
-    return served_by(other) in (discover().provider_of(__name__), served_by(kernel))
+    opgraft = discover().provider_of(__name__)
+    return served_by(other) in (opgraft, served_by(kernel))

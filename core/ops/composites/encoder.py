@@ -1,10 +1,16 @@
-"""Layers of encoder models that end a linear map with an activation or a residual, which kernels compute with it.
+"""Layers of encoder models: a linear map with an activation, or with a residual and a norm.
 
-Each takes the layers that it is made of and keeps them as children, under names of the caller's choice, so that it can
-stand for a module of a model without a change in the model's parameters. It hands its linear layer the rest as an
-epilogue where that layer's kernel takes one (it has the functional form ``linear``), where no kernel that somebody else
-provides for the activation is passed over (see ``may_stand_for``), and where nobody could tell: without a gradient,
-hooks or a compiler. Otherwise it calls its children one after another.
+A kernel may compute such a pair at once. Each layer keeps the given layers as children, under names
+of the caller's choice. So the layer can replace a module of a model without new names for the
+model's parameters.
+
+The layer passes the activation or the residual to the linear kernel as an epilogue, if
+
+- the kernel takes an epilogue: it has the functional form ``linear``,
+- no other provider's kernel for the activation is passed over, see ``may_stand_for``,
+- nobody can tell the difference: there are no gradients, hooks or compilers.
+
+Otherwise, the layer calls its children one after another.
 """
 
 from __future__ import annotations
@@ -24,50 +30,49 @@ _COMPILED = "while a compiler traces, the layers are called one after another"
 
 
 class EpilogueLayer(Composite):
-    """A layer whose linear map may be computed together with what follows it."""
+    """A layer with a linear map and an epilogue: a kernel may compute both at once."""
 
     def kernel_for(self, linear: Any, act: nn.Module | None, *tensors: Tensor) -> Kernel | None:
-        """Return the function ``linear`` that may be called for a linear layer and an activation, or ``None``."""
-        if (
-            torch.compiler.is_compiling()
-            or is_observed(linear)
-            or (act is not None and is_observed(act))
-        ):
+        """Return the function ``linear`` for a linear layer and an activation, or ``None``.
+
+        ``None`` stands for separate calls of the two layers.
+        """
+        if torch.compiler.is_compiling() or is_observed(linear):
             return None
-        kernel: Kernel | None = self.chosen(_fused, linear, act)
-        if (
-            kernel is None
-            or linear.activation != "none"
-            or not linear.quant_method.holds_weight(linear)
-        ):
+        if act is not None and is_observed(act):
+            return None
+        kernel: Kernel | None = self.chosen(_joint_kernel, linear, act)
+        if kernel is None or linear.activation != "none":
+            return None
+        if not linear.quant_method.holds_weight(linear):
             return None
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.is_nested:
                 return None
-        if torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*tensors, *linear.parameters())
-        ):
-            return None
+        if torch.is_grad_enabled():
+            for tensor in (*tensors, *linear.parameters()):
+                if tensor.requires_grad:
+                    return None
         return kernel
 
 
-def _fused(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
-    """Return the functional form of a linear layer's kernel, if that kernel may compute the activation too."""
-    if not isinstance(linear, Linear) or (
-        isinstance(act, CustomOp) and not may_stand_for(linear, act)
-    ):
+def _joint_kernel(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
+    """Return a linear layer's function ``linear``, if it may stand for the activation too."""
+    if not isinstance(linear, Linear):
+        return None
+    if isinstance(act, CustomOp) and not may_stand_for(linear, act):
         return None
     return linear.binding.kernel.winner.functional("linear")
 
 
 @CustomOp.register("linear_act")
 class LinearAct(EpilogueLayer):
-    """``act(linear(x))``, such as the first half of a feed-forward layer (Vaswani et al., arXiv:1706.03762).
+    """``act(linear(x))``, such as the first half of a feed-forward layer (arXiv:1706.03762).
 
     Args:
         linear: the linear map, ``[..., in_features]`` to ``[..., out_features]``.
         act: the activation.
-        names: what the two are called.
+        names: the names of the two children.
     """
 
     def __init__(
@@ -93,21 +98,24 @@ class LinearAct(EpilogueLayer):
         return mapped
 
     def idle(self) -> frozenset[str]:
-        linear, act = self.get_submodule(self.names[0]), self.get_submodule(self.names[1])
+        linear = self.get_submodule(self.names[0])
+        act = self.get_submodule(self.names[1])
+        if epilogue_of(act) is None:
+            return frozenset()
         with torch.no_grad():
-            fused = epilogue_of(act) is not None and self.kernel_for(linear, act) is not None
-        return frozenset(self.names[1:2]) if fused else frozenset()
+            kernel = self.kernel_for(linear, act)
+        return frozenset() if kernel is None else frozenset(self.names[1:2])
 
 
 @CustomOp.register("mlp")
 class MLP(LinearAct):
-    """``down(act(up(x)))``, the feed-forward layer of a transformer (Vaswani et al., arXiv:1706.03762).
+    """``down(act(up(x)))``, the feed-forward layer of a transformer (arXiv:1706.03762).
 
     Args:
         up: ``[..., hidden_size]`` to ``[..., intermediate_size]``.
         act: the activation.
         down: ``[..., intermediate_size]`` to ``[..., hidden_size]``.
-        names: what the three are called.
+        names: the names of the three children.
     """
 
     def __init__(
@@ -130,13 +138,15 @@ class MLP(LinearAct):
 
 @CustomOp.register("linear_add_norm")
 class LinearAddNorm(EpilogueLayer):
-    """``norm(dropout(linear(x)) + residual)``, the end of a layer that normalises after adding (arXiv:1706.03762).
+    """``norm(dropout(linear(x)) + residual)``, the end of a layer of an encoder.
+
+    Source: Vaswani et al., arXiv:1706.03762.
 
     Args:
         linear: the linear map.
         norm: the norm of the sum.
-        dropout: applies in training only; ``None`` if there is none.
-        names: what linear map, norm and dropout are called.
+        dropout: dropout in training; ``None`` for none.
+        names: the names of linear map, norm and dropout.
 
     Shapes:
         ``x`` is ``[..., in_features]``; ``residual`` and the result are ``[..., out_features]``.
@@ -162,14 +172,18 @@ class LinearAddNorm(EpilogueLayer):
         dropout = modules[self.names[2]]
         drops = dropout is not None and (dropout.training or is_observed(dropout))
         # A kernel does not broadcast.
-        alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]
-        kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
+        are_alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]
+        kernel = None
+        if are_alike and not drops:
+            kernel = self.kernel_for(linear, None, x, residual)
         if kernel is not None and residual.shape[-1] == linear.out_features:
             summed = linear.quant_method.apply(
                 linear, x, linear.bias, residual=residual, kernel=kernel
             )
         else:
             mapped = linear(x)
-            summed = (mapped if dropout is None else dropout(mapped)) + residual
+            if dropout is not None:
+                mapped = dropout(mapped)
+            summed = mapped + residual
         out: Tensor = norm(summed)
         return out

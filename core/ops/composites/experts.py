@@ -1,4 +1,4 @@
-"""Experts with the weights of all of them in two parameters, as the models of transformers have them."""
+"""Experts with all weights in two parameters, as in transformers' models."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from torch.nn import functional as F
 
 @CustomOp.register("experts")
 class Experts(Composite):
-    """Experts that the caller has chosen: ``Σ weight · down(act(gate(x)) · up(x))`` over those of a token
-    (arXiv:1701.06538), by ``UnquantizedFusedMoEMethod``.
+    """The sum ``Σ weight · down(act(gate(x)) · up(x))`` over the experts of each token.
 
-    ``graft`` puts it in the place of experts of transformers' models, with the parameters that they have. A kernel for
-    them replaces ``UnquantizedFusedMoEMethod``: a replacement of ``transformers_fused_moe`` is not used there.
+    Source: arXiv:1701.06538. The caller chooses the experts, and ``UnquantizedFusedMoEMethod``
+    computes. ``graft`` replaces experts of transformers' models by this layer, with the same parameters. A
+    kernel for the layer replaces ``UnquantizedFusedMoEMethod``; a replacement of
+    ``transformers_fused_moe`` is not used.
 
     Args:
-        num_experts: in all.
+        num_experts: the number of experts.
         hidden_size: elements of a token.
         intermediate_size: elements between the two products.
-        activation: as ``opgraft.functional.fused_experts`` has it.
-        bias: whether both products have one, ``gate_up_proj_bias`` and ``down_proj_bias``.
-        transposed: the parameters have their last two dimensions exchanged.
-        act: ``act_fn``, for a model that has the activation as a layer. It is called where it has hooks.
+        activation: as for ``opgraft.functional.fused_experts``.
+        bias: both products have a bias, ``gate_up_proj_bias`` and ``down_proj_bias``.
+        transposed: the last two dimensions of the parameters are exchanged.
+        act: ``act_fn``, for a model with the activation as a layer. A layer with hooks is called.
 
     Shapes:
-        hidden states ``[tokens, hidden_size]``, ids ``[tokens, top_k]`` and weights ``[tokens, top_k]`` to
-        ``[tokens, hidden_size]``. Parameters ``gate_up_proj`` and ``down_proj`` are ``w13`` and ``w2`` of that form.
+        hidden states ``[tokens, hidden_size]``, ids ``[tokens, top_k]`` and weights
+        ``[tokens, top_k]`` to ``[tokens, hidden_size]``. The parameters ``gate_up_proj`` and
+        ``down_proj`` are ``w13`` and ``w2`` of ``opgraft.functional.fused_experts``.
     """
 
     def __init__(
@@ -48,14 +50,14 @@ class Experts(Composite):
     ) -> None:
         super().__init__()
         self.transposed = transposed
-        rows = 2 * intermediate_size
-        for name, *shape in (
-            ("gate_up_proj", rows, hidden_size),
-            ("down_proj", hidden_size, intermediate_size),
-        ):
-            sizes = reversed(shape) if transposed else shape
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *sizes)))
-            biases = nn.Parameter(torch.empty(num_experts, shape[0])) if bias else None
+        products = {
+            "gate_up_proj": (2 * intermediate_size, hidden_size),
+            "down_proj": (hidden_size, intermediate_size),
+        }
+        for name, (rows, columns) in products.items():
+            shape = (columns, rows) if transposed else (rows, columns)
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
+            biases = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
             self.register_parameter(f"{name}_bias", biases)
         if act is not None:
             self.add_module("act_fn", act)
@@ -87,17 +89,18 @@ class Experts(Composite):
         return bias
 
     def _weight(self, name: str) -> Tensor:
-        # Read as an attribute: where a parametrization computes the weight, it is no parameter.
+        # Read as an attribute: a weight that a parametrization computes is no parameter.
         weight: Tensor = getattr(self, name)
         return weight.mT if self.transposed else weight
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sum what the experts ``top_k_index`` make of each token, by ``top_k_weights``.
+        """Return the sum of the experts ``top_k_index`` of each token, by ``top_k_weights``.
 
         Raises:
             ValueError: as ``opgraft.functional.fused_experts``.
         """
-        x = hidden_states.to(self.w2_weight.dtype)  # under autocast, norms return float32
+        # Under autocast, norms return float32.
+        x = hidden_states.to(self.w2_weight.dtype)
         if self._activates_within():
             output: Tensor = self.quant_method.apply(self, x, top_k_weights, top_k_index)
         else:
@@ -105,25 +108,26 @@ class Experts(Composite):
         return output.to(hidden_states.dtype)
 
     def _by_layers(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Compute one expert after another, with calls of ``act_fn``."""
+        """Compute one expert after another, with calls of the layer ``act_fn``."""
         rows, order, bounds = sorted_by_expert(x, ids, self.quant_method.moe.num_experts)
         outputs = [rows.new_zeros(bounds[0], rows.shape[1])]
         act: Any = self.act_fn
         for expert, (begin, end) in enumerate(pairwise(bounds)):
-            if begin < end:
-                gate, up = _linear(rows[begin:end], self.w13_weight, self.w13_bias, expert).chunk(
-                    2, dim=-1
-                )
-                outputs.append(_linear(act(gate) * up, self.w2_weight, self.w2_bias, expert))
+            if begin == end:
+                continue
+            both = _expert_linear(rows[begin:end], self.w13_weight, self.w13_bias, expert)
+            gate, up = both.chunk(2, dim=-1)
+            gated = act(gate) * up
+            outputs.append(_expert_linear(gated, self.w2_weight, self.w2_bias, expert))
         return combined(torch.cat(outputs), order, bounds, weights)
 
     def idle(self) -> frozenset[str]:
-        return frozenset(
-            {"act_fn"} & self._modules.keys() if self._activates_within() else {"quant_method"}
-        )
+        if not self._activates_within():
+            return frozenset({"quant_method"})
+        return frozenset({"act_fn"} & self._modules.keys())
 
     def _activates_within(self) -> bool:
-        """Decide whether the experts' kernel may do what the layer ``act_fn`` would."""
+        """Return True if the experts' kernel may stand for the layer ``act_fn``."""
         act = self._modules.get("act_fn")
         if act is None:
             return True
@@ -138,5 +142,6 @@ class Experts(Composite):
         return f"{sizes}, activation={moe.activation!r}, transposed={self.transposed}"
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    return F.linear(x, weight[expert], None if bias is None else bias[expert])
+def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    own_bias = None if bias is None else bias[expert]
+    return F.linear(x, weight[expert], own_bias)

@@ -20,22 +20,25 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 @CustomOp.register("gated_mlp")
 class GatedMLP(JointLayer):
-    """``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202), with gate and up computed by one linear op.
+    """``down(act(gate(x)) · up(x))``, with one linear op for gate and up.
 
-    The weights of gate and up lie side by side in memory, as one ``[2 · intermediate_size, hidden_size]``; parameters,
-    their names, values and storages are those of two layers. The joint product goes to the gated activation op. Where
-    the layers must be called one by one (see ``JointLayer.joint_op``), where ``act`` has hooks, or where somebody
-    provides a kernel for ``act`` and not for the gated activation (see ``may_stand_for``), ``act`` and the product
-    follow one by one too.
+    Source: Shazeer, arXiv:2002.05202. In memory, the weights of gate and up are one matrix, ``[2 · intermediate_size, hidden_size]``;
+    the parameters, their names, values and storages are those of two layers. The gated activation
+    op takes the joint product. In three cases, gate, up, ``act`` and the product follow one by one:
+
+    - gate and up must be called by themselves, see ``JointLayer.joint_op``,
+    - ``act`` has hooks,
+    - ``act`` has a kernel from a provider without one for the gated activation, see
+      ``may_stand_for``.
 
     Args:
         hidden_size: elements of the last dimension of input and output.
-        intermediate_size: elements between them.
+        intermediate_size: elements between the products.
         activation: ``"silu"``, ``"gelu"`` (exact) or ``"gelu_tanh"``.
-        bias: whether gate and up have a bias.
-        down_bias: whether down has one.
-        names: what gate, up and down are called, and ``act`` where it is given.
-        act: the activation as a layer of its own, for a model that has one; without it, it is torch's function.
+        bias: gate and up have a bias.
+        down_bias: down has a bias.
+        names: the names of gate, up and down, and of ``act`` if given.
+        act: the activation, for a model with a layer for it; torch's function by default.
 
     Shapes:
         ``[..., hidden_size]`` to ``[..., hidden_size]``, any floating-point dtype.
@@ -75,23 +78,26 @@ class GatedMLP(JointLayer):
     )
     def forward(self, x: Tensor) -> Tensor:
         act = self._act()
-        # A compiler calls them one by one.
-        at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)
-        joint = self.joint_op(x) if at_once else None
-        if joint is not None:
-            return self.at_once(joint, x)
+        # A compiler fuses by itself, and traces the layers one by one.
+        if not torch.compiler.is_compiling() and self._gates_at_once(act):
+            joint = self.joint_op(x)
+            if joint is not None:
+                return self.at_once(joint, x)
         modules: dict[str, Any] = self._modules
         gate, up, down = (modules[name] for name in self.names[:3])
         activate: Any = act if act is not None else functional.ACTIVATIONS[self.activation]
-        out: Tensor = down(activate(gate(x)) * up(x))
+        gated = activate(gate(x)) * up(x)
+        out: Tensor = down(gated)
         return out
 
     def at_once(self, joint: Linear, x: Tensor) -> Tensor:
-        """Compute the layer with ``joint``, the op over the weights of gate and up; see ``joint_op`` for when.
+        """Compute the layer with ``joint``, the op over the weights of gate and up.
 
-        A replacement may override this with one kernel for all of it, where nobody waits for its parts to be called.
+        See ``joint_op`` for the conditions. A replacement may override this with one kernel for the
+        whole layer, unless the parts have hooks.
         """
-        out: Tensor = self._modules[self.names[2]](self.act_and_mul(joint.forward(x)))  # type: ignore[misc]
+        down: Any = self._modules[self.names[2]]
+        out: Tensor = down(self.act_and_mul(joint.forward(x)))
         return out
 
     def idle(self) -> frozenset[str]:
@@ -101,13 +107,15 @@ class GatedMLP(JointLayer):
         return frozenset(unused) & self._modules.keys()
 
     def computed_at_once(self) -> tuple[str, ...]:
-        return super().computed_at_once() if self._gates_at_once(self._act()) else ()
+        if not self._gates_at_once(self._act()):
+            return ()
+        return super().computed_at_once()
 
     def _act(self) -> nn.Module | None:
         return self._modules.get(self.names[3]) if len(self.names) > 3 else None
 
     def _gates_at_once(self, act: nn.Module | None) -> bool:
-        """Decide whether the gated activation op may do what the layer ``act`` would."""
+        """Return True if the gated activation op may stand for the layer ``act``."""
         if act is None:
             return True
         if is_observed(act) or epilogue_of(act) != self.activation:

@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie one after another in memory, so that one kernel call computes them all.
+"""Linear layers with weights one after another in memory: one kernel call computes them all.
 
-The layers stay what they are: each keeps its own parameter objects, in storages of their own. Whoever reads, trains,
-saves or ties them sees no difference.
+Each layer keeps its own parameter objects, in storages of their own. Code that reads, trains, saves
+or ties the parameters sees no difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
 Resident: TypeAlias = tuple[nn.Parameter | None, int, torch.Size, torch.dtype | None]
-"""A contiguous parameter, with what writes such as ``.data = `` may change of it: its address, shape and dtype."""
+"""A contiguous parameter, and its address, shape and dtype. A write such as ``.data =`` may change
+them."""
 
 _NONE: Resident = (None, 0, torch.Size(), None)
 
@@ -33,7 +34,7 @@ _PARAMETERS = ("weight", "bias")
 _TOGETHER: weakref.WeakValueDictionary[tuple[object, ...], nn.Parameter] = (
     weakref.WeakValueDictionary()
 )
-"""Joint parameters, by name and the ``id`` of the parameters of the layers."""
+"""Joint parameters, by name and the ``id`` of the layers' own parameters."""
 
 
 @dataclass
@@ -41,13 +42,14 @@ class Joint:
     """One linear op over the memory of several.
 
     Attributes:
-        op: the op; its outputs are those of the parts, one after another along the last dimension. Its parameters
-            require no gradient, as it serves where none is required.
-        blocks: name of the parameter → the memory that a join has made for those of the parts.
-        parameters: of the parts, each as it lay; ``op`` keeps that memory from being used for anything else.
-        versions: of the parameters, how often ``op`` has seen each written to. The counter of its own parameters does
-            not move when a part is written to, and kernels keep copies by it.
-        declarations: of the parameters, by which ``freeze`` each was declared frozen, as far as ``op`` knows.
+        op: the op. The outputs of the parts follow one another along the last dimension. The
+            parameters of the op require no gradient: the op serves calls without gradients only.
+        blocks: name of a parameter → the memory that a join has made for the parts' parameters.
+        parameters: the parts' parameters at the time of the join. ``op`` keeps their memory alive.
+        versions: the count of writes to each parameter, as far as ``op`` knows. A write to a part
+            does not count as a write to the parameters of ``op``, and kernels keep copies by that
+            count.
+        declarations: the ``freeze`` that declared each parameter frozen, as far as ``op`` knows.
     """
 
     op: Linear
@@ -57,55 +59,64 @@ class Joint:
     declarations: list[int]
 
     def serves(self, parts: Sequence[nn.Module], x: Tensor) -> bool:
-        """Tell whether one call of ``op`` on ``x`` equals calling the parts; it takes a microsecond or two."""
-        expected, versions, declarations = iter(self.parameters), [], []
-        gradient, kind = x.requires_grad, type(self.op)
+        """Return True if one call of ``op`` on ``x`` equals calls of the parts.
+
+        The check runs with each call of the layer, and takes a microsecond or two.
+        """
+        kind = type(self.op)
+        needs_gradient = x.requires_grad
+        expected = iter(self.parameters)
+        versions = []
+        declarations = []
         for part in parts:
-            if (
-                type(part) is not kind
-                or part._forward_hooks
-                or part._forward_pre_hooks
-                or "forward" in part.__dict__
-            ):
+            if type(part) is not kind or "forward" in part.__dict__:
+                return False
+            if part._forward_hooks or part._forward_pre_hooks:
                 return False
             for parameter in part._parameters.values():
-                if parameter is not None:
-                    known, address, shape, dtype = next(expected, _NONE)
-                    if (
-                        parameter is not known
-                        or parameter.data_ptr() != address
-                        or parameter.shape != shape
-                    ):
-                        return False
-                    if not parameter.is_contiguous() or parameter.dtype is not dtype:
-                        return False
-                    versions.append(version_of(parameter))
-                    declarations.append(declaration(parameter))
-                    gradient = gradient or parameter.requires_grad
-        if next(expected, None) is not None or (gradient and torch.is_grad_enabled()):
+                if parameter is None:
+                    continue
+                known, address, shape, dtype = next(expected, _NONE)
+                if parameter is not known or parameter.data_ptr() != address:
+                    return False
+                if parameter.shape != shape or parameter.dtype is not dtype:
+                    return False
+                if not parameter.is_contiguous():
+                    return False
+                versions.append(version_of(parameter))
+                declarations.append(declaration(parameter))
+                needs_gradient = needs_gradient or parameter.requires_grad
+        if next(expected, None) is not None or (needs_gradient and torch.is_grad_enabled()):
             return False
+        if versions != self.versions or declarations != self.declarations:
+            self._take_over(versions, declarations)
+        return True
+
+    def _take_over(self, versions: list[int], declarations: list[int]) -> None:
+        """Pass writes to the parts, and declarations of weights, on to the parameters of ``op``."""
         if versions != self.versions:
             increment_version(list(self.op.parameters()))
             self.versions = versions
-        if declarations != self.declarations:
-            if all(declarations):  # in pages that they were moved to with the parts
-                declare_frozen(self.blocks.values())
-            else:
-                withdraw(self.blocks.values())
-            self.declarations = declarations
-        return True
+        if declarations == self.declarations:
+            return
+        # The blocks lie in the pages of the parts, so `freeze` has moved both.
+        if all(declarations):
+            declare_frozen(self.blocks.values())
+        else:
+            withdraw(self.blocks.values())
+        self.declarations = declarations
 
 
 class JointLayer(Composite):
-    """A layer of which some linear children have their weights one after another in memory.
+    """A layer with linear children that have their weights one after another in memory.
 
-    They are put there by ``join``: on construction by ``graft``, after ``.to()``, loading, copying and unpickling.
-    Anything else that separates them, such as assigning a parameter, makes the layer call them one by one. Parameters
-    that are part of a larger storage, such as a flat buffer, are never taken out of it.
+    ``join`` puts the weights there: at construction by ``graft``, after ``.to()``, loading, copying
+    and unpickling. After any other separation, such as a new parameter, the layer calls the
+    children one by one. A parameter in a larger storage, such as a flat buffer, stays there.
     """
 
     joined: tuple[str, ...] = ()
-    """The names of the children that are computed at once."""
+    """The names of the children to compute at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,75 +124,76 @@ class JointLayer(Composite):
         self.register_load_state_dict_post_hook(_join_loaded)  # type: ignore[no-untyped-call]
 
     def join(self) -> None:
-        """Put the parameters of the joined children one after another, where they fit together."""
-        former = {
-            name: block
-            for name, block in self._blocks().items()
-            if any(self._residents(name, block))
-        }
-        self.__dict__["_joint"] = None  # frees the former memory first
-        joint = self.__dict__["_joint"] = _join_parts(
-            [self._modules[name] for name in self.joined], former
-        )
-        kept = joint.blocks if joint is not None else {}
-        self._leave({name: block for name, block in former.items() if kept.get(name) is not block})
+        """Put the parameters of the joined children one after another, if they fit together."""
+        former = {}
+        for name, block in self._blocks().items():
+            if any(self._residents(name, block)):
+                former[name] = block
+        # Before the join, so that memory without a resident is free again.
+        self.__dict__["_joint"] = None
+        joint = _join_parts([self._modules[name] for name in self.joined], former)
+        self.__dict__["_joint"] = joint
+        kept = {} if joint is None else joint.blocks
+        left = {name: block for name, block in former.items() if kept.get(name) is not block}
+        self._move_out(left)
 
     def release_weights(self) -> None:
-        """Give each joined child memory of its own again, where ``join`` has moved it."""
+        """Move the parameters of the joined children back to memory of their own."""
         former = self._blocks()
         self.__dict__["_joint"] = None
-        self._leave(former)
+        self._move_out(former)
 
     def process_weights_after_loading(self) -> None:
         self.join()
 
     def weights_in_common(self) -> frozenset[str]:
-        return frozenset(
-            f"{child}.{name}"
-            for name, block in self._blocks().items()
-            for child, _ in self._residents(name, block)
-        )
+        names = set()
+        for name, block in self._blocks().items():
+            for child, _ in self._residents(name, block):
+                names.add(f"{child}.{name}")
+        return frozenset(names)
 
     def _blocks(self) -> dict[str, Tensor]:
         joint: Joint | None = self.__dict__["_joint"]
         return {} if joint is None else joint.blocks
 
     def _residents(self, name: str, block: Tensor) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the joined children whose parameter of a name lies in a block, each with the parameter."""
+        """Yield each joined child with a parameter of that name in a block, and the parameter."""
         for child in self.joined:
             parameter = self.get_submodule(child)._parameters.get(name)
             if parameter is not None and _lies_in(parameter, block):
                 yield child, parameter
 
-    def _leave(self, blocks: dict[str, Tensor]) -> None:
-        """Move out of blocks what lies in them, so that they take no memory."""
+    def _move_out(self, blocks: dict[str, Tensor]) -> None:
+        """Move all parameters out of blocks, so that the blocks' memory is free."""
         for name, block in blocks.items():
             for _, parameter in self._residents(name, block):
                 parameter.data = parameter.data.clone()
 
     def joint_op(self, x: Tensor) -> Linear | None:
-        """Return the op that computes the joined children at once on ``x``, ``None`` where each must be called itself.
+        """Return the op for the joined children at once on ``x``, or ``None``.
 
-        That is while a compiler traces, where a gradient is required, where a child has hooks or was exchanged, and
-        where the parameters lie in separate storages.
+        ``None`` stands for a call of each child: a compiler traces, a gradient is required, a child
+        has hooks or was exchanged, or parameters lie apart.
         """
         if torch.compiler.is_compiling():
             return None
         joint: Joint | None = self.__dict__["_joint"]
         if joint is None or type(x) is not Tensor or x.is_nested or hooks_on_every_module():
             return None
-        modules = self._modules
-        return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
+        modules: dict[str, Any] = self._modules
+        parts = [modules[name] for name in self.joined]
+        return joint.op if joint.serves(parts, x) else None
 
     def computes_jointly(self) -> bool:
-        """Return True if one op computes the joined children for inputs without a gradient."""
+        """Return True if one op computes the joined children, for inputs without a gradient."""
         first: Any = self._modules[self.joined[0]]
         weight = first.weight
         probe = torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
         return self.joint_op(probe) is not None
 
     def computed_at_once(self) -> tuple[str, ...]:
-        """Return the names of the children that one op computes, if no gradient is required."""
+        """Return the names of the children of one op, if no gradient is required."""
         return self.joined if self.fits() else ()
 
     def fits(self) -> bool:
@@ -189,7 +201,9 @@ class JointLayer(Composite):
         if self.__dict__["_joint"] is not None:
             return True
         together = _to_join([self._modules[name] for name in self.joined])
-        return together is not None and all(map(_can_lie_together, together.values()))
+        if together is None:
+            return False
+        return all(_can_lie_together(tensors) for tensors in together.values())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -207,19 +221,20 @@ class JointLayer(Composite):
 def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | None:
     """Put the weights of linear layers one after another in memory.
 
-    The same layers have the same joint parameters for as long as somebody holds these, and the joint
-    parameters of the children of a ``JointLayer`` are those of the layer's op. Frozen weights stay
-    frozen. New blocks lie in small pages: call ``move_to_huge_pages`` once for many.
+    The same layers have the same joint parameters as long as somebody holds them; the children of a
+    ``JointLayer`` have the parameters of the layer's op. Frozen weights stay frozen. New blocks lie
+    in small pages: call ``move_to_huge_pages`` once for many.
 
     Returns:
-        The parameters over the memory of all parts, by name; ``None`` if the parts do not fit.
+        Parameters over the memory of all parts, by name; ``None`` if the parts do not fit.
     """
     together = _to_join(parts)
     if together is None:
         return None
+    own = list(itertools.chain(*together.values()))
+    are_frozen = all(map(declaration, own))
     keys = {name: _key(name, tensors) for name, tensors in together.items()}
     former = {name: _TOGETHER[key] for name, key in keys.items() if key in _TOGETHER}
-    frozen = all(declaration(tensor) for tensors in together.values() for tensor in tensors)
     holder: Any = nn.Module()
     with torch.inference_mode(False), torch.no_grad():
         blocks = _bring_together(together, former, holder, huge=False)
@@ -227,29 +242,30 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
         return None
     joint = {}
     for name, key in keys.items():
-        unmoved = name in former and blocks.get(name) is former[name]
-        joint[name] = former[name] if unmoved else holder._parameters[name]
+        is_unmoved = name in former and blocks.get(name) is former[name]
+        joint[name] = former[name] if is_unmoved else holder._parameters[name]
         _TOGETHER[key] = joint[name]
     # A second declaration would make kernels copy their weights again.
-    if frozen and not all(map(declaration, joint.values())):
-        declare_frozen(itertools.chain(*together.values(), joint.values()))
+    if are_frozen and not all(map(declaration, joint.values())):
+        declare_frozen([*own, *joint.values()])
     return joint
 
 
 def _key(name: str, tensors: Sequence[nn.Parameter]) -> tuple[object, ...]:
-    return name, *map(id, tensors)
+    return (name, *map(id, tensors))
 
 
 def _to_join(parts: Sequence[Any]) -> dict[str, list[nn.Parameter]] | None:
     """Return the parameters of linear layers by name; ``None`` if the layers cannot be joined."""
     first = parts[0]
-    if not all(_joinable(part, first) for part in parts):
+    if not all(_can_join(part, first) for part in parts):
         return None
     together = {}
     for name in _PARAMETERS:
         if first._parameters[name] is None:
             continue
         tensors = [part._parameters[name] for part in parts]
+        # A tied parameter cannot have two places.
         if len(set(map(id, tensors))) < len(tensors):
             return None
         together[name] = tensors
@@ -257,19 +273,22 @@ def _to_join(parts: Sequence[Any]) -> dict[str, list[nn.Parameter]] | None:
 
 
 def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
-    """Join after ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
+    """Join after ``load_state_dict``: with ``assign=True``, new parameters have other storages."""
     layer.join()
 
 
 def _join_parts(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
-    """Join the parts, in the ``former`` blocks if the parts lie there; ``None`` if they do not fit."""
+    """Join the parts, in the ``former`` blocks if possible; ``None`` if the parts do not fit."""
     together = _to_join(parts)
     if together is None:
         return None
-    rows = [part.weight.shape[0] for part in parts]
-    with torch.device("meta"):  # its parameters are exchanged below
-        op = Linear(parts[0].weight.shape[1], sum(rows), bias="bias" in together)
-    if type(op) is not type(parts[0]):  # the parts were bound under other settings
+    columns = parts[0].weight.shape[1]
+    rows = sum(part.weight.shape[0] for part in parts)
+    # Parameters over the parts' memory replace those on meta.
+    with torch.device("meta"):
+        op = Linear(columns, rows, bias="bias" in together)
+    # The parts may have been bound under other settings.
+    if type(op) is not type(parts[0]):
         return None
     # Tensors made in inference mode count no writes, and kernels keep copies by these counts.
     with torch.inference_mode(False), torch.no_grad():
@@ -292,20 +311,29 @@ def _bring_together(
     op: nn.Module,
     huge: bool = True,
 ) -> dict[str, Tensor] | None:
-    """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails.
+    """Bring parameters together, and give ``op`` parameters over their memory.
 
-    New blocks are in ``huge`` pages, or in whatever memory is there, which is sooner written to.
+    Args:
+        together: the parameters of the parts, by name.
+        former: blocks of an earlier join, by name.
+        op: a module for the joint parameters.
+        huge: put new blocks in huge pages. Ordinary memory is sooner written to.
+
+    Returns:
+        The blocks with the parameters, by name; ``None`` if one of them cannot move. Adjacent
+        parameters of a user's storage need no block.
     """
     blocks: dict[str, Tensor] = {}
     moves: list[tuple[nn.Parameter, Tensor]] = []
     for name, tensors in together.items():
-        found = _spanning(tensors, former.get(name))
+        found = _spanning_tensor(tensors, former.get(name))
         if found is None:
-            placed = _place(tensors, huge)
-            if placed is None:
+            copied = _copy_to_block(tensors, huge)
+            if copied is None:
                 return None
-            found = blocks[name] = placed[0]
-            moves += zip(tensors, placed[1], strict=True)
+            found, places = copied
+            blocks[name] = found
+            moves += zip(tensors, places, strict=True)
         elif found is former.get(name):
             blocks[name] = found
         op._parameters[name] = nn.Parameter(found, requires_grad=False)
@@ -315,11 +343,14 @@ def _bring_together(
     return blocks
 
 
-def _place(tensors: Sequence[nn.Parameter], huge: bool) -> tuple[Tensor, list[Tensor]] | None:
-    """Copy the values of several tensors to one new block; return it and each one's place in it, as a tensor.
+def _copy_to_block(
+    tensors: Sequence[nn.Parameter], huge: bool
+) -> tuple[Tensor, list[Tensor]] | None:
+    """Copy the values of several tensors to one new block.
 
-    Storages of their own, because those who save a model take tensors that share one for tied weights. ``None`` where
-    somebody else may have a part of a tensor's storage, or the device cannot share memory.
+    Returns:
+        The block, and a tensor over each one's place in the block. ``None`` if another tensor may
+        lie in the same storage as one of them, or if the device cannot share memory.
     """
     if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
         return None
@@ -330,74 +361,78 @@ def _place(tensors: Sequence[nn.Parameter], huge: bool) -> tuple[Tensor, list[Te
     torch.cat([tensor.detach() for tensor in tensors], out=block)
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
-        # A storage of its own each, over the block's memory.
+        # A storage for each: savers of models take tensors of one storage for tied weights.
         return block, [from_dlpack(part) for part in parts]
     except (BufferError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _spanning(tensors: Sequence[nn.Parameter], block: Tensor | None) -> Tensor | None:
-    """Return one tensor over the memory of adjacent ones: ``block``, or a view where they lie in one storage."""
-    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    if ends[:-1] != [tensor.data_ptr() for tensor in tensors[1:]]:
+def _spanning_tensor(tensors: Sequence[nn.Parameter], block: Tensor | None) -> Tensor | None:
+    """Return one tensor over the memory of adjacent ones, or ``None``.
+
+    The result is ``block`` if the tensors fill it, or else a view of their common storage.
+    """
+    if not _are_adjacent(tensors):
         return None
-    if block is not None and (block.data_ptr(), block.data_ptr() + block.nbytes) == (
-        tensors[0].data_ptr(),
-        ends[-1],
-    ):
+    first = tensors[0].data_ptr()
+    end = _end(tensors[-1])
+    if block is not None and block.data_ptr() == first and _end(block) == end:
         return block if block.dtype == tensors[0].dtype else None
-    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) > 1:
         return None
-    first = tensors[0].data  # not detach(), which would share the version counter
-    return first.as_strided(
-        (sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset()
-    )
+    # Not detach(): that would share the version counter.
+    source = tensors[0].data
+    shape = (sum(map(len, tensors)), *source.shape[1:])
+    return source.as_strided(shape, source.stride(), source.storage_offset())
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the address behind a contiguous tensor."""
+    return tensor.data_ptr() + tensor.nbytes
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Return True if contiguous tensors lie one after another, without gaps."""
+    return all(_end(tensor) == after.data_ptr() for tensor, after in itertools.pairwise(tensors))
 
 
 def _lies_in(tensor: Tensor, block: Tensor) -> bool:
-    if (
-        type(tensor) is not nn.Parameter
-        or tensor.layout is not torch.strided
-        or tensor.device != block.device
-    ):
+    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
         return False
-    return block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.nbytes
+    if tensor.device != block.device:
+        return False
+    return block.data_ptr() <= tensor.data_ptr() < _end(block)
 
 
-def _joinable(part: Any, first: Any) -> bool:
-    if (
-        not isinstance(part, Linear)
-        or type(part) is not type(first)
-        or part._parameters.keys() != set(_PARAMETERS)
-    ):
+def _can_join(part: Any, first: Any) -> bool:
+    """Return True if a layer can be joined with the first of several."""
+    if not isinstance(part, Linear) or type(part) is not type(first):
         return False
-    if (part.bias is None) != (first.bias is None) or part.weight.shape[1:] != first.weight.shape[
-        1:
-    ]:
+    if part._parameters.keys() != set(_PARAMETERS):
         return False
-    return all(_is_plain_like(tensor, first.weight) for tensor in part.parameters(recurse=False))
+    if (part.bias is None) != (first.bias is None):
+        return False
+    if part.weight.shape[1:] != first.weight.shape[1:]:
+        return False
+    return all(_can_move(tensor, first.weight) for tensor in part.parameters(recurse=False))
 
 
-def _is_plain_like(tensor: Tensor, like: Tensor) -> bool:
-    """Tell whether a parameter is ordinary memory, of the dtype and device of ``like``, and its own to move."""
-    if (
-        type(tensor) is not nn.Parameter
-        or tensor.is_meta
-        or tensor.is_inference()
-        or not tensor.is_contiguous()
-    ):
+def _can_move(tensor: Tensor, like: Tensor) -> bool:
+    """Return True if a parameter may get new memory, and has the dtype and device of ``like``."""
+    if type(tensor) is not nn.Parameter or tensor.is_meta or tensor.is_inference():
         return False
-    # torch calls memory of accelerators shared, whoever holds it
-    elsewhere = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
-    return (
-        (tensor.dtype, tensor.device) == (like.dtype, like.device)
-        and tensor.numel() > 0
-        and not elsewhere
-    )
+    if not tensor.is_contiguous() or not tensor.numel():
+        return False
+    # Torch reports all memory of accelerators as shared.
+    is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
+    if is_shared:
+        return False
+    return tensor.dtype == like.dtype and tensor.device == like.device
 
 
 def _can_lie_together(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors lie one after another, or nobody else can have a part of their storages."""
-    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    adjacent = ends[:-1] == [tensor.data_ptr() for tensor in tensors[1:]]
-    return adjacent or all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in tensors)
+    """Return True if tensors are adjacent, or if no other tensor can lie in their storages."""
+    if _are_adjacent(tensors):
+        return True
+    return all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in tensors)
