@@ -1,8 +1,8 @@
 """The catalogue of ops, a family per folder.
 
-A family's folder holds its functional forms with their native definitions (``functional``), its modules (``modules``),
-its kernels in Triton where there are some (``triton``), and its proof (``spec``). A family lists its ops in its own
-``__all__``.
+A folder holds the functional forms with their native definitions (``functional``), the modules
+(``modules``), kernels in Triton (``triton``) and the proof (``spec``). The ``__all__`` of a folder
+lists the ops of the family.
 """
 
 import types
@@ -26,7 +26,7 @@ from opgraft.ops.quantization import *
 from opgraft.ops.rotary import *
 from opgraft.ops.state_space import *
 
-# A type checker reads the imports above. It would take an assignment for the whole list of exported names.
+# A type checker reads the imports above. It would take an assignment for the whole list of names.
 globals()["__all__"] = [
     name
     for name, value in globals().items()

@@ -1,7 +1,8 @@
-"""Checks of arguments, shared by the ops. Checks of shapes, dtypes and devices compile without a graph break.
+"""Checks of arguments, for all ops.
 
-Checks of values would make an accelerator wait, so there they run only with the setting ``check_values``; on the CPU
-they always do.
+Checks of shapes, dtypes and devices compile without a graph break. A check of values would make an
+accelerator wait. So values on an accelerator are checked only with the setting ``check_values``,
+and values on the CPU always.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from opgraft.registry.state import host_state
 from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes that ops compute with."""
+"""The dtypes of ops."""
 
 
 def expect_floating(op: str, argument: str, x: Tensor) -> None:
-    """Raise ``ValueError`` unless ``x`` has one of the dtypes that ops compute with.
-
-    What stands in for a tensor while ``torch.fx`` traces has no dtype to look at and passes.
-    """
+    """Raise ``ValueError`` unless ``x`` has one of the dtypes in ``FLOATING``."""
+    # While torch.fx traces, a proxy without a dtype stands for the tensor.
     if isinstance(x, Tensor) and x.dtype not in FLOATING:
         raise ValueError(f"{op}: {argument} is {x.dtype}, expected one of {FLOATING}")
 
@@ -33,7 +32,7 @@ def expect_integers(op: str, argument: str, x: Tensor) -> None:
 
 
 def expect_rows(op: str, argument: str, x: Tensor) -> None:
-    """Raise ``ValueError`` unless ``x`` has rows to take a norm of, of a dtype that ops compute with."""
+    """Raise ``ValueError`` unless ``x`` has rows, of a dtype in ``FLOATING``."""
     expect_floating(op, argument, x)
     if x.dim() == 0:
         raise ValueError(f"{op}: {argument} has shape (), expected at least one dimension")
@@ -51,7 +50,8 @@ def expect_same_shape(op: str, argument: str, x: Tensor, other: str, y: Tensor) 
     """Raise ``ValueError`` unless ``x`` and ``y`` have one shape."""
     if x.shape != y.shape:
         raise ValueError(
-            f"{op}: {argument} has shape {tuple(x.shape)}, expected that of {other}, {tuple(y.shape)}"
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected that of {other}, "
+            f"{tuple(y.shape)}"
         )
 
 
@@ -63,22 +63,24 @@ def expect_alike(op: str, argument: str, x: Tensor, other: str, y: Tensor) -> No
 
 
 def expect_same_dtype(op: str, argument: str, x: Tensor, other: str, y: Tensor) -> None:
-    """Raise ``ValueError`` unless ``x`` and ``y`` have one dtype, or dtypes that autocast lets meet."""
+    """Raise ``ValueError`` unless ``x`` and ``y`` have one dtype, or autocast lets them differ."""
     if x.dtype != y.dtype and not _may_mix(x, y):
         raise ValueError(f"{op}: {argument} is {x.dtype}, expected {y.dtype} as {other}")
 
 
 def _may_mix(x: Tensor, y: Tensor) -> bool:
-    """Tell whether autocast is on and made for both: torch casts them itself, or an op promotes them. Never float64."""
+    """Return True if autocast is on for the device, and casts both tensors."""
     kind = y.device.type
     if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return False
-    return all(t.dtype in FLOATING and t.dtype != torch.float64 for t in (x, y))
+    # Autocast leaves float64 alone.
+    castable = [dtype for dtype in FLOATING if dtype != torch.float64]
+    return x.dtype in castable and y.dtype in castable
 
 
 @tracing.constant_while_tracing
 def _has_autocast(kind: str) -> bool:
-    """Tell whether a device type has autocast, which compilers of torch before 2.9 cannot ask."""
+    """Return True if a device type has autocast. Compilers of torch before 2.9 cannot ask torch."""
     return torch.amp.is_autocast_available(kind)
 
 
@@ -89,21 +91,25 @@ def expect_same_device(op: str, argument: str, x: Tensor, other: str, y: Tensor)
 
 
 def expect_weight(op: str, argument: str, weight: Tensor, x: Tensor) -> None:
-    """Raise ``ValueError`` unless ``weight`` has a number for each element of a row of ``x``, on its device.
+    """Raise ``ValueError`` unless ``weight`` has a number for each element of a row of ``x``.
 
-    Its dtype may be another floating-point one.
+    Both must be on one device. The floating-point dtypes may differ.
     """
     expect_floating(op, argument, weight)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"{op}: {argument} has shape {tuple(weight.shape)}, expected {tuple(x.shape[-1:])} for x of shape "
-            f"{tuple(x.shape)}"
+            f"{op}: {argument} has shape {tuple(weight.shape)}, expected {tuple(x.shape[-1:])} for "
+            f"x of shape {tuple(x.shape)}"
         )
     expect_same_device(op, argument, weight, "x", x)
 
 
 def halves(op: str, argument: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the halves of the last dimension, which must be even, of a floating-point ``x``."""
+    """Return views of the halves of the last dimension of ``x``.
+
+    Raises:
+        ValueError: the last dimension is odd, or ``x`` has no dtype in ``FLOATING``.
+    """
     expect_floating(op, argument, x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(
@@ -126,7 +132,7 @@ def expect_not_negative(op: str, argument: str, value: float) -> None:
 
 
 def expect_size(op: str, argument: str, value: object) -> None:
-    """Raise ``ValueError`` unless a setting is a whole number that a dimension can have."""
+    """Raise ``ValueError`` unless a setting can be the size of a dimension."""
     if not isinstance(value, (int, torch.SymInt)) or value < 0:
         raise ValueError(
             f"{op}: {argument} is {value!r}, expected a whole number that is not negative"
@@ -145,33 +151,45 @@ def values_are_known(x: Tensor) -> bool:
     Fake tensors and tensors on ``meta`` have no values. No tensor has values while something traces
     or transforms, or a device records a graph.
     """
-    return stores_values(x) and not (
-        torch.compiler.is_compiling() or x.is_meta or tracing.followed() or is_recording()
-    )
+    if not stores_values(x):
+        return False
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return not (tracing.followed() or is_recording())
 
 
 def values_are_checked(x: Tensor) -> bool:
-    """Decide whether checks may look at the values of ``x``: as the module says, where it has any."""
-    return values_are_known(x) and (x.device.type == "cpu" or host_state().checks_values())
+    """Return True if checks may look at the values of ``x``, by the rule of this module."""
+    if not values_are_known(x):
+        return False
+    return x.device.type == "cpu" or host_state().checks_values()
 
 
 def expect_in_range(op: str, argument: str, x: Tensor, size: int) -> None:
-    """Raise ``ValueError`` unless all integers of ``x`` are from 0 to ``size - 1``, where values are checked."""
-    if x.numel() and values_are_checked(x):
-        lowest, highest = (int(bound) for bound in x.aminmax())
-        if lowest < 0 or highest >= size:
-            raise ValueError(
-                f"{op}: {argument} reach from {lowest} to {highest}, expected 0 to {size - 1}"
-            )
+    """Raise ``ValueError`` unless all integers of ``x`` are from 0 to ``size - 1``.
+
+    Values that must not be checked pass.
+    """
+    if not x.numel() or not values_are_checked(x):
+        return
+    lowest, highest = (int(bound) for bound in x.aminmax())
+    if lowest < 0 or highest >= size:
+        raise ValueError(
+            f"{op}: {argument} reach from {lowest} to {highest}, expected 0 to {size - 1}"
+        )
 
 
 def expect_ascending(op: str, argument: str, bounds: Tensor, end: int) -> None:
-    """Raise ``ValueError`` unless ``bounds`` is a vector that ascends from 0 to ``end``, where values are checked."""
+    """Raise ``ValueError`` unless ``bounds`` is a vector and ascends from 0 to ``end``.
+
+    Values that must not be checked pass.
+    """
     if bounds.dim() != 1:
         raise ValueError(
             f"{op}: {argument} has shape {tuple(bounds.shape)}, expected one dimension"
         )
-    if values_are_checked(bounds):
-        values: list[int] = bounds.tolist()
-        if not values or values[0] != 0 or values[-1] != end or values != sorted(values):
-            raise ValueError(f"{op}: {argument} is {values}, expected it to ascend from 0 to {end}")
+    if not values_are_checked(bounds):
+        return
+    values: list[int] = bounds.tolist()
+    if not values or values[0] != 0 or values[-1] != end or values != sorted(values):
+        raise ValueError(f"{op}: {argument} is {values}, expected it to ascend from 0 to {end}")

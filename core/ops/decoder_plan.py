@@ -1,4 +1,4 @@
-"""``DecoderPlan``, by which the layers of a decoder may be computed as one."""
+"""``DecoderPlan``: one call for all layers of a decoder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a layer that adds attention and a gated feed-forward layer, each after a norm, to the residual.
+    """The parts of a decoder layer with attention and a gated feed-forward layer.
+
+    Each of the two follows a norm, and its result is added to the residual stream.
 
     Attributes:
-        before_attention: the norm of the residual stream, called with what is to be added to it.
+        before_attention: the norm before attention. The call adds its first argument to the
+            residual stream.
         qkv_proj: maps to query, key and value, one after another.
         rotary_emb: rotates query and key.
         attn: the attention layer.
-        o_proj: maps what it returns.
-        before_mlp: as ``before_attention``.
+        o_proj: maps the attended values.
+        before_mlp: the norm before the feed-forward layer, as ``before_attention``.
         gate_up_proj: maps to gate and up, one after another.
-        act_fn: multiplies them.
-        down_proj: maps their product.
+        act_fn: multiplies the activation of gate by up.
+        down_proj: maps this product.
     """
 
     before_attention: Any
@@ -39,56 +42,60 @@ class DecoderParts:
 
 @runtime_checkable
 class HasParts(Protocol):
-    """A layer that is made of such parts."""
+    """A layer made of ``DecoderParts``."""
 
     def parts(self) -> DecoderParts | None:
-        """Return the parts, where there are no others."""
+        """Return the parts; ``None`` if the layer has other parts, too."""
 
 
 @runtime_checkable
 class HasPlan(Protocol):
-    """A model that may compute a call by a plan."""
+    """A model with a plan for calls."""
 
     def planned(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
-        """Return what the model does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
+        """Return the model's result if a ``DecoderPlan`` computes all layers, else ``None``."""
 
 
 @PluggableClass.register("decoder_plan")
 class DecoderPlan(PluggableClass):
-    """Computes all layers of a decoder in one call, where a platform has a way to do so; here there is none.
+    """Computes all layers of a decoder in one call, for platforms with a replacement.
 
-    Between the kernels of a layer its modules are called, which for one token takes as long as a part of the weights
-    takes to be read. A replacement binds what the modules compute once. It has to compute what they would, and to leave
-    to them what it did not foresee: hooks, replaced modules and methods, gradients, tracers.
+    Without a plan, the call of a layer calls its modules between the kernels. For one token, these
+    calls take as long as a read of a part of the weights. A replacement binds the kernels once. The
+    results must be those of the modules. In cases that the replacement does not know, the modules
+    must run: hooks, replaced modules and methods, gradients, tracers.
     """
 
     def run(
         self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the output of the last layer and the residual stream that it is still to be added to.
+        """Compute all layers, or return ``None``: then the caller calls the layers one by one.
 
         Args:
-            layers: of the decoder. Those that have parts say so by ``HasParts``.
+            layers: the layers of the decoder. A layer with known parts is a ``HasParts``.
             positions: ``[tokens]``.
             hidden_states: ``[tokens, hidden_size]``, the input of the first layer.
 
         Returns:
-            ``None`` where the layers are to be called one after another.
+            The output of the last layer, and the residual stream before the sum of both.
         """
         return None
 
     def declines(self, layers: nn.ModuleList, positions: Tensor, dtype: torch.dtype) -> bool:
-        """Tell whether it is known before there is an input that ``run`` would leave a call to the layers.
+        """Return True if ``run`` would return ``None`` for every input of a dtype.
 
         Args:
-            layers: as of ``run``.
-            positions: as of ``run``.
-            dtype: of the input.
+            layers: as for ``run``.
+            positions: as for ``run``.
+            dtype: the dtype of the input.
         """
         return True
 
     def remark(self, owner: object) -> str:
-        """Say for whom the layers are computed in one call; a replacement, also how often and why not more often."""
+        """Describe the use of the plan for ``owner``.
+
+        A replacement counts the calls, and gives the reasons for calls of the modules.
+        """
         return "computes nothing, so the modules of layers are called"

@@ -1,4 +1,4 @@
-"""Fake rules that functional forms of several families have: what torch knows of a result without computing it."""
+"""Fake rules of several families. A fake rule gives torch the shape and dtype of a result."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ def like(x: Tensor, *others: object, **settings: object) -> Tensor:
 
 
 def nothing(*arguments: object, **settings: object) -> None:
-    """Return nothing, as in-place variants do."""
+    """Return nothing, like an in-place form."""

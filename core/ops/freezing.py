@@ -1,4 +1,4 @@
-"""``freeze`` and ``thaw``: weights that nobody writes to, with or without their plain form."""
+"""``freeze`` and ``thaw``: weights without writers, with or without a plain form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN = ": graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it"
 
 @dataclass(frozen=True)
 class Packed:
-    """One linear layer that holds its weight packed only, and the bytes of the plain weight."""
+    """One linear layer with a packed weight only, and the bytes of the plain weight."""
 
     path: str
     bytes: int
@@ -34,7 +34,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Plain:
-    """One linear layer that kept its plain weight, and the reason."""
+    """One linear layer with its plain weight, and the reason."""
 
     path: str
     source: str
@@ -46,9 +46,8 @@ class FreezeReport:
     """The linear layers without a plain weight, and the others with the reason.
 
     Attributes:
-        packed: one row per layer that holds its weight packed only, in the model's order. Layers
-            that were packed before have a row, too. A layer in several places has one row, under the
-            first path.
+        packed: one row per layer with a packed weight only, in the model's order. Layers packed
+            before have a row, too. A layer in several places has one row, under the first path.
         kept: one row per other linear layer.
     """
 
@@ -56,7 +55,7 @@ class FreezeReport:
     kept: tuple[Plain, ...] = ()
 
     def total_bytes(self) -> int:
-        """Sum the bytes of the plain weights that are gone."""
+        """Return the bytes of the plain weights of all packed layers."""
         return sum(row.bytes for row in self.packed)
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,74 +70,85 @@ class FreezeReport:
         size = f"{self.total_bytes() / 2**20:,.1f} MiB"
         packed = f"{len(self.packed)} weights packed, whose plain ones took {size}"
         lines = [f"{packed}; {len(self.kept)} kept plain"]
-        first: dict[tuple[str, str], str] = {}
-        for row in self.kept:
-            first.setdefault((row.source, row.reason), row.path or "the model itself")
-        counts = Counter((row.source, row.reason) for row in self.kept)
-        rows = [("count", "kept plain", "the first", "reason")]
-        for (source, reason), count in counts.most_common():
-            rows.append((str(count), source, first[source, reason], reason))
-        if counts:
-            lines += ["", *table(rows)]
+        if self.kept:
+            lines += ["", *table(self._kept_rows())]
         return "\n".join(lines)
+
+    def _kept_rows(self) -> list[tuple[str, ...]]:
+        """Return a heading, then one row per class and reason, the most frequent first."""
+        first: dict[tuple[str, str], str] = {}
+        counts: Counter[tuple[str, str]] = Counter()
+        for row in self.kept:
+            kind = (row.source, row.reason)
+            first.setdefault(kind, row.path or "the model itself")
+            counts[kind] += 1
+        rows: list[tuple[str, ...]] = [("count", "kept plain", "the first", "reason")]
+        for kind, count in counts.most_common():
+            source, reason = kind
+            rows.append((str(count), source, first[kind], reason))
+        return rows
 
 
 class PackedLinear(PackableLayer, Linear):
-    """A linear layer that holds its weight packed, and not as a parameter.
+    """A linear layer with a packed weight in place of a parameter.
 
     ``freeze(model, keep_plain=False)`` turns a ``Linear`` into this class in place, and ``thaw``
-    turns the layer back. A weight that oneDNN cannot pack, as after ``.half()`` or on another device,
-    is an ordinary parameter until ``.to()``, ``load_state_dict`` or ``freeze`` makes a weight that
-    oneDNN can pack. An assigned weight, also by ``load_state_dict`` with ``assign=True``, is an
-    ordinary parameter until the next ``freeze``, which sees who shares the memory.
+    turns the layer back. oneDNN cannot pack some weights, as after ``.half()`` or on another
+    device. Such a weight is an ordinary parameter until ``.to()``, ``load_state_dict`` or ``freeze`` makes
+    one for oneDNN. An assigned weight, also by ``load_state_dict`` with ``assign=True``, is an
+    ordinary parameter until the next ``freeze``: only ``freeze`` sees all owners of the memory.
     """
 
     packs_always: ClassVar[bool] = True
 
     def hold_packed(self) -> None:
-        """Hold the weight packed only, unless the layer is in training mode or oneDNN cannot."""
+        """Hold the weight packed only, except in training mode and if oneDNN cannot pack."""
         if not self.training:
             super().hold_packed()
 
     def process_weights_after_loading(self) -> None:
-        """Hold the weight packed only, as decided when the layer got this class."""
+        """Hold the weight packed only."""
         self.hold_packed()
 
 
 def freeze(target: nn.Module | Tensor, keep_plain: bool = True) -> FreezeReport:
     """Declare that nobody writes to the weights below a module, or to one parameter.
 
-    Kernels may then keep copies of the weights in layouts that are faster to compute with. The
-    parameters require no gradient afterwards.
+    Kernels may then keep copies of the weights in faster layouts. The parameters then require no
+    gradient.
 
     The declaration holds for memory, and so for tied weights and everything else in that memory:
-    views of a weight, ``detach()``, ``.data``, and parameters made of these. ``.to()`` and a step of
-    an optimizer that changes the weights take the declaration back, and so does a call with a
-    parameter that requires a gradient. Copies are made again after ``load_state_dict`` and other
-    writes that torch counts. After any other write, such as through ``.data``, call ``refresh``. Each
-    parameter counts its own writes: after a write through another parameter over the same memory,
-    call ``refresh``, too. A thread has Linux move the memory to huge pages.
+    views of a weight, ``detach()``, ``.data``, and parameters made of these. Three events take the
+    declaration back: ``.to()``, the step of an optimizer over the weights, and a call with a
+    parameter that requires a gradient. After ``load_state_dict`` and other writes with a count in
+    torch, kernels make new copies. After any other write, such as through ``.data``, call
+    ``refresh``. Each parameter counts its own writes: after a write through another parameter over
+    the same memory, call ``refresh``, too. A thread has Linux move the memory to huge pages.
 
-    With ``keep_plain=False`` the ``Linear`` ops of a model hold their weights packed only, in place;
-    everything else stays as it was. The plain weights take no memory then, and nobody can write to
-    them. The ops run packed for any number of rows; a call that needs the plain weight rebuilds the
-    weight for that call. Packed weights are no parameters: ``parameters()`` does not list them.
-    ``state_dict``, ``load_state_dict``, ``.to()``, copies and files work as before. Layers that share
-    one storage, so that one call computes them, are taken apart, and ``thaw`` joins them again. A
-    weight stays plain if another parameter or buffer of the model shares the memory, if oneDNN cannot
-    pack the weight, if packing never pays here, or if the op has a kernel that is not opgraft's own.
+    With ``keep_plain=False``, the ``Linear`` ops of a model hold their weights packed only, in
+    place; everything else stays as before. The plain weights then take no memory, and nobody can
+    write to them. The ops run packed for any number of rows. If a call needs the plain weight, the
+    op rebuilds the weight for this call. Packed weights are no parameters: ``parameters()`` does
+    not list them. ``state_dict``, ``load_state_dict``, ``.to()``, copies and files work as before.
+    Layers in one storage, computed by one call, are taken apart, and ``thaw`` joins them again.
+
+    A weight stays plain if another parameter or buffer of the model shares the memory, if oneDNN
+    cannot pack the weight, if packing never pays here, or if the op has a kernel of another
+    provider.
 
     Args:
         target: a module, or one tensor.
         keep_plain: keep the plain weights beside the packed copies.
 
     Returns:
-        The linear layers that hold packed weights only, and the others with the reason. A second call
+        The linear layers with packed weights only, and the others with the reason. A second call
         returns the same.
 
     Raises:
-        TypeError: ``target`` is neither a module nor a tensor, or a tensor with ``keep_plain=False``.
-        PackError: with ``keep_plain=False``, a ``Linear`` op is in training mode; nothing is changed.
+        TypeError: ``target`` is neither a module nor a tensor, or a tensor with
+            ``keep_plain=False``.
+        PackError: with ``keep_plain=False``, a ``Linear`` op is in training mode; nothing is
+            changed.
         OpgraftError: with ``keep_plain=False``, as constructing an op would; nothing is changed.
     """
     if not keep_plain:
@@ -154,8 +164,8 @@ def freeze(target: nn.Module | Tensor, keep_plain: bool = True) -> FreezeReport:
 def thaw(target: nn.Module | Tensor) -> None:
     """Take ``freeze`` back: weights may be written to, and every layer below has a plain weight.
 
-    Plain weights return with every bit. They are parameters again, new objects that require a
-    gradient if the former parameters did. Layers that were packed while loading are plain, too.
+    Plain weights return with every bit, as new parameters. A new parameter requires a gradient if
+    the former one did. Layers packed while loading are plain, too.
 
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
@@ -169,11 +179,11 @@ def thaw(target: nn.Module | Tensor) -> None:
 
 
 def refresh(target: nn.Module | Tensor) -> None:
-    """Forget the copies that kernels keep of a parameter, or of all parameters below a module.
+    """Forget the kernels' copies of a parameter, or of all parameters below a module.
 
-    Call ``refresh`` after a write to a frozen weight that torch does not count, such as
-    ``weight.data.copy_(merged)``. Copies of everything that shares memory with the parameters are
-    forgotten, too. The copies take no memory until the next call.
+    Torch does not count some writes to a frozen weight, such as ``weight.data.copy_(merged)``. Call
+    ``refresh`` after such a write. The copies of other tensors in the same memory are forgotten,
+    too. The copies take no memory until the next call.
 
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
@@ -194,7 +204,7 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _report(layers: Sequence[tuple[str, nn.Linear]], kept: dict[str, str]) -> FreezeReport:
-    """Describe the linear layers; ``kept`` has the reasons of those with a plain weight."""
+    """Return the report on linear layers; ``kept`` has the reason for each plain weight."""
     packed = []
     plain = []
     for path, layer in layers:
@@ -207,7 +217,7 @@ def _report(layers: Sequence[tuple[str, nn.Linear]], kept: dict[str, str]) -> Fr
 
 
 def _drop_plain_weights(model: Any) -> FreezeReport:
-    """Have the ``Linear`` ops of a model hold their weights packed only, if nothing prevents that."""
+    """Make the ``Linear`` ops of a model hold their weights packed only, if possible."""
     expect_module("freeze", model)
     _expect_evaluation(model)
     memory = _MemoryMap(model)
@@ -219,6 +229,7 @@ def _drop_plain_weights(model: Any) -> FreezeReport:
             kept[path] = reason
     packable = [layer for path, layer in layers if path not in kept]
     composites = _composites_over(model, packable)
+    # A weight inside a joint block cannot be dropped alone.
     for composite in composites:
         if _has_moved(composite, packable):
             composite.release_weights()
@@ -248,19 +259,22 @@ def _restore_plain_weights(model: nn.Module) -> None:
 def restore_linear_layers(model: nn.Module) -> Sequence[nn.Module]:
     """Turn every ``PackedLinear`` back into a ``Linear`` with a plain weight, and return them.
 
-    Weights that were taken apart stay apart.
+    Layers of one former storage stay apart.
 
     Raises:
         PackError: other code derived a class from that of a packed layer; nothing is changed.
     """
-    named = model.named_modules()
-    found = [(path, module) for path, module in named if isinstance(module, PackedLinear)]
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found.append((path, module))
     for path, layer in found:
         if type(layer) is not layer.binding.specialisation:
             raise PackError(
-                f"thaw: {type(layer).__name__} at {path!r} was derived from a packed layer by other "
-                "code, such as a parametrization: take that back first"
+                f"thaw: {type(layer).__name__} at {path!r} was derived from a packed layer by "
+                "other code, such as a parametrization: take that back first"
             )
+    # All bindings first: each may raise, and then nothing is changed.
     plans = [(layer, bind_exact(Linear, Linear, layer.binding.enforced)) for _, layer in found]
     for layer, binding in plans:
         layer.release_weights()
@@ -269,16 +283,19 @@ def restore_linear_layers(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _composites_over(model: nn.Module, layers: Sequence[nn.Module]) -> list[Composite]:
-    """Return the composites of a model that have one of the layers as a child."""
+    """Return the composites of a model with one of the layers as a child."""
     some = set(layers)
     composites = [module for module in model.modules() if isinstance(module, Composite)]
     return [each for each in composites if not some.isdisjoint(each.children())]
 
 
 def _has_moved(composite: Composite, layers: Sequence[nn.Module]) -> bool:
-    """Return True if a composite has moved the weight of a child that is among the layers."""
-    names = composite.weights_in_common()
-    return any(composite.get_submodule(name.rpartition(".")[0]) in layers for name in names)
+    """Return True if a composite has moved a weight of one of the layers."""
+    for name in composite.weights_in_common():
+        child, _, _ = name.rpartition(".")
+        if composite.get_submodule(child) in layers:
+            return True
+    return False
 
 
 def _packed_binding(op: CustomOp) -> Binding:
@@ -290,18 +307,18 @@ def _is_packed(layer: nn.Module) -> bool:
 
 
 def _expect_evaluation(model: nn.Module) -> None:
-    training = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, Linear) and module.training
-    ]
-    if training:
-        first = repr(training[0]) if training[0] else "the model itself"
-        raise PackError(
-            f"freeze(keep_plain=False): {len(training)} of the linear layers of "
-            f"{type(model).__name__} are in training mode, the first is {first}, and packed weights "
-            "cannot be trained: call model.eval() first"
-        )
+    training = []
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.training:
+            training.append(path)
+    if not training:
+        return
+    first = repr(training[0]) if training[0] else "the model itself"
+    raise PackError(
+        f"freeze(keep_plain=False): {len(training)} of the linear layers of "
+        f"{type(model).__name__} are in training mode, the first is {first}, and packed weights "
+        "cannot be trained: call model.eval() first"
+    )
 
 
 class _MemoryMap:
@@ -310,8 +327,8 @@ class _MemoryMap:
     Attributes:
         homes: the name of each tensor → the address of the storage.
         residents: the address of a storage → the names of the tensors in the storage.
-        together: the name of a parameter that a composite has moved → the names of all parameters
-            that the composite has moved.
+        together: the name of a parameter in a composite's joint memory → the names of all
+            parameters there.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -322,9 +339,11 @@ class _MemoryMap:
             prefix = f"{path}." if path else ""
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 self._add(prefix + name, tensor)
-            if isinstance(module, Composite):
-                moved = frozenset(prefix + name for name in module.weights_in_common())
-                self.together.update(dict.fromkeys(moved, moved))
+            if not isinstance(module, Composite):
+                continue
+            moved = frozenset(prefix + name for name in module.weights_in_common())
+            for name in moved:
+                self.together[name] = moved
 
     def _add(self, name: str, tensor: Tensor | None) -> None:
         if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
@@ -335,7 +354,7 @@ class _MemoryMap:
             self.residents[home].append(name)
 
     def shared(self, name: str, weight: nn.Parameter) -> str | None:
-        """Return the reason if a weight, or a weight that moves with it, shares memory."""
+        """Return the reason if a weight, or one in the same joint memory, shares memory."""
         own = self.together.get(name, frozenset((name,)))
         # A layer in several places has homes under one of its names only.
         homes = dict.fromkeys(self.homes[each] for each in sorted(own) if each in self.homes)
@@ -356,7 +375,8 @@ def _reason_to_stay_plain(path: str, layer: nn.Linear, memory: _MemoryMap) -> st
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is no parameter"
-    reason = obstacle(weight) or memory.shared(f"{path}.weight".lstrip("."), weight)
+    name = f"{path}.weight" if path else "weight"
+    reason = obstacle(weight) or memory.shared(name, weight)
     if reason is not None or packed_linear.pays_packed(weight):
         return reason
     return f"packing never pays here for {weight.numel():,} elements of {weight.dtype}"

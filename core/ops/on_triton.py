@@ -1,4 +1,4 @@
-"""FunctionalKernels in Triton for op classes, which must be importable where Triton is not installed."""
+"""Kernels in Triton for op classes. The import of an op class works without Triton."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ _BY_MODULE: dict[str, FunctionalKernels] = {}
 
 
 def on_triton(module: str) -> FunctionalKernels:
-    """Return the kernels in a module of Triton kernels, which serve the GPUs of several vendors.
+    """Return the kernels of a module in Triton, for the GPUs of several vendors.
 
-    None has a backward: where a gradient is required, the native definition runs. Where Triton is not installed they
-    are not chosen, and the decision says so.
+    No kernel has a backward: for a gradient, the native definition runs. Without Triton, the
+    kernels are not chosen, and the decision says so.
 
     Args:
-        module: its dotted name. ``__all__`` names the kernels, each as the functional form that it computes.
+        module: the dotted name of the module. The names in ``__all__`` are those of functional
+            forms.
     """
-    return _BY_MODULE.setdefault(
-        module, FunctionalKernels(module, needs=triton_missing, inference_only=True)
-    )
+    kernels = FunctionalKernels(module, needs=triton_missing, inference_only=True)
+    return _BY_MODULE.setdefault(module, kernels)
 
 
 def triton_kernels() -> dict[str, Callable[..., Any]]:
-    """Return all kernels in Triton, by the name of their functional form.
+    """Return all kernels in Triton, by the name of the functional form.
 
     Raises:
         MissingKernelError: Triton is not installed.
     """
-    return {name: kernel for kernels in _BY_MODULE.values() for name, kernel in kernels.items()}
+    found: dict[str, Callable[..., Any]] = {}
+    for kernels in _BY_MODULE.values():
+        found.update(kernels)
+    return found
 
 
 def triton_missing() -> str | None:
-    """Say why Triton kernels cannot run in this process, or return ``None``; for ``opgraft.needs``."""
+    """Return the reason for ``opgraft.needs`` if Triton kernels cannot run here, or ``None``."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed: pip install triton"
     try:

@@ -1,4 +1,4 @@
-"""The precision that native definitions compute in."""
+"""The precision of native definitions."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in for inputs of ``dtype``: at least float32, and float64 stays float64."""
+    """Return the dtype to compute in for inputs of ``dtype``: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The prefixes under which the layers of a model are built, each of them once."""
+"""The prefixes of the layers of a model. Each prefix belongs to one layer."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from contextvars import ContextVar
 from opgraft.errors import ConstructionError
 
 _PREFIXES: ContextVar[dict[str, str] | None] = ContextVar("opgraft_prefixes", default=None)
-"""While a model is constructed: prefix → the class that was built under it."""
+"""The layers of the model under construction: prefix → class."""
 
 
 @contextmanager
 def prefixes_of_one_model() -> Iterator[None]:
-    """Have the layers that are built within the block claim their prefixes; a block inside of another is part of it."""
-    token = _PREFIXES.set({}) if _PREFIXES.get() is None else None
+    """Within the block, let the layers under construction claim their prefixes.
+
+    A block inside of another belongs to the outer one.
+    """
+    if _PREFIXES.get() is not None:
+        yield
+        return
+    token = _PREFIXES.set({})
     try:
         yield
     finally:
-        if token is not None:
-            _PREFIXES.reset(token)
+        _PREFIXES.reset(token)
 
 
 def claim_prefix(prefix: str, layer: object) -> None:
-    """Note that ``layer`` is built under ``prefix``, the name of its weights in the checkpoint; layers call this once.
+    """Note the prefix of a layer, the name of its weights in the checkpoint. Layers call this once.
 
-    A layer on its own, outside of such a block, and an empty prefix are not noted.
+    Outside of ``prefixes_of_one_model``, and for an empty prefix, nothing is noted.
 
     Raises:
-        ConstructionError: the model has a layer under that prefix already.
+        ConstructionError: the model has another layer with the prefix.
     """
     built = _PREFIXES.get()
     if built is None or not prefix:
@@ -37,7 +42,8 @@ def claim_prefix(prefix: str, layer: object) -> None:
     name = type(layer).__qualname__
     if prefix in built:
         raise ConstructionError(
-            f"two layers are built under the prefix {prefix!r}: {built[prefix]} and {name}. Both would load the same "
-            "weights: give each the name that its weights have in the checkpoint"
+            f"two layers are built under the prefix {prefix!r}: {built[prefix]} and {name}. Both "
+            "would load the same weights: give each the name that its weights have in the "
+            "checkpoint"
         )
     built[prefix] = name

@@ -1,4 +1,4 @@
-"""``OpSpec``: what an op must compute, told without its native definition, and on which inputs that is checked."""
+"""``OpSpec``: the reference of an op, apart from its native definition, and inputs for checks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.float16: (1e-3, 1e-3),
     torch.bfloat16: (1e-3, 1.6e-2),
 }
-"""Absolute and relative tolerance against a reference in float64, by the dtype of the input."""
+"""Absolute and relative tolerance for a reference in float64, by the dtype of the input."""
 
 HALF_NORM: Mapping[torch.dtype, Tolerance] = {
     torch.float16: (1e-2, 1e-2),
     torch.bfloat16: (1e-2, 1.6e-2),
 }
-"""The tolerances in half types of norms and other ops that round more than once."""
+"""Tolerances in half types for ops with several roundings, such as norms."""
 
 
 class Layout(enum.Enum):
-    """The way in which a tensor lies in memory; whatever lies between its elements is NaN."""
+    """The layout of a tensor in memory. All memory between the elements is NaN."""
 
     PACKED = "contiguous"
     ELEMENTS = "a gap behind each element"
@@ -42,16 +42,16 @@ class Layout(enum.Enum):
     SWAPPED = "the first two of three dimensions or more the other way round"
 
     def place(self, values: Tensor) -> Tensor:
-        """Lay ``values`` out as a view of that layout; contiguous where they have too few dimensions for it."""
+        """Return ``values`` in this layout; contiguous if they have too few dimensions."""
         *lead, size = values.shape
         if self is Layout.ELEMENTS:
             view = values.new_full((*lead, 3 * size), math.nan)[..., 1::3]
         elif self is Layout.ROWS:
             view = values.new_full((*lead, size + 5), math.nan)[..., 2 : size + 2]
         elif self is Layout.SWAPPED and len(lead) > 1:
-            view = torch.empty_like(
-                values.transpose(0, 1), memory_format=torch.contiguous_format
-            ).transpose(0, 1)
+            swapped = values.transpose(0, 1)
+            memory = torch.empty_like(swapped, memory_format=torch.contiguous_format)
+            view = memory.transpose(0, 1)
         else:
             return values
         return view.copy_(values)
@@ -61,8 +61,8 @@ class Draw:
     """Random tensors of one dtype, the same for the same seed.
 
     Attributes:
-        dtype: of the tensors with normally distributed values.
-        layout: how those lie in memory.
+        dtype: the dtype of tensors with normally distributed values.
+        layout: the layout of these tensors in memory.
     """
 
     def __init__(self, seed: object, dtype: torch.dtype, layout: Layout = Layout.PACKED) -> None:
@@ -82,11 +82,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Outside:
-    """Another project's implementation of the same.
+    """The implementation of another project.
 
     Attributes:
-        name: as documentation calls it, such as ``torch.nn.functional.gelu``.
-        call: takes the arguments of the form, by name; ``None`` where it does not do what they ask for.
+        name: the documented name, such as ``torch.nn.functional.gelu``.
+        call: takes the arguments of the form, by name. Returns ``None`` for arguments without a
+            counterpart in the other project.
     """
 
     name: str
@@ -94,39 +95,48 @@ class Outside:
 
 
 def of_transformers(name: str, call: Callable[..., Any]) -> Outside:
-    """Compare with what is called ``name`` below ``transformers``, which ``call`` gets before the arguments.
+    """Return an implementation of transformers, imported with the first call.
 
-    It is imported when it is called: specs are there without transformers.
+    So the import of a spec works without transformers.
+
+    Args:
+        name: the dotted name below ``transformers``.
+        call: gets the imported object, then the arguments of the form by name.
     """
     module, _, attribute = f"transformers.{name}".rpartition(".")
 
-    def imported(**arguments: Any) -> Any:
-        return call(getattr(importlib.import_module(module), attribute), **arguments)
+    def import_and_call(**arguments: Any) -> Any:
+        implementation = getattr(importlib.import_module(module), attribute)
+        return call(implementation, **arguments)
 
-    return Outside(f"{module}.{attribute}", imported)
+    return Outside(f"{module}.{attribute}", import_and_call)
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """The proof that goes with a functional form.
+    """The proof of a functional form.
 
     Attributes:
         functional: the functional form, with its native definition and its fake rule.
-        inputs: arguments by name, from a source of random tensors, leading dimensions and a size.
-        reference: written without a look at the native definition; takes the arguments with floating-point tensors in
-            float64. For an in-place variant it returns what is expected in the arguments that it mutates.
-        module: takes the arguments and returns an op and what to call it with, by position or by name, for the same
-            result; ``None`` for forms that no module stands for.
-        variants: by name, settings that take the place of those in ``inputs``; a function is called as ``inputs`` is.
-        leads: leading dimensions of small inputs, the second without a zero; ``sizes`` what goes with them.
+        inputs: takes a source of random tensors, leading dimensions and a size; returns arguments
+            by name.
+        reference: written without a look at the native definition. Takes the arguments with
+            floating-point tensors in float64. For an in-place form, returns the expected values of
+            the mutated arguments.
+        module: takes the arguments; returns an op, and the arguments of a call with the same
+            result, by position or by name. ``None`` for forms without a module.
+        variants: settings by the name of a variant. They replace arguments of ``inputs``. A
+            function among them is called as ``inputs`` is, for the argument.
+        leads: leading dimensions of small inputs; the second must have no zero.
+        sizes: the sizes for ``leads``.
         large: pairs of leading dimensions and size of realistic inputs.
-        dtypes: of the inputs.
-        tolerances: where they differ from ``TOLERANCES``; with one for ``float4_e2m1fn_x2``, results in ``uint8`` are
-            such numbers, and compared as that.
-        outside: implementations by others.
-        differentiable: whether gradients are defined.
+        dtypes: the dtypes of the inputs.
+        tolerances: tolerances other than ``TOLERANCES``. With one for ``float4_e2m1fn_x2``, results
+            in ``uint8`` are compared as such numbers.
+        outside: implementations of other projects.
+        differentiable: gradients are defined.
         flops: floating-point operations of a call with the arguments.
-        device: where arguments are handed over, and modules hold what they do not get; a ``torch.device`` type.
+        device: a ``torch.device`` type: the device of arguments, and of a module's own tensors.
     """
 
     functional: Functional[..., Any]
@@ -145,7 +155,7 @@ class OpSpec:
     device: str = HOST
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Give absolute and relative tolerance for inputs of ``dtype``."""
+        """Return absolute and relative tolerance for inputs of ``dtype``."""
         return {**TOLERANCES, **self.tolerances}[dtype]
 
     def arguments(
@@ -156,23 +166,23 @@ class OpSpec:
         size: int,
         layout: Layout = Layout.PACKED,
     ) -> Arguments:
-        """Draw fresh arguments, the same for the same question."""
+        """Draw fresh arguments. Equal parameters draw equal values."""
         draw = Draw((self.functional.name, variant, tuple(lead), size), dtype, layout)
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
             arguments[name] = value(draw, lead, size) if callable(value) else value
-        return {
-            name: placed(v, self.device) if isinstance(v, Tensor) else v
-            for name, v in arguments.items()
-        }
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = placed(value, self.device)
+        return arguments
 
     def traffic(self, arguments: Arguments) -> int:
-        """Count the bytes that a call must move at least: each tensor taken is read once, each result written once."""
+        """Count the fewest bytes to move by a call: one read per argument, one write per result."""
         taken = [value for value in arguments.values() if isinstance(value, Tensor)]
-        made = tensors(self.functional.fake(**arguments)) or [
-            arguments[name] for name in self.functional.mutates
-        ]
-        return sum(t.numel() * t.element_size() for t in (*taken, *made))
+        made = tensors(self.functional.fake(**arguments))
+        if not made:
+            made = [arguments[name] for name in self.functional.mutates]
+        return sum(x.numel() * x.element_size() for x in (*taken, *made))
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -183,33 +193,39 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def placed(x: Tensor, device: str) -> Tensor:
-    """Return a tensor on a device, with its strides and all that lies between its elements."""
+    """Return a tensor on a device, with equal strides and equal memory between the elements."""
     if x.device.type == device:
         return x
-    whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    elements = x.untyped_storage().nbytes() // x.itemsize
+    whole = x.as_strided((elements,), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def in_float64(arguments: Arguments) -> Arguments:
     """Return the arguments in the memory of the host, floating-point tensors in float64."""
-    return {
-        name: _wide(value) if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(HOST, torch.float64) if x.is_floating_point() else x.to(HOST)
+    wide = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            dtype = torch.float64 if value.is_floating_point() else value.dtype
+            value = value.to(HOST, dtype)
+        wide[name] = value
+    return wide
 
 
 def with_parameters(op: nn.Module, **parameters: Tensor | None) -> nn.Module:
-    """Return ``op`` with these tensors in its parameters, which keep their loaders, and buffers; ``None`` is let be."""
+    """Put tensors into the parameters and buffers of an op, and return the op.
+
+    A parameter keeps its attributes, such as the loader. ``None`` changes nothing.
+    """
     for name, value in parameters.items():
-        if value is not None:
-            if name in op._parameters:
-                own = op._parameters[name]
-                parameter = op._parameters[name] = nn.Parameter(value)
-                parameter.__dict__.update({} if own is None else vars(own))
-            else:
-                op._buffers[name] = value
+        if value is None:
+            continue
+        if name not in op._parameters:
+            op._buffers[name] = value
+            continue
+        own = op._parameters[name]
+        parameter = nn.Parameter(value)
+        if own is not None:
+            parameter.__dict__.update(vars(own))
+        op._parameters[name] = parameter
     return op

@@ -1,4 +1,4 @@
-"""Weights as they are loaded: read in parts, and copied to the parameter that they are for."""
+"""The loading of weights: parts of a checkpoint are read, and copied to parameters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class LoadedTensor(Protocol):
-    """A tensor of a checkpoint that may not have been read yet; every ``torch.Tensor`` is one.
+    """A tensor of a checkpoint, perhaps not read yet. Every ``torch.Tensor`` is one.
 
-    ``narrow`` reads nothing, an index reads the part that it asks for, and ``parameter.copy_(loaded)`` fills a
-    parameter, converting to its dtype, without ever holding the whole.
+    ``narrow`` reads nothing, and an index reads a part. ``parameter.copy_(loaded)`` fills a
+    parameter in its dtype, and never holds the whole tensor.
     """
 
     @property
@@ -26,7 +26,7 @@ class LoadedTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that reading gives."""
+        """The dtype of the parts that are read."""
 
     def narrow(self, dim: int, start: int, length: int, /) -> Any:
         """Return the part ``[start, start + length)`` of one dimension."""
@@ -36,32 +36,32 @@ class LoadedTensor(Protocol):
 
 
 class WeightMethod:
-    """A module that holds and applies the weights of the layer that has it, and is called by that layer only."""
+    """A module that holds and applies the weights of a layer. Only this layer calls the module."""
 
 
 @runtime_checkable
 class PostLoadHook(Protocol):
-    """A module that changes its weights when they have been loaded."""
+    """A module with a hook to change loaded weights."""
 
     def process_weights_after_loading(self) -> None:
-        """Bring the weights into the layout that the module computes with."""
+        """Bring the weights into the layout of the module's kernels."""
 
 
 @runtime_checkable
 class ReleasesWeights(Protocol):
-    """A module that can take back what its hook has made of its weights."""
+    """A module that can undo the change of its hook."""
 
     def release_weights(self) -> None:
-        """Make the weights what they were when they had been loaded, also after a hook that raised half-way."""
+        """Restore the loaded weights, also after a hook that raised half-way."""
 
 
 def has_post_load_hook(module: nn.Module) -> TypeGuard[PostLoadHook]:
-    """Tell whether a module is to be called when its weights have been loaded."""
+    """Return True if the hook of a module must run after the loading of weights."""
     return isinstance(module, PostLoadHook) and not isinstance(module, WeightMethod)
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Call the hook of every module below ``model`` that has one, and its own: a module after those that it holds.
+    """Call the hooks of ``model`` and of all modules below, children first.
 
     Raises:
         WeightError: a hook raised; the message names the module's path.
@@ -72,31 +72,36 @@ def process_weights_after_loading(model: nn.Module) -> None:
 
 
 def call_post_load_hook(path: str, module: PostLoadHook) -> None:
-    """Call a module's hook, which may be a plugin's.
+    """Call the hook of a module.
+
+    Args:
+        path: the path of the module in the model.
+        module: the module, perhaps of a plugin.
 
     Raises:
-        WeightError: it raised; the message names ``path``, by which the model has the module. An error of opgraft's
-            own, or of memory, says enough and stays as it is.
+        WeightError: the hook raised; the message names ``path``. An error of opgraft's own, or of
+            memory, passes unchanged.
     """
     try:
         module.process_weights_after_loading()
     except (OpgraftError, MemoryError, torch.OutOfMemoryError):
         raise
+    # A plugin may raise anything.
     except Exception as error:
         cls = type(module)
         provider = discover().provider_of(cls.__module__)
         raise WeightError(
-            f"process_weights_after_loading of {path!r}, a {cls.__qualname__} of {provider}, raised at "
-            f"{raised_at(error)}",
+            f"process_weights_after_loading of {path!r}, a {cls.__qualname__} of {provider}, "
+            f"raised at {raised_at(error)}",
             described(error),
         ) from error
 
 
 def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> None:
-    """Put attributes on a parameter, such as the dimensions that are cut and the function that loads it.
+    """Set attributes of a parameter, such as the dimensions to cut and the loader.
 
     Raises:
-        WeightError: one would be overwritten.
+        WeightError: the parameter has such an attribute.
     """
     for name, value in (attributes or {}).items():
         if hasattr(weight, name):
@@ -110,24 +115,20 @@ def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
     """Read a weight and copy it to a parameter, or to a part of one.
 
     Raises:
-        WeightError: they have different shapes. A single number fits whatever holds one.
+        WeightError: the shapes differ. A single number fits every shape with one element.
     """
-    one = target.numel() == 1 and _count(loaded.shape) == 1
-    if tuple(target.shape) != tuple(loaded.shape) and not one:
+    is_one_number = target.numel() == 1 and torch.Size(loaded.shape).numel() == 1
+    if tuple(target.shape) != tuple(loaded.shape) and not is_one_number:
         raise WeightError.of_shape(what, loaded.shape, tuple(target.shape))
-    source: Any = loaded[...].reshape(target.shape) if one else loaded
+    source: Any = loaded[...].reshape(target.shape) if is_one_number else loaded
     with torch.no_grad():
         target.copy_(source)
 
 
-def _count(shape: Any) -> int:
-    return torch.Size(shape).numel()
-
-
 def default_weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
-    """Copy a whole weight to a parameter that has no ``weight_loader`` of its own.
+    """Copy a whole weight to a parameter without a ``weight_loader``.
 
     Raises:
-        WeightError: they have different shapes.
+        WeightError: the shapes differ.
     """
     copy_weight(param.data, loaded_weight, "a weight")

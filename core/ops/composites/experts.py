@@ -19,8 +19,8 @@ class Experts(Composite):
     """The sum ``Σ weight · down(act(gate(x)) · up(x))`` over the experts of each token.
 
     Source: arXiv:1701.06538. The caller chooses the experts, and ``UnquantizedFusedMoEMethod``
-    computes. ``graft`` replaces experts of transformers' models by this layer, with the same parameters. A
-    kernel for the layer replaces ``UnquantizedFusedMoEMethod``; a replacement of
+    computes. ``graft`` replaces experts of transformers' models by this layer, with the same
+    parameters. A kernel for the layer replaces ``UnquantizedFusedMoEMethod``; a replacement of
     ``transformers_fused_moe`` is not used.
 
     Args:

@@ -22,9 +22,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class GatedMLP(JointLayer):
     """``down(act(gate(x)) · up(x))``, with one linear op for gate and up.
 
-    Source: Shazeer, arXiv:2002.05202. In memory, the weights of gate and up are one matrix, ``[2 · intermediate_size, hidden_size]``;
-    the parameters, their names, values and storages are those of two layers. The gated activation
-    op takes the joint product. In three cases, gate, up, ``act`` and the product follow one by one:
+    Source: Shazeer, arXiv:2002.05202. In memory, the weights of gate and up are one matrix,
+    ``[2 · intermediate_size, hidden_size]``; the parameters, their names, values and storages are
+    those of two layers. The gated activation op takes the joint product. In three cases, gate, up,
+    ``act`` and the product follow one by one:
 
     - gate and up must be called by themselves, see ``JointLayer.joint_op``,
     - ``act`` has hooks,
