@@ -78,6 +78,7 @@ def _may_mix(x: Tensor, y: Tensor) -> bool:
     return x.dtype in castable and y.dtype in castable
 
 
+# The answer for a device type never changes, so a graph may hold the answer.
 @tracing.constant_while_tracing
 def _has_autocast(kind: str) -> bool:
     """Return True if a device type has autocast. Compilers of torch before 2.9 cannot ask torch."""

@@ -94,9 +94,10 @@ class PackedLinear(PackableLayer, Linear):
 
     ``freeze(model, keep_plain=False)`` turns a ``Linear`` into this class in place, and ``thaw``
     turns the layer back. oneDNN cannot pack some weights, as after ``.half()`` or on another
-    device. Such a weight is an ordinary parameter until ``.to()``, ``load_state_dict`` or ``freeze`` makes
-    one for oneDNN. An assigned weight, also by ``load_state_dict`` with ``assign=True``, is an
-    ordinary parameter until the next ``freeze``: only ``freeze`` sees all owners of the memory.
+    device. Such a weight is an ordinary parameter until ``.to()``, ``load_state_dict`` or
+    ``freeze`` makes one for oneDNN. An assigned weight, also by ``load_state_dict`` with
+    ``assign=True``, is an ordinary parameter until the next ``freeze``: only ``freeze`` sees all
+    owners of the memory.
     """
 
     packs_always: ClassVar[bool] = True

@@ -197,6 +197,7 @@ def placed(x: Tensor, device: str) -> Tensor:
     if x.device.type == device:
         return x
     elements = x.untyped_storage().nbytes() // x.itemsize
+    # The whole memory moves: a copy of the tensor alone would lose the gaps.
     whole = x.as_strided((elements,), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 

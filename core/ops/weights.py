@@ -66,6 +66,7 @@ def process_weights_after_loading(model: nn.Module) -> None:
     Raises:
         WeightError: a hook raised; the message names the module's path.
     """
+    # Reversed, as a module comes before its children in named_modules.
     for path, module in reversed(list(model.named_modules())):
         if has_post_load_hook(module):
             call_post_load_hook(path, module)

@@ -131,6 +131,7 @@ class AttentionBatch:
         """
         lengths = list(query_lens if seq_lens is None else seq_lens)
         table = torch.zeros(len(lengths), 0, dtype=torch.int32)
+        # Slots are computed on the host, so a step waits for no device.
         if block_table is not None:
             table = block_table.cpu()
         _expect_lengths(query_lens, lengths, table, block_size if caches else None)

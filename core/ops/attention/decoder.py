@@ -164,6 +164,7 @@ class Attention(CachedAttention):
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        # A plain tensor moves with the layer, too, but is not saved.
         if sinks is None or isinstance(sinks, nn.Parameter):
             self.sinks = sinks
         else:
@@ -285,6 +286,7 @@ class Attention(CachedAttention):
         key = key.transpose(0, 1)
         value = value.transpose(0, 1)
         mask = None
+        # Torch's causal attention needs no mask if the window reaches over all tokens.
         if tokens > 1 and not (self._is_plain and (window is None or tokens <= window)):
             positions = torch.arange(tokens, device=query.device)
             mask = visible_keys(positions, positions, window)
@@ -300,6 +302,7 @@ class Attention(CachedAttention):
                 enable_gqa=self.num_kv_heads != self.num_heads,
             )
             return attended[0].transpose(0, 1)
+        # The op for plain attention has checks of its own.
         expect_floating("attention", "query", query)
         for name, x in (("key", key), ("value", value)):
             expect_same_dtype("attention", name, x, "query", query)

@@ -241,6 +241,7 @@ def _expect_groups(op: str, heads: int, key_heads: int, value_heads: int) -> Non
 
 
 def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
+    # Torch takes masks of these two dtypes beside a query of any dtype.
     if mask.dtype not in (torch.bool, torch.float32):
         expect_choice(op, "the dtype of attn_mask", mask.dtype, (torch.bool, *FLOATING))
         expect_same_dtype(op, "attn_mask", mask, "query", query)
@@ -267,12 +268,9 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens:
     expect_integers("mm_encoder_attn", "cu_seqlens", cu_seqlens)
     expect_ascending("mm_encoder_attn", "cu_seqlens", cu_seqlens, tokens)
     if not values_are_known(cu_seqlens):
-        # The lengths are data: a loop over them would break the graph, a mask does not.
-        bounds = cu_seqlens.to(query.device)
-        positions = torch.arange(tokens, device=query.device)
-        segment = torch.searchsorted(bounds, positions, right=True)
-        same_segment = segment[:, None] == segment
-        return _attend(query[None], key[None], value[None], scale, same_segment)[0]
+        # A compiler does not know the lengths: a loop over them would break the graph.
+        same_sequence = _same_sequence(cu_seqlens.to(query.device), tokens)
+        return _attend(query[None], key[None], value[None], scale, same_sequence)[0]
     lengths = [end - start for start, end in pairwise(cu_seqlens.tolist())]
     queries = torch.split_with_sizes(query, lengths)
     keys = torch.split_with_sizes(key, lengths)
@@ -281,6 +279,13 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens:
     for q, k, v in zip(queries, keys, values, strict=True):
         attended.append(_attend(q[None], k[None], v[None], scale)[0])
     return torch.cat(attended) if attended else torch.empty_like(query)
+
+
+def _same_sequence(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return ``[tokens, tokens]``: true for two tokens of one sequence."""
+    positions = torch.arange(tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, positions, right=True)
+    return sequence[:, None] == sequence
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Tensor) -> Tensor:
@@ -296,6 +301,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Te
     key_seen = torch.arange(key.shape[1], device=lengths.device) < lengths[:, None]
     query_seen = torch.arange(query.shape[1], device=lengths.device) < lengths[:, None]
     attended = _attend(query, key, value, scale, key_seen[:, None, None, :])
+    # Padding may hold anything, and a row without a visible key is NaN.
     return attended.masked_fill(~query_seen[:, :, None, None], 0.0)
 
 

@@ -260,6 +260,7 @@ class MMEncoderAttention(CustomOp):
                 of keys.
         """
         lengths = sequence_lengths if cu_seqlens is None else None
+        # A replacement may override `_forward_sdpa` alone, as in plugins for vLLM.
         if lengths is None and self._overrides_helpers:
             return self._forward_sdpa(query, key, value, cu_seqlens)
         return self._attended(query, key, value, cu_seqlens, lengths, functional)

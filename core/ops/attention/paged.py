@@ -59,6 +59,7 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     """
     expect_writable(key, value, cache, slots)
     block_size = cache.shape[3]
+    # Views of the cache with the token before the head: [num_blocks, block_size, heads, size].
     keys, values = cache.transpose(2, 3).unbind(1)
     place = (slots // block_size, slots % block_size)
     if cache.dtype in LARGEST_CODES:
@@ -151,6 +152,7 @@ def by_sequences(
         return _attend_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
     bounds = query_start_loc.tolist()
     lengths = seq_lens.tolist()
+    # With one token each, sequences need no loop.
     if lengths and bounds == list(range(len(bounds))):
         return _attend_single_tokens(attend, query, block_table, seq_lens, block_size)
     parts = []
@@ -202,6 +204,7 @@ def _attend_unknown_lengths(
     starts = query_start_loc[:-1].long()
     lengths = query_start_loc.diff()
     tokens = torch.arange(count, device=query.device)
+    # Rows behind the end of a sequence hold other tokens: their results are not picked below.
     rows = (starts[:, None] + tokens).clamp(max=count - 1)
     attended = attend(query[rows], seq_lens - lengths, seq_lens, block_table)
     sequence = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
@@ -317,14 +320,21 @@ def attend_stepwise(
         # Finite: a row without a visible key is never read, but must give no NaN backwards.
         lowest = torch.finfo(dtype).min
         scores = scores.masked_fill(~visible[..., None, None, :, :], lowest)
-    if sinks is None:
-        shares = scores.softmax(dim=-1)
-    else:
-        column = sinks.to(dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
-        with_sinks = torch.cat((scores, column), dim=-1)
-        shares = with_sinks.softmax(dim=-1)[..., :-1]
+    shares = scores.softmax(dim=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
     attended = shares @ value.unsqueeze(-3).to(dtype)
     return attended.flatten(-4, -3).to(query.dtype)
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Return the softmax of ``[..., kv_heads, group, tokens, keys]`` with one more score per head.
+
+    The share of the sink is left out.
+    """
+    kv_heads, group = scores.shape[-4:-2]
+    of_heads = sinks.to(scores.dtype).view(kv_heads, group, 1, 1)
+    column = of_heads.expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores, column), dim=-1).softmax(dim=-1)
+    return shares[..., :-1]
 
 
 def expect_writable(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -42,10 +42,12 @@ class EpilogueLayer(Composite):
         if act is not None and is_observed(act):
             return None
         kernel: Kernel | None = self.chosen(_joint_kernel, linear, act)
+        # A linear layer with an activation of its own has no place for another epilogue.
         if kernel is None or linear.activation != "none":
             return None
         if not linear.quant_method.holds_weight(linear):
             return None
+        # Subclasses of tensors, and nested tensors, have kernels of their own.
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.is_nested:
                 return None

@@ -241,6 +241,7 @@ def dual_chunk_rotary_embedding(
             f"{op}: cos_sin_cache has {cos_sin_cache.shape[0]} rows, expected at least "
             f"{length + chunk_size} for chunk_size={chunk_size} and local_size={local_size}"
         )
+    # Negative positions alone are refused: every place in a chunk has a row in the table.
     expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
     place = positions % length
     before = place + length

@@ -93,6 +93,7 @@ def get_rope(
             ``partial_rotary_factor`` is not above 0 and at most 1.
     """
     given = dict(rope_parameters or {})
+    # Some configs hold a float.
     if given.get(_TRAINED):
         given[_TRAINED] = int(given[_TRAINED])
     share = given.get("partial_rotary_factor", 1.0)

@@ -46,6 +46,7 @@ def _rotary_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments
 def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     arguments = _rotary_inputs(draw, lead, head_size)
     pairs = arguments["cos_sin_cache"].shape[1] // 2
+    # The most pairs that height may have when sections take turns, and fewer for width.
     height = (pairs + 1) // 3
     width = pairs // 4
     positions = draw.integers(0, ROWS, (3, *lead))

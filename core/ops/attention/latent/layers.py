@@ -198,6 +198,7 @@ class MLAAttention(CachedAttention):
         self._expect("q", q, (*tokens, width), (*tokens, heads, self.qk_head_dim))
         self._expect("kv_c_normed", kv_c_normed, (*tokens, self.kv_lora_rank))
         self._expect("k_pe", k_pe, (*tokens, rope), (*tokens, 1, rope))
+        # One shape for the nodes of a graph.
         q = q.reshape(*tokens, width)
         k_pe = k_pe.reshape(*tokens, rope)
         if self.is_node and is_compiling():
@@ -239,10 +240,8 @@ class MLAAttention(CachedAttention):
             )
         attended = query.new_empty(*query.shape[:2], self.v_head_dim)
         for chunk in expanded:
-            blocks = pages.block_table[chunk.sequence, : -(-chunk.length // batch.block_size)]
-            rows = pages.cache[blocks].flatten(0, 1)[: chunk.length]
-            kv_c, k_pe = rows.tensor_split([self.kv_lora_rank], dim=-1)
             tokens = slice(chunk.start, chunk.end)
+            kv_c, k_pe = self._rows_of(chunk, pages, batch.block_size)
             attended[tokens] = self._expanded(query[tokens], kv_c, k_pe)
         if absorbed:
             self._absorb_chunks(batch, pages, query, absorbed, attended)
@@ -260,6 +259,13 @@ class MLAAttention(CachedAttention):
             if end > start:
                 chunks.append(_Chunk(sequence, start, end, lengths[sequence]))
         return chunks
+
+    def _rows_of(self, chunk: _Chunk, pages: LayerPages, block_size: int) -> Sequence[Tensor]:
+        """Return the latents and the rotated keys of a sequence so far, from the pages."""
+        last_block = -(-chunk.length // block_size)
+        blocks = pages.block_table[chunk.sequence, :last_block]
+        rows = pages.cache[blocks].flatten(0, 1)[: chunk.length]
+        return rows.tensor_split([self.kv_lora_rank], dim=-1)
 
     def _gains_by_expansion(self, chunk: _Chunk) -> bool:
         """Return True if keys and values of all heads take fewer products than latents do."""
