@@ -353,7 +353,8 @@ class MLAAttention(CachedAttention):
                 unit = torch.eye(self.kv_lora_rank, dtype=query.dtype, device=query.device)
                 weight = result_of(self.kv_b_proj(unit)).t()
             by_head = weight.reshape(self.num_heads, -1, self.kv_lora_rank)
-            to_key, to_value = by_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+            sizes = [self.qk_nope_head_dim, self.v_head_dim]
+            to_key, to_value = torch.split_with_sizes(by_head, sizes, dim=1)
             self._to_key = to_key.transpose(1, 2).contiguous()
             self._to_value = to_value.contiguous()
         return self._to_key, self._to_value
