@@ -103,7 +103,7 @@ def compiled(backend: str) -> list[Any]:
     return [pairs, graphs]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_whole(two: Ranks, backend: str) -> None:
     """Collectives compile without a break, once for all sizes, and compute the same."""
     for pairs, graphs in two.run(compiled, backend):

@@ -32,6 +32,9 @@ def checkpoint(
 ) -> tuple[Path, Any]:
     """A folder with a family's random weights, and transformers' model of them."""
     family, values = DECODERS[request.param]
+    if request.param == "gemma3":  # a layer of each kind
+        kinds = ["sliding_attention", "full_attention"]
+        values = {**values, "num_hidden_layers": 2, "layer_types": kinds}
     folder = tmp_path_factory.mktemp("cache dtypes") / request.param
     return folder, written(family, folder, **values)
 

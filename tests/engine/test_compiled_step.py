@@ -93,7 +93,7 @@ def test_strict_mode_compiles_nothing_while_requests_run(strict: bool, tmp_path:
     """A step that torch.compile would compile anew fails its requests in strict mode; the error names the guard."""
     written("Llama", tmp_path, num_hidden_layers=1)
     with set_config(OpgraftConfig(strict=strict)):
-        core = EngineCore(dataclasses.replace(with_mode(tmp_path), strict=strict))
+        core = EngineCore(dataclasses.replace(with_mode(tmp_path, backend="eager"), strict=strict))
         assert all(tokens(core))
         norm = core.executor.worker.runner.model.model.norm
         norm.weight = torch.nn.Parameter(norm.weight.repeat_interleave(2)[::2], requires_grad=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 
 import pytest
 from opgraft import SamplingParams
@@ -82,16 +82,17 @@ def test_wrong_use_of_the_pool_is_an_error() -> None:
         pool.free([block])
 
 
-def test_hashes_are_the_same_in_every_process() -> None:
+def test_hashes_are_the_same_in_every_process(warm_python: str) -> None:
     """Blocks are known by hashes that depend on tokens and salt alone, not on the process's seed of hash()."""
     code = (
         "from opgraft.engine.schedule.kv_cache import *; from opgraft import SamplingParams\n"
         "c, r = KVCacheManager([LayerKind()], 4, 4), Request('a', range(9), SamplingParams(), cache_salt='s')\n"
         "c.longest_prefix(r); print([h.hex() for h in r.block_hashes], hash('s'))"
     )
-    environ = {"PYTHONHASHSEED": "1"}
+    # Without the variable each process draws a seed of its own, the warm one too.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     printed = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        [warm_python, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     told, _, seeded = printed.stdout.rpartition(" ")
     cache, request = (

@@ -71,7 +71,8 @@ def open_llm(
     yield lambda **settings: LLM(
         str(tmp_path / "model"), dtype="float32", **{"load.progress": False, **settings}
     )
-    gc.unfreeze()
+    # Not gc.unfreeze(): later collections would look at all that pytest and torch hold.
+    gc.collect()
 
 
 def test_the_cache_leaves_room_for_the_largest_step(open_llm: Callable[..., LLM]) -> None:

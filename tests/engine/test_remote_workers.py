@@ -33,7 +33,7 @@ from opgraft.machine.channel import Channel, PipeSender, encoded
 from support.small_tokenizers import trained_tokenizer
 from support.warm.interpreter import process_of
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_workers")
 
 LIMIT = 1.0
 """Seconds after which a worker is taken to hang."""

@@ -196,7 +196,7 @@ def test_first_tokens_of_siblings_are_distributed_as_the_logits_say(
 ) -> None:
     """The first tokens of many answers pass a chi-square test against the softmax of transformers' logits."""
     folder, model = checkpoint
-    prompt, count = prompts(10)[0], 2000
+    prompt, count = prompts(10)[0], 1000
     request = Request("many", prompt, SamplingParams(n=count, max_tokens=1, temperature=1, seed=0))
     siblings = request.split()
     serve(engine(folder, max_num_seqs=64), siblings)

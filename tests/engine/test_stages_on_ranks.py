@@ -104,7 +104,7 @@ def test_two_stages(name: str, tmp_path: Path, two: Ranks) -> None:
 
 def test_compiled_stages(tmp_path: Path, two: Ranks) -> None:
     """Each stage is compiled by itself, and the tokens are those of one rank."""
-    make("llama", tmp_path)
+    written("Llama", tmp_path, num_hidden_layers=2)
     outputs, _, _ = served(str(tmp_path))
     assert [found for found, _, _ in two.run(served, str(tmp_path), True)] == [outputs] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ def test_snapshots_from_another_thread(checkpoint: Path) -> None:
     def read() -> None:
         while not ended.is_set():
             seen.append(llm.stats().counters.sampled_tokens)
+            time.sleep(0.001)  # a thread that never waits takes most of the engine's time
 
     thread = threading.Thread(target=read)
     thread.start()

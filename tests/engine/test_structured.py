@@ -11,8 +11,8 @@ import torch
 from opgraft.engine.sampling import Grammar, GrammarState, GrammarTokens, Sampler, SamplingBatch
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
-from opgraft.models import load_tokenizer
 from opgraft.models.files import open_weights
+from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
 VOCABULARY = 49_152
 SCHEMA = {
@@ -27,17 +27,17 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer() -> Tokenizer:
     pytest.importorskip("llguidance")
-    return load_tokenizer(open_weights("smollm2"))
+    return open_tokenizer(open_weights("smollm2"))
 
 
 @pytest.fixture(scope="module")
-def tokens(tokenizer: Any) -> GrammarTokens:
-    return GrammarTokens(tokenizer.backend_tokenizer, VOCABULARY, [tokenizer.eos_token_id])
+def tokens(tokenizer: Tokenizer) -> GrammarTokens:
+    return GrammarTokens(tokenizer.backend, VOCABULARY, [tokenizer.eos_token_id])
 
 
-def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Any, seed: int) -> list[str]:
+def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Tokenizer, seed: int) -> list[str]:
     """Sample a text by each spec from random logits, in one batch, until it ends."""
     batch = SamplingBatch()
     for key, spec in enumerate(specs):
@@ -64,7 +64,9 @@ def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Any, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", [0, 100])
-def test_requests_follow_their_grammars(tokens: GrammarTokens, tokenizer: Any, seed: int) -> None:
+def test_requests_follow_their_grammars(
+    tokens: GrammarTokens, tokenizer: Tokenizer, seed: int
+) -> None:
     """Random logits give texts of the asked form: a schema's object, a regex's match, a choice, a sentence."""
     specs = [
         {"json": SCHEMA},
@@ -96,7 +98,7 @@ def allowed(grammar: Grammar, output: list[int], words: int) -> list[int]:
     ]
 
 
-def test_masks_of_any_width(tokens: GrammarTokens, tokenizer: Any) -> None:
+def test_masks_of_any_width(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     """A mask wider than the vocabulary allows nothing beyond it, a narrower one is the beginning of the whole one."""
     grammar = Grammar({"choice": ["yes", "no"]}, tokens)
     whole = allowed(grammar, [], VOCABULARY // 32)
@@ -105,7 +107,7 @@ def test_masks_of_any_width(tokens: GrammarTokens, tokenizer: Any) -> None:
     assert allowed(grammar, [], 10) == [token for token in whole if token < 320]
 
 
-def test_an_output_goes_on_after_a_preemption(tokens: GrammarTokens, tokenizer: Any) -> None:
+def test_an_output_goes_on_after_a_preemption(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     """A state that starts with an output allows what a state allows that accepted its tokens one by one."""
     grammar = Grammar({"json": SCHEMA}, tokens)
     output = tokenizer.encode('{"name": "Al', add_special_tokens=False)
@@ -125,7 +127,7 @@ def test_an_output_goes_on_after_a_preemption(tokens: GrammarTokens, tokenizer: 
         grammar.start([*output, tokenizer.encode("\n", add_special_tokens=False)[0]])
 
 
-def test_after_its_end_a_grammar_allows_ends(tokens: GrammarTokens, tokenizer: Any) -> None:
+def test_after_its_end_a_grammar_allows_ends(tokens: GrammarTokens, tokenizer: Tokenizer) -> None:
     """Under ``ignore_eos`` a finished output goes on with ends of sequence and nothing else."""
     (no,) = tokenizer.encode("no", add_special_tokens=False)
     state = Grammar({"choice": ["no"]}, tokens).start([no])
@@ -140,7 +142,7 @@ def test_after_its_end_a_grammar_allows_ends(tokens: GrammarTokens, tokenizer: A
 
 
 def test_a_grammar_that_leads_nowhere_fails_its_request(
-    tokens: GrammarTokens, tokenizer: Any
+    tokens: GrammarTokens, tokenizer: Tokenizer
 ) -> None:
     """Where nothing can follow, that request fails by name and its neighbour goes on."""
     batch = SamplingBatch()

@@ -39,7 +39,7 @@ from support.ranks import Ranks
 from support.small_tokenizers import trained_tokenizer
 from support.warm import interpreter
 
-pytestmark = pytest.mark.usefixtures("warm_workers")
+pytestmark = pytest.mark.usefixtures("few_objects", "warm_workers")
 
 IN_ITS_PROCESS: dict[str, Any] = {
     "parallel.executor": "processes",

@@ -34,19 +34,19 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def fork(name: str, class_name: str, device: str) -> None:
+def fork(name: str, class_name: str, device: str, python: str = sys.executable) -> None:
     """Ask a platform everything that takes no device index, fork, and compute in the child."""
     code = FORK.format(name=name, class_name=class_name, device=device)
     child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [python, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert child.returncode == 0, child.stderr
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "rocm"])
-def test_a_process_may_fork_after_asking_a_platform(name: str) -> None:
+def test_a_process_may_fork_after_asking_a_platform(name: str, warm_python: str) -> None:
     """Creating a platform and asking what it is leaves no device context behind that a forked child would trip over."""
-    fork(name, f"{name.title()}Platform", "cpu")
+    fork(name, f"{name.title()}Platform", "cpu", warm_python)
 
 
 @pytest.mark.parametrize(

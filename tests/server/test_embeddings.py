@@ -57,7 +57,7 @@ def test_who_leaves_costs_nothing_any_more(minilm: Server) -> None:
     """A client that asks for much, and goes, keeps neither others nor the end of the server waiting."""
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{minilm.url}/v1/embeddings", json={"model": "minilm", "input": LONG}, timeout=2
+            f"{minilm.url}/v1/embeddings", json={"model": "minilm", "input": LONG}, timeout=1
         )
     started = time.monotonic()
     minilm.openai.embeddings.create(model="minilm", input="Bread.")

@@ -45,7 +45,7 @@ def test_a_chat(smollm2: Server) -> None:
     """A chat is answered, whole and as a stream alike, with its usage."""
     client = smollm2.openai
     whole = client.chat.completions.create(
-        model="smollm2", messages=QUESTION, temperature=0, max_tokens=20
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=12
     )
     assert "Paris" in whole.choices[0].message.content
     assert whole.choices[0].finish_reason in ("stop", "length")
@@ -53,7 +53,7 @@ def test_a_chat(smollm2: Server) -> None:
         model="smollm2",
         messages=QUESTION,
         temperature=0,
-        max_completion_tokens=20,
+        max_completion_tokens=12,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -90,7 +90,7 @@ def test_a_completion(smollm2: Server) -> None:
 
 def test_many_at_once_from_the_asynchronous_client(smollm2: Server) -> None:
     """Streams of several requests at once have the texts that each has alone."""
-    prompts = [f"{number} and {number} is" for number in range(6)]
+    prompts = [f"{number} and {number} is" for number in range(4)]
     given = {"model": "smollm2", "temperature": 0, "max_tokens": 5}
 
     async def streamed(client: openai.AsyncOpenAI, prompt: str) -> str:

@@ -50,8 +50,8 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[Server]:
-    """A server of the real model."""
+def smollm2(browser: Any) -> Iterator[Server]:
+    """A server of the real model, which nobody starts without a browser."""
     with serving("smollm2", "--cache.num_blocks", "64", "--model.max_model_len", "1024") as running:
         yield running
 

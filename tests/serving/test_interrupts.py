@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +16,21 @@ from support.small_words import word_llama
 pytest.importorskip("transformers")
 
 SLOW = """
-import signal, sys, time
+import signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
 from opgraft.engine.runner.model_runner import ModelRunner
+
+noted = threading.Event()
 
 def slowly(name, seconds):
     original = getattr(ModelRunner, name)
 
     def slow(self, *arguments):
         print("now", file=sys.stderr, flush=True)
-        time.sleep(seconds)
+        if seconds == "until noted":
+            noted.wait()
+        else:
+            time.sleep(float(seconds))
         return original(self, *arguments)
 
     setattr(ModelRunner, name, slow)
@@ -48,12 +52,13 @@ def tell_of_the_first():
 
     def told(self, *arguments):
         print("noted", file=sys.stderr, flush=True)
+        noted.set()
         return leave(self, *arguments)
 
     LLM._leave_and_wait = told
 
 what, model, slow, seconds = sys.argv[1:]
-slowly(slow, float(seconds))
+slowly(slow, seconds)
 tell_of_the_first()
 if what == "generate":
     generate(model)
@@ -108,9 +113,7 @@ class Process:
 @pytest.fixture
 def interrupted(request: pytest.FixtureRequest, model: Path, warm_python: str) -> Iterator[Process]:
     what, slow, seconds = request.param
-    process = Process(
-        sys.executable if what == "generate" else warm_python, what, str(model), slow, seconds
-    )
+    process = Process(warm_python, what, str(model), slow, seconds)
     yield process
     process.process.kill()
     process.process.communicate()
@@ -138,7 +141,9 @@ def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
     assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
 
 
-@pytest.mark.parametrize("interrupted", ways("execute", "3", short="generate"), indirect=True)
+@pytest.mark.parametrize(
+    "interrupted", ways("execute", "until noted", short="generate"), indirect=True
+)
 def test_a_first_interrupt_ends_after_the_step(interrupted: Process) -> None:
     """A prompt in chunks gives no token for many steps: nothing more of it is computed than the step that runs."""
     interrupted.wait_for("now")

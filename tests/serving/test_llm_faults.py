@@ -468,11 +468,11 @@ print(json.dumps({
 """
 
 
-def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_what_is_finished(tmp_path: Path, warm_python: str) -> None:
     """A signal in the middle of an answer ends it; what was finished is there, and the LLM answers again."""
     model = write_model(tmp_path / "model", max_position_embeddings=9999)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-c", INTERRUPTED, str(model)]
+    command = [warm_python, "-c", INTERRUPTED, str(model)]
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -69,10 +69,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
         assert [output.outputs[0].token_ids for output in found] == expected
         rounds = rounds_of(llm)
         assert rounds[0] == rounds[1] > 30
-        found = [
-            await last(llm, *each) for each in asked
-        ]  # one at a time: the other replica has none
-        assert [output.outputs[0].token_ids for output in found] == expected
+        # One at a time: the other replica has none.
+        found = [await last(llm, *each) for each in asked[:3]]
+        assert [output.outputs[0].token_ids for output in found] == expected[:3]
         async with aclosing(llm.generate(*asked[4])) as left:
             await anext(left)
             await last(llm, *asked[3])

@@ -95,7 +95,7 @@ def _counting_op(target: Any) -> type:
         "__init__": _noted(f"{qualified(target)}.__init__", construct),
         kernel: _noted(f"{qualified(target)}.forward", run),
     }
-    forms = [form for form in FUNCTIONALS.values() if _target_of(form) is target]
+    forms = [form for form in FUNCTIONALS.values() if _target_of(form.op) is target]
     if forms and kernel == "forward_oot":
         functions = {form.name: _counting_form(form, f"{name}.{kernel}") for form in forms}
         namespace["functional_oot"] = opgraft.FunctionalKernels(functions)
@@ -103,14 +103,16 @@ def _counting_op(target: Any) -> type:
     return made
 
 
-def _target_of(form: Any) -> type | None:
-    return host_state().registry.find_target(form.op)
+@functools.cache  # each search looks at all classes
+def _target_of(op: str) -> type | None:
+    return host_state().registry.find_target(op)
 
 
 def _counting_form(form: Any, kernel: str) -> Callable[..., Any]:
+    key = f"{qualified(_target_of(form.op))}.{FUNCTIONAL}.{form.name}"
+
     @functools.wraps(form.native)
     def run(*args: Any, **kwargs: Any) -> Any:
-        key = f"{qualified(_target_of(form))}.{FUNCTIONAL}.{form.name}"
         SHAPES[key][len(args), tuple(sorted(kwargs))] += 1
         RAN[kernel].add(id(_INSIDE[-1]) if _INSIDE else 0)
         return form.native(*args, **kwargs)

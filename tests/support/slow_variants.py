@@ -15,7 +15,7 @@ HELD_BY = {
     "engine/test_ray.py": "engine/test_remote_workers.py",
     "serving/test_smollm2.py": "cli/test_answer.py::test_the_tokens_are_those_of_transformers",
     "compilation/test_compile.py::test_inductor_generates_code_for_every_size": (
-        "distributed/test_collectives.py::test_compiled_whole"
+        "compilation/test_cache.py::test_the_cache_is_on_by_default"
     ),
     "models/test_quantized.py::test_a_real_gguf_file": (
         "cli/test_answer.py::test_the_tokens_are_those_of_transformers"
@@ -128,13 +128,18 @@ EVERY = {
     "engine/test_parallel_forms.py::test_the_tokens_are_those_of_one_rank": 6,
     "engine/test_remote_workers.py::test_a_restart_that_fails_is_told_by_whoever_is_asked": 3,
     "engine/test_right_tokens.py::test_chunks_of_any_size": 3,
-    "engine/test_right_tokens.py::test_from_a_reused_prefix_beside_random_neighbours": 5,
-    "engine/test_right_tokens.py::test_in_chunks_and_after_preemption": 7,
-    "engine/test_right_tokens.py::test_several_answers": 2,
-    "engine/test_sampler.py::test_tokens_are_distributed_as_they_should": 3,
+    "engine/test_right_tokens.py::test_from_a_reused_prefix_beside_random_neighbours": 10,
+    "engine/test_right_tokens.py::test_in_chunks_and_after_preemption": 14,
+    "engine/test_right_tokens.py::test_requests_that_come_and_go": 2,
+    "engine/test_right_tokens.py::test_several_answers": 4,
+    "engine/test_sampler.py::test_tokens_are_distributed_as_they_should": 6,
     "engine/test_stages_on_ranks.py::test_two_stages": 3,
-    "engine/test_states.py::test_a_preempted_sequence_goes_on_where_it_was": 3,
-    "engine/test_states_on_ranks.py::test_two_ranks": 4,
+    "engine/test_states.py::test_a_prefix_is_found_with_its_state": 3,
+    "engine/test_states.py::test_a_preempted_sequence_begins_with_its_own_state": 3,
+    "engine/test_states.py::test_a_preempted_sequence_goes_on_where_it_was": 7,
+    "engine/test_states.py::test_a_sequence_that_is_not_a_number": 3,
+    "engine/test_states.py::test_requests_wait_for_states": 3,
+    "engine/test_states_on_ranks.py::test_two_ranks": 5,
     "faults/test_distributions.py::test_distributions": 2,
     "faults/test_hangs.py::test_platforms": 2,
     "faults/test_hangs.py::test_plugins": 2,
