@@ -134,7 +134,7 @@ def _of(kind: type[Attention], *args: Any, **kwargs: Any) -> Attention:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contracts") / "llama"
-    written("Llama", folder)
+    written("Llama", folder, num_hidden_layers=1)
     return folder
 
 

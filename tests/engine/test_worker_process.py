@@ -53,7 +53,8 @@ IN_ITS_PROCESS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worker") / "llama"
-    written("Llama", folder, vocab_size=400, max_position_embeddings=128)
+    sizes = {"vocab_size": 400, "max_position_embeddings": 128, "num_hidden_layers": 1}
+    written("Llama", folder, **sizes)
     trained_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -41,8 +41,9 @@ SETTINGS = {
 
 
 def write_model(folder: Path, tokenizer: Any, template: str | None = TEMPLATE) -> Path:
-    """Write a Llama of random weights with a tokenizer of 400 tokens and a chat template."""
-    written("Llama", folder, vocab_size=400, max_position_embeddings=4096)
+    """Write a Llama of one layer and random weights with a tokenizer of 400 tokens and a chat template."""
+    sizes = {"vocab_size": 400, "max_position_embeddings": 4096, "num_hidden_layers": 1}
+    written("Llama", folder, **sizes)
     tokenizer.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

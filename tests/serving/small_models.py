@@ -13,8 +13,9 @@ CONTEXT = 64
 
 
 def write_model(folder: Path, tokenizer: Any = None, **values: Any) -> Path:
-    """Write a Llama with random weights and, where given, a tokenizer of the library tokenizers."""
-    written("Llama", folder, vocab_size=VOCABULARY, **values)
+    """Write a Llama of one layer with random weights and, if given, a tokenizer of the library tokenizers."""
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 1}
+    written("Llama", folder, **{**sizes, **values})
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
     return folder

@@ -43,7 +43,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, trained: Any) -> Path:
     """A decoder of random weights with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("async") / "llama"
-    written("Llama", folder, vocab_size=400)
+    written("Llama", folder, vocab_size=400, num_hidden_layers=2)
     trained.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

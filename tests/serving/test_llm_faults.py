@@ -122,11 +122,11 @@ def test_the_context_ends_an_answer(llm: LLM) -> None:
 
 def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
     """A cache too small for one request of the longest context is an error at start, with the numbers."""
-    numbers = r"the cache has room for 15 blocks of 2304 bytes, and one request of 64 tokens takes 16: raise cache"
+    numbers = r"the cache has room for 15 blocks of 768 bytes, and one request of 64 tokens takes 16: raise cache"
     with pytest.raises(ConfigError, match=numbers):
         open_llm(folder, **{"cache.num_blocks": 15})
     with pytest.raises(
-        ConfigError, match=r"room for 0 blocks of 2304 bytes.*cache.memory_bytes to 36864"
+        ConfigError, match=r"room for 0 blocks of 768 bytes.*cache.memory_bytes to 12288"
     ):
         open_llm(folder, **{"cache.num_blocks": None, "cache.memory_bytes": 1000})
     assert len(tokens(open_llm(folder, **{"cache.num_blocks": 16}), [5] * 59)[0]) == 5
