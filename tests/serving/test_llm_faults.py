@@ -128,7 +128,7 @@ def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"room for 0 blocks of 768 bytes.*cache.memory_bytes to 12288"
     ):
-        open_llm(folder, **{"cache.num_blocks": None, "cache.memory_bytes": 1000})
+        open_llm(folder, **{"cache.num_blocks": None, "cache.memory_bytes": 700})
     assert len(tokens(open_llm(folder, **{"cache.num_blocks": 16}), [5] * 59)[0]) == 5
 
 

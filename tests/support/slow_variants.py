@@ -132,7 +132,7 @@ EVERY = {
     "engine/test_right_tokens.py::test_in_chunks_and_after_preemption": 14,
     "engine/test_right_tokens.py::test_requests_that_come_and_go": 2,
     "engine/test_right_tokens.py::test_several_answers": 4,
-    "engine/test_sampler.py::test_tokens_are_distributed_as_they_should": 6,
+    "engine/test_sampler.py::test_tokens_are_distributed_as_they_should": 3,
     "engine/test_stages_on_ranks.py::test_two_stages": 3,
     "engine/test_states.py::test_a_prefix_is_found_with_its_state": 3,
     "engine/test_states.py::test_a_preempted_sequence_begins_with_its_own_state": 3,
