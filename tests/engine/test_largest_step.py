@@ -67,6 +67,7 @@ def open_llm(
     monkeypatch.setattr(
         type(platform), "memory", lambda self, index=0: DeviceMemory(MEMORY, MEMORY - live_bytes())
     )
+    gc.collect()
     gc.freeze()  # what there is now is not looked at: it would take a second each time
     yield lambda **settings: LLM(
         str(tmp_path / "model"), dtype="float32", **{"load.progress": False, **settings}
