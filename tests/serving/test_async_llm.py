@@ -34,8 +34,6 @@ SETTINGS: dict[str, Any] = {
 }
 LONG = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 PATIENCE = 60
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
