@@ -335,8 +335,16 @@ def test_preparing_after_the_shutdown(checkpoint: Path) -> None:
     asyncio.run(use(opened(checkpoint)))
 
 
+def engines_beside(others: set[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads of engines that have started since."""
+    new = set(threading.enumerate()) - others
+    return [thread for thread in new if thread.name == "opgraft-engine"]
+
+
 def test_shutdown_with_open_requests(checkpoint: Path) -> None:
     """Running and waiting requests end as aborted with what they have; later ones are refused; twice is once."""
+
+    others = set(threading.enumerate())  # a test before may have left an engine
 
     async def main() -> None:
         llm = opened(checkpoint)
@@ -353,7 +361,7 @@ def test_shutdown_with_open_requests(checkpoint: Path) -> None:
         with pytest.raises(EngineError, match="was shut down"):
             await last(llm.generate([5], LONG))
         llm.shutdown()
-        assert "opgraft-engine" not in {thread.name for thread in threading.enumerate()}
+        assert not engines_beside(others)
 
     asyncio.run(main())
 
@@ -389,10 +397,11 @@ def test_loops_one_after_the_other(checkpoint: Path) -> None:
 
 def test_the_constructor_raises_what_the_engine_raises(checkpoint: Path, tmp_path: Path) -> None:
     """What fails in the engine's thread at the start is raised where the model is made, and the thread ends."""
+    others = set(threading.enumerate())
     with pytest.raises(ConfigError, match="has room for 3 blocks"):
         opened(checkpoint, **{"cache.num_blocks": 3})
     with pytest.raises(ConfigError, match="LLM has no argument 'dtyp'"):
         opened(checkpoint, dtyp="float32")
     with pytest.raises(InputError, match="nowhere"):
         opened(tmp_path / "nowhere")
-    assert "opgraft-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not engines_beside(others)
