@@ -1,4 +1,4 @@
-"""Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
+"""Models made of opgraft's layers. Checkpoints are checked, read in pieces and loaded."""
 
 from opgraft.config.checkpoints import find_checkpoint
 from opgraft.models.bamba import BambaForCausalLM

@@ -18,7 +18,7 @@ from torch import nn
 
 @PluggableClass.register("BambaForCausalLM")
 class BambaForCausalLM(HybridForCausalLM):
-    """Bamba, of IBM, Princeton and UIUC: Mamba-2's mixers (arXiv:2405.21060), and attention in some layers."""
+    """Bamba, by IBM, Princeton and UIUC: Mamba-2's mixers (arXiv:2405.21060) and some attention."""
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
@@ -41,23 +41,30 @@ class BambaForCausalLM(HybridForCausalLM):
         """Return a layer for each of the config's ``layers_block_type``."""
         expect_mixers(
             config,
-            *(f"mamba_{name}" for name in ("d_state", "d_conv", "n_groups", "n_heads", "d_head")),
+            "mamba_d_state",
+            "mamba_d_conv",
+            "mamba_n_groups",
+            "mamba_n_heads",
+            "mamba_d_head",
         )
         expect_unlimited(config)
         family = DecoderFamily(reads=frozenset({PARTIAL_ROPE}))
         kinds = config.layers_block_type
-        longest, attends = self.opgraft_config.model.max_model_len, ["full_attention"] * len(kinds)
-        shape = DecoderShape.of(config, family, longest, layer_types=attends)
+        longest = self.opgraft_config.model.max_model_len
+        # Decoders have no mixers. The shapes of these layers are not read.
+        decoder_kinds = ["full_attention"] * len(kinds)
+        shape = DecoderShape.of(config, family, longest, layer_types=decoder_kinds)
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         layers = []
         for number in self.stage.layers:
             path = f"{prefix}.{number}"
-            mixer: nn.Module = (
-                DecoderAttention(shape, family, number, rope, quant_config, f"{path}.self_attn")
-                if kinds[number] == "full_attention"
-                else _mixer(config, quant_config, f"{path}.mamba")
-            )
+            mixer: nn.Module
+            if kinds[number] == "full_attention":
+                attention_path = f"{path}.self_attn"
+                mixer = DecoderAttention(shape, family, number, rope, quant_config, attention_path)
+            else:
+                mixer = _mixer(config, quant_config, f"{path}.mamba")
             mlp = DecoderMLP(shape, quant_config, f"{path}.feed_forward")
             layers.append(HybridLayer(mixer, mlp, shape.hidden_size, shape.eps))
         return layers, shape.eps

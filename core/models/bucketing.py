@@ -1,5 +1,4 @@
-"""Few static shapes instead of many: sizes are padded up to buckets, so that a compiler which specialises on shapes
-compiles once per bucket."""
+"""Buckets for sizes, so that a compiler that specialises on shapes compiles once per bucket."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes that one dimension may have.
+    """The possible sizes of one dimension.
 
     Attributes:
         sizes: the buckets, ascending.
-        what: what is counted, for messages, such as "decode batch".
-        setting: what makes the largest bucket larger, for messages.
+        what: the name of the size in messages, such as "decode batch".
+        setting: the setting of the largest bucket, for messages.
 
     Raises:
-        InputError: there is no bucket, one is not positive, or they do not ascend.
+        InputError: there is no bucket, a bucket is not positive, or the buckets do not ascend.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +32,8 @@ class Buckets:
 
     def __post_init__(self) -> None:
         sizes = tuple(self.sizes)
-        if not sizes or sizes[0] < 1 or any(a >= b for a, b in itertools.pairwise(sizes)):
+        ascends = all(one < following for one, following in itertools.pairwise(sizes))
+        if not sizes or sizes[0] < 1 or not ascends:
             raise InputError(
                 f"the buckets for {self.what} are {sizes}: give positive sizes in ascending order"
             )
@@ -47,29 +47,32 @@ class Buckets:
         """
         if not 0 <= size <= self.sizes[-1]:
             raise InputError(
-                f"{self.what} {size} does not fit: the largest bucket is {self.sizes[-1]}. Raise it with "
-                f"{self.setting}, or split the input."
+                f"{self.what} {size} does not fit: the largest bucket is {self.sizes[-1]}. Raise "
+                f"it with {self.setting}, or split the input."
             )
         return self.sizes[bisect_left(self.sizes, size)]
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
-        """Append ``value`` to ``tensor`` along ``dim`` up to its bucket; return the tensor itself where it fills one.
+        """Append ``value`` to ``tensor`` along ``dim`` up to the bucket of the size.
+
+        The tensor itself is returned if it fills a bucket.
 
         Raises:
-            InputError: as for ``lookup``.
+            InputError: see ``lookup``.
         """
         missing = self.lookup(tensor.shape[dim]) - tensor.shape[dim]
         if missing == 0:
             return tensor
-        following = tensor.dim() - 1 - dim % tensor.dim()  # F.pad counts dimensions from the last
+        # F.pad takes the numbers of entries before and after, for the last dimension first.
+        following = tensor.dim() - 1 - dim % tensor.dim()
         return F.pad(tensor, (*(0, 0) * following, 0, missing), value=value)
 
 
 def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Return the first ``size`` entries along ``dim``, a view: what ``pad`` was given.
+    """Return a view of the first ``size`` entries along ``dim``, as before ``pad``.
 
     Raises:
-        InputError: there are fewer.
+        InputError: there are fewer entries.
     """
     if not 0 <= size <= tensor.shape[dim]:
         raise InputError(
@@ -79,7 +82,9 @@ def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
-    """Return batch sizes of the decode step, where each sequence adds a token: multiples of ``step`` to ``largest``.
+    """Return batch sizes for the decode step: the multiples of ``step`` up to ``largest``.
+
+    In a decode step, each sequence adds one token.
 
     Raises:
         InputError: ``largest`` is not a positive multiple of ``step``.
@@ -88,44 +93,48 @@ def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
         raise InputError(
             f"decode_buckets: largest={largest} is not a positive multiple of step={step}"
         )
-    return Buckets(
-        tuple(range(step, largest + 1, step)), "decode batch", "decode_buckets(largest=...)"
-    )
+    sizes = tuple(range(step, largest + 1, step))
+    return Buckets(sizes, "decode batch", "decode_buckets(largest=...)")
 
 
 def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
-    """Return lengths of the prefill step: ``smallest`` and its doubles below ``max_length``, and ``max_length`` itself.
+    """Return lengths for the prefill step: ``smallest`` times powers of two, and ``max_length``.
+
+    ``prefill_buckets(100, 16)`` has the buckets 16, 32, 64 and 100.
 
     Raises:
-        InputError: one of them is not positive.
+        InputError: an argument is not positive.
     """
     if smallest < 1 or max_length < 1:
         raise InputError(
             f"prefill_buckets: max_length={max_length} and smallest={smallest} must be positive"
         )
-    doubles = [smallest]
-    while doubles[-1] < max_length:
-        doubles.append(doubles[-1] * 2)
-    sizes = (*(size for size in doubles if size < max_length), max_length)
-    return Buckets(sizes, "prefill length", "prefill_buckets(max_length=...)")
+    sizes = []
+    size = smallest
+    while size < max_length:
+        sizes.append(size)
+        size *= 2
+    buckets = (*sizes, max_length)
+    return Buckets(buckets, "prefill length", "prefill_buckets(max_length=...)")
 
 
 @contextmanager
 def no_recompilation(compilations: Callable[[], int], allowed: int = 0) -> Iterator[None]:
-    """Allow a block to compile at most ``allowed`` programs, as ``compilations`` counts them.
+    """Allow a block to compile at most ``allowed`` programs.
 
-    On TPUs ``compilations`` is ``current_platform().compilations``. Counting starts when the block
-    is entered, after a warm-up that has met every bucket.
+    ``compilations`` returns the number of programs so far. On TPUs, use
+    ``current_platform().compilations``. Enter the block after a warm-up with every bucket.
 
     Raises:
-        RecompilationError: more were compiled; only raised where the block itself raised nothing.
+        RecompilationError: the block compiled more programs, and raised nothing itself.
     """
     before = compilations()
     yield
     compiled = compilations() - before
     if compiled > allowed:
+        programs = "program" if compiled == 1 else "programs"
         raise RecompilationError(
-            f"{compiled} program{'' if compiled == 1 else 's'} compiled where at most {allowed} may be: a shape or a "
-            "value that is not padded to a bucket changes from call to call. Warm up every bucket before, and pad "
-            "every input to one."
+            f"{compiled} {programs} compiled where at most {allowed} may be: a shape or a value "
+            "that is not padded to a bucket changes from call to call. Warm up every bucket "
+            "before, and pad every input to one."
         )

@@ -39,28 +39,28 @@ from opgraft.registry.op_classes import location_of
 @opened_once()
 @without_collections()
 def load_model(opgraft_config: OpgraftConfig) -> Model:
-    """Construct the model that ``opgraft_config.model`` names and load its checkpoint, a shard of both on each rank.
+    """Construct the model of ``opgraft_config.model`` and load the checkpoint.
 
-    The checkpoint is opened once, also by the classes that are constructed.
+    Each rank has a shard. Constructors of the classes share the checkpoint that is opened here.
 
     Raises:
-        ModelError: nothing is named, no class is registered for the architecture, or its config does not describe a
-            model of the class or the embedding in the checkpoint.
-        CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
-        QuantizationError: its quantization, or the one that is set, cannot be used.
-        DistributedError: a size of ``parallel`` is more than 1 and not the number of ranks of this process's group, or
-            there are several pipeline stages, into which the model is not cut.
-        ConfigError: ``load.device`` is no device that is here.
+        ModelError: no model is named, no class is registered for the architecture, or the config
+            does not describe a model of the class or the embedding in the checkpoint.
+        CheckpointError: the checkpoint is damaged, or the weights do not fit the config.
+        QuantizationError: the quantization of the checkpoint, or of the settings, cannot be used.
+        DistributedError: a size of ``parallel`` is more than 1 and not the number of ranks of this
+            process's group, or there are several pipeline stages and the model is not cut.
+        ConfigError: torch cannot use the device ``load.device``.
     """
     resolved = opgraft_config.resolved()
-    name = _name(resolved)
+    name = _name_of_model(resolved)
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    model = _constructed(
-        resolved, weights, _usable_device(resolved.load.device or current_platform().device_type)
-    )
-    expect_huge_pages(_addresses(model))  # before anything is written to them
+    device = _usable_device(resolved.load.device or current_platform().device_type)
+    model = _constructed(resolved, weights, device)
+    # Pages become huge only before anything is written to them.
+    expect_huge_pages(_addresses(model))
     loaded = load_weights(
         model,
         weights.tensors,
@@ -74,22 +74,23 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
 
 
 def _addresses(model: Model) -> Iterator[range]:
-    """Yield where the parameters are that lie in the memory of the CPU."""
-    for each in model.parameters():
-        if each.is_cpu and each.layout is torch.strided:
-            yield range(each.data_ptr(), each.data_ptr() + each.nbytes)
+    """Yield the addresses of parameters in the memory of the CPU."""
+    for parameter in model.parameters():
+        if parameter.is_cpu and parameter.layout is torch.strided:
+            begin = parameter.data_ptr()
+            yield range(begin, begin + parameter.nbytes)
 
 
 def describe_model(opgraft_config: OpgraftConfig) -> Model:
-    """Construct this rank's shard of the model as ``load_model`` does, with tensors that have no memory, and load none.
+    """Construct this rank's shard of the model as ``load_model`` does, without memory or weights.
 
-    A folder with a ``config.json`` is enough: weights may be missing.
+    The checkpoint may be a folder with a ``config.json`` alone.
 
     Raises:
         ModelError, CheckpointError, QuantizationError, DistributedError: as ``load_model``.
     """
     resolved = opgraft_config.resolved()
-    name = _name(resolved)
+    name = _name_of_model(resolved)
     _expect_ranks(resolved.parallel)
     with opened_once(config_only=True):
         return _constructed(resolved, open_weights(name), torch.device("meta")).eval()
@@ -99,42 +100,42 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
     cls, config = _class_of(resolved, weights)
     _expect_stages(cls)
     _expect_embedding(cls, config, weights.tensors)
-    with _defaults(dtype_of(resolved, config), device):
-        others = (
-            {"config": config, "quant_config": quantization_config(resolved, cls)}
-            if is_older(cls)
-            else {}
-        )
+    with _default_dtype_and_device(dtype_of(resolved, config), device):
+        others = {}
+        if is_older(cls):
+            others = {"config": config, "quant_config": quantization_config(resolved, cls)}
         model = construct(cls, opgraft_config=resolved, **others)
     expect_patterns_used(model)
     return model
 
 
 def generates(opgraft_config: OpgraftConfig) -> bool:
-    """Return True if the named model has logits; otherwise the model is an encoder, for embeddings.
+    """Return True if the named model has logits. A model without logits is an encoder.
 
     Raises:
-        ModelError: nothing is named, or no class is registered for the architecture.
+        ModelError: no model is named, or no class is registered for the architecture.
         CheckpointError: the checkpoint is damaged, or is an encoder with a decoder.
     """
     resolved = opgraft_config.resolved()
-    return issubclass(_class_of(resolved, open_weights(_name(resolved)))[0], HasLogits)
+    weights = open_weights(_name_of_model(resolved))
+    cls, _ = _class_of(resolved, weights)
+    return issubclass(cls, HasLogits)
 
 
 def _tell_of_scales(name: str, ignored: Sequence[str]) -> None:
-    """Log that scales for a cache were found and are not read, if there are any."""
+    """Log that scales for a cache are not read, if the checkpoint has any."""
     scales = [each for each in ignored if is_ignored(each, CACHE_SCALES)]
     if scales:
         logger.info(
-            "%s has %d scales for the cache, such as %s, which are not read: with cache.dtype fp8 or int8 each row "
-            "of the cache has its own, and without there are none",
+            "%s has %d scales for the cache, such as %s, which are not read: with cache.dtype fp8 "
+            "or int8 each row of the cache has its own, and without there are none",
             printable(name),
             len(scales),
             printable(scales[0][:200]),
         )
 
 
-def _name(resolved: OpgraftConfig) -> str:
+def _name_of_model(resolved: OpgraftConfig) -> str:
     if resolved.model.name is None:
         raise ModelError(
             "no model is named: set model.name to a checkpoint's folder or file, or to a name"
@@ -143,28 +144,35 @@ def _name(resolved: OpgraftConfig) -> str:
 
 
 def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], Any]:
+    """Return the class of the model, and a config that the class can read."""
+    # transformers is imported only if the class needs a config of transformers.
     plain = resolved.model.part is None and resolved.model.implementation != "transformers"
     config = part(read_config(weights, plain=plain), resolved.model.part)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(
-            f"{weights.path} is an encoder with a decoder ({config.model_type}), which no model here is: give an "
-            "encoder or a causal language model, or call opgraft.graft() in a program of your own"
+            f"{weights.path} is an encoder with a decoder ({config.model_type}), which no model "
+            "here is: give an encoder or a causal language model, or call opgraft.graft() in a "
+            "program of your own"
         )
     architectures = getattr(config, "architectures", None) or ()
     cls = model_class(architectures, resolved.model.implementation or "auto")
-    return cls, config if cls.plain_config or not plain else read_config(weights)
+    if plain and not cls.plain_config:
+        config = read_config(weights)
+    return cls, config
 
 
 def _expect_ranks(parallel: ParallelConfig) -> None:
     groups = parallelism().groups
     for kind in ("tensor", "pipeline", "data", "expert"):
-        size, ranks = getattr(parallel, kind), groups[kind].world_size
-        # An engine with its own experts.
-        alone = kind == "data" and parallel.data_rank is not None and ranks == 1
-        if size not in (1, ranks) and not alone:
+        size = getattr(parallel, kind)
+        ranks = groups[kind].world_size
+        # An engine with its own experts has the size of all engines and one rank.
+        is_alone = kind == "data" and parallel.data_rank is not None and ranks == 1
+        if size not in (1, ranks) and not is_alone:
             raise DistributedError(
-                f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: call "
-                "opgraft.distributed.init_distributed on every rank before a model is made, or take the setting out"
+                f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: "
+                "call opgraft.distributed.init_distributed on every rank before a model is made, "
+                "or take the setting out"
             )
 
 
@@ -172,16 +180,16 @@ def _expect_stages(cls: type[Model]) -> None:
     stages = get_pp_group().world_size
     if stages > 1 and not cls.stage_streams:
         raise DistributedError(
-            f"the pipeline has {stages} stages, and {cls.__name__} is not cut into any: every rank would have all "
-            "layers. Use parallel.tensor"
+            f"the pipeline has {stages} stages, and {cls.__name__} is not cut into any: every rank "
+            "would have all layers. Use parallel.tensor"
         )
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device that ``load.device`` names.
+    """Return the device of a name, such as ``load.device``.
 
     Raises:
-        ConfigError: torch knows none of that name.
+        ConfigError: torch knows no device of that name.
     """
     try:
         return torch.device(name)
@@ -198,9 +206,14 @@ def _usable_device(name: str) -> torch.device:
 
 
 def _unusable(name: str, error: Exception) -> OpgraftError:
-    """Return the error about a device that torch cannot use: of the platform, if torch can use none of its devices."""
+    """Make the error for a device that torch cannot use.
+
+    If a plugin brings the platform and torch can use none of its devices, the error blames the
+    plugin.
+    """
     selection = selected_platform()
-    platform, provider = selection.platform, selection.provider
+    platform = selection.platform
+    provider = selection.provider
     device_type = platform.device_type
     is_own = name.partition(":")[0] == device_type
     of_plugin = provider is not None and provider.name != HOST_DISTRIBUTION
@@ -213,23 +226,30 @@ def _unusable(name: str, error: Exception) -> OpgraftError:
             place,
         )
     return ConfigError(
-        f"load.device is {name!r:.80}, which torch cannot use here: take it out for the platform's, or give one such "
-        f"as cpu. {described(error)}"
+        f"load.device is {name!r:.80}, which torch cannot use here: take it out for the "
+        f"platform's, or give one such as cpu. {described(error)}"
     )
 
 
 def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyTensor]) -> None:
-    """Compare sizes that the config claims with the checkpoint, before memory is taken for them."""
-    wanted, spellings = cls.embedding_weight, cls.weights_mapper.spellings
-    names = [name for name in tensors if wanted and wanted in spellings(name)]
+    """Compare the config's sizes with the embedding in the checkpoint, before memory is allocated.
+
+    Raises:
+        ModelError: the sizes differ.
+    """
+    wanted = cls.embedding_weight
+    names = [name for name in tensors if wanted and wanted in cls.weights_mapper.spellings(name)]
     found = tensors[names[0]] if names else None
+    # A quantized embedding may have another shape.
     if found is None or not found.dtype.is_floating_point:
         return
-    claimed = (getattr(config, "vocab_size", None), getattr(config, "hidden_size", None))
-    if tuple(found.shape) != claimed:
+    vocab_size = getattr(config, "vocab_size", None)
+    hidden_size = getattr(config, "hidden_size", None)
+    if tuple(found.shape) != (vocab_size, hidden_size):
         raise ModelError(
-            f"{cls.embedding_weight} has the shape {list(found.shape)} in the checkpoint, and its config says "
-            f"vocab_size {claimed[0]!r:.40} and hidden_size {claimed[1]!r:.40}: take the config of these weights"
+            f"{wanted} has the shape {list(found.shape)} in the checkpoint, and its config says "
+            f"vocab_size {vocab_size!r:.40} and hidden_size {hidden_size!r:.40}: take the config "
+            "of these weights"
         )
 
 
@@ -242,17 +262,18 @@ def _expect_format(name: str | None, weights: Weights) -> None:
 
 
 def dtype_of(opgraft_config: OpgraftConfig, config: Any) -> torch.dtype:
-    """Return the dtype of weights and activations: the one that is set, or the checkpoint's."""
+    """Return the dtype of weights and activations: that of the settings, else the checkpoint's."""
     name = opgraft_config.model.dtype
     if name not in (None, "auto"):
-        return getattr(torch, str(name))  # type: ignore[no-any-return]  # one of the choices
+        # The settings allow only names of dtypes.
+        return getattr(torch, str(name))  # type: ignore[no-any-return]
     found = getattr(config, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
 @contextmanager
-def _defaults(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Make tensors of that dtype on that device within the block."""
+def _default_dtype_and_device(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Make new tensors have the dtype and the device within the block."""
     former = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

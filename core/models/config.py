@@ -1,4 +1,4 @@
-"""The configuration and the tokenizer of a checkpoint, from local files only and running no code in them."""
+"""Read the configuration and the tokenizer of a checkpoint from local files, running no code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opgraft.models.plain_config import own_config, plain_config
 LOCAL_ONLY: Mapping[str, Any] = MappingProxyType(
     {"local_files_only": True, "trust_remote_code": False}
 )
-"""Arguments under which transformers asks no hub and runs no code of a checkpoint."""
+"""Arguments that keep transformers from asking a hub and from running code of a checkpoint."""
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 4096
@@ -26,38 +26,42 @@ _IMPLEMENTATIONS = frozenset(
     f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal")
 )
 _LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""The implementations that transformers itself has; it may fetch others."""
+"""The implementations in transformers itself. Transformers may fetch others from a hub."""
 
 
 def read_config(weights: Weights, *, plain: bool = False) -> Any:
-    """Return the configuration of a checkpoint as the class of transformers for its ``model_type``.
+    """Return the configuration of a checkpoint, mostly of transformers' class for ``model_type``.
 
     Args:
-        weights: of the checkpoint.
-        plain: a ``PlainConfig`` will do, for which transformers is not imported; settings that are not usual are read
-            by transformers all the same.
+        weights: the checkpoint.
+        plain: allow a ``PlainConfig``, which spares the import of transformers. Transformers still
+            reads a config with unusual settings.
 
     Raises:
-        CheckpointError: ``config.json`` is missing, broken, needs code of its own, or names an implementation of a hub;
-            the architecture of a GGUF file is not known.
+        CheckpointError: ``config.json`` is missing, is broken, needs Python code, or names an
+            implementation of a hub. The architecture of a GGUF file is not known.
         InputError: transformers is not installed.
     """
-    file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
-    values = (
-        config_values(weights.metadata, weights.stored, file)
-        if weights.is_gguf
-        else check_config(file)
-    )
+    if weights.is_gguf:
+        file = weights.path
+        values = config_values(weights.metadata, weights.stored, file)
+    else:
+        file = folder_of(weights) / "config.json"
+        values = check_config(file)
     _expect_plausible(values, file)
-    if (found := own_config(values, file) or (plain_config(values) if plain else None)) is not None:
+    found = own_config(values, file)
+    if found is None and plain:
+        found = plain_config(values)
+    if found is not None:
         return found
     transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        with _quiet(transformers):
+        with _without_warnings(transformers):
             return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
-    except Exception as error:  # damaged values make transformers raise nearly anything
+    # Damaged values make transformers raise nearly anything.
+    except Exception as error:
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)
         _refuse_unknown(file, values.get("model_type"), transformers)
@@ -67,21 +71,22 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
 
 
 def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:
-    """Refuse as many layers as no machine holds, before anybody makes lists of them.
+    """Refuse an absurd number of layers, before anybody makes a list of the layers.
 
     Raises:
-        CheckpointError: there are as many.
+        CheckpointError: the config has such a number.
     """
     for key, value in _settings_of_config(values):
         if key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
             raise CheckpointError(
-                f"{file}: {key} is {value!r:.40}, and no model has more than {_MOST_LAYERS:,} layers: download it again"
+                f"{file}: {key} is {value!r:.40}, and no model has more than {_MOST_LAYERS:,} "
+                "layers: download it again"
             )
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from warning of what an error tells, or what opgraft reads otherwise."""
+def _without_warnings(transformers: Any) -> Iterator[None]:
+    """Silence warnings of transformers: errors say the same, or opgraft reads the setting."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -94,26 +99,29 @@ def load_tokenizer(weights: Weights) -> Any:
     """Load the tokenizer of a checkpoint, with its chat template.
 
     Raises:
-        CheckpointError: there is none, or transformers rejects it.
+        CheckpointError: the checkpoint has no tokenizer, or transformers rejects the tokenizer.
         InputError: transformers is not installed.
     """
     transformers = import_extra("transformers")
+    folder = folder_of(weights)
     place = {"gguf_file": weights.path.name} if weights.is_gguf else {}
     try:
-        return transformers.AutoTokenizer.from_pretrained(_folder(weights), **place, **LOCAL_ONLY)
-    except Exception as error:  # as above
+        return transformers.AutoTokenizer.from_pretrained(folder, **place, **LOCAL_ONLY)
+    # Damaged files make transformers raise nearly anything.
+    except Exception as error:
         version = f"transformers {transformers.__version__}"
-        _refuse_code(_folder(weights) / "tokenizer_config.json", error, version)
+        _refuse_code(folder / "tokenizer_config.json", error, version)
         raise CheckpointError(
             f"{version} cannot load the tokenizer of {weights.path}: {described(error)}"
         ) from error
 
 
 def check_config(file: Path) -> dict[str, Any]:
-    """Read a ``config.json`` and refuse what would run code from elsewhere.
+    """Read a ``config.json`` and refuse settings that would run code of others.
 
     Raises:
-        CheckpointError: it is missing, broken, or names an implementation that transformers may fetch from a hub.
+        CheckpointError: the file is missing, is broken, or names an implementation that
+            transformers may fetch from a hub.
     """
     if not file.is_file():
         raise CheckpointError(
@@ -121,64 +129,70 @@ def check_config(file: Path) -> dict[str, Any]:
         )
     config = read_json(file)
     names = config.get("architectures")
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ):
-        raise CheckpointError(
-            f"{file}: architectures is {names!r:.200}, expected a list of class names"
-        )
+    if names is not None:
+        are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not are_names:
+            raise CheckpointError(
+                f"{file}: architectures is {names!r:.200}, expected a list of class names"
+            )
     for key, value in _settings_of_config(config):
         if key.lstrip("_") in _IMPLEMENTATIONS and value not in _LOCAL:
             raise CheckpointError(
-                f"{file}: {key} is {value!r:.80}, which is refused: transformers may take it from a hub and run it. "
-                f"Remove it, or use one of {', '.join(map(repr, _LOCAL[1:]))}."
+                f"{file}: {key} is {value!r:.80}, which is refused: transformers may take it from "
+                f"a hub and run it. Remove it, or use one of {', '.join(map(repr, _LOCAL[1:]))}."
             )
     return config
 
 
 def _refuse_code(file: Path, error: Exception, version: str) -> None:
-    """Say so where transformers failed on a file because it may not run the code that the file names.
+    """Explain the error of transformers if the file names Python code, which may not run.
 
     Raises:
         CheckpointError: the file names code.
     """
-    if (
-        isinstance(error, ValueError)
-        and file.suffix == ".json"
-        and file.is_file()
-        and "auto_map" in read_json(file)
-    ):
+    if not isinstance(error, ValueError) or file.suffix != ".json" or not file.is_file():
+        return
+    if "auto_map" in read_json(file):
         raise CheckpointError(
-            f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
-            f"checkpoint whose architecture {version} knows."
+            f"{file} needs Python code of its own (auto_map), which is refused: it would run with "
+            f"your rights. Use a checkpoint whose architecture {version} knows."
         ) from error
 
 
 def _refuse_unknown(file: Path, kind: object, transformers: Any) -> None:
-    """Say so where nobody has registered a class for the ``model_type`` of a config.
+    """Refuse a ``model_type`` without a class.
 
     Raises:
-        CheckpointError: nobody has.
+        CheckpointError: neither transformers nor a plugin has registered a class.
     """
     if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        version = f"transformers {transformers.__version__}"
         raise CheckpointError(
-            f"{file}: model_type is {kind!r:.80}, which neither transformers {transformers.__version__} nor an active "
-            "plugin has. If a plugin brings the model, install it, or see why it is not active: opgraft plugins doctor"
+            f"{file}: model_type is {kind!r:.80}, which neither {version} nor an active plugin "
+            "has. If a plugin brings the model, install it, or see why it is not active: opgraft "
+            "plugins doctor"
         )
 
 
-def _folder(weights: Weights) -> Path:
+def folder_of(weights: Weights) -> Path:
+    """Return the folder of a checkpoint, which may be a single file."""
     return weights.path if weights.path.is_dir() else weights.path.parent
 
 
 def _settings_of_config(config: object) -> Iterator[tuple[str, object]]:
-    """Yield the single values in nested JSON, each with its key; with one above it where that names implementations."""
+    """Yield each single value in nested JSON with its key.
+
+    Implementations may be given for each part of a model: ``{"attn_implementation": {"text":
+    "sdpa"}}``. The values of such an object are yielded with the outer key.
+    """
     left = [("", config)]
     while left:
         key, value = left.pop()
         if isinstance(value, Mapping):
-            named = key.lstrip("_") in _IMPLEMENTATIONS
-            left += [(key if named else str(name), inner) for name, inner in value.items()]
+            if key.lstrip("_") in _IMPLEMENTATIONS:
+                left += [(key, inner) for inner in value.values()]
+            else:
+                left += [(str(name), inner) for name, inner in value.items()]
         elif isinstance(value, list):
             left += [(key, inner) for inner in value]
         else:

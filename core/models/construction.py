@@ -1,10 +1,10 @@
-"""The construction of models: one signature for all, older ones adapted, and each prefix used once."""
+"""The construction of models: one signature, adapters for older signatures, unique prefixes."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,66 +21,73 @@ _SECTIONS: Mapping[str, Callable[[OpgraftConfig], Any]] = {
     "parallel_config": lambda config: config.parallel,
     "load_config": lambda config: config.load,
 }
-"""The parameters of older signatures that are sections of the one config."""
+"""Parameters of older signatures that are sections of ``OpgraftConfig``."""
 
 
 @contextmanager
 def constructing(opgraft_config: OpgraftConfig) -> Iterator[None]:
-    """Construct one model within the block: its ops are decided under ``opgraft_config``, each prefix is used once.
+    """Construct one model within the block.
 
-    A block inside of another, as for the parts of a model made of two, belongs to the same model.
+    ``opgraft_config`` decides about the kernels of ops. Each prefix may be used once. Inner blocks,
+    such as those for the parts of a model, belong to the model of the outer block.
     """
     with prefixes_of_one_model(), set_config(opgraft_config, origin="opgraft_config"):
         yield
 
 
 def is_older(cls: type) -> bool:
-    """Tell if a class has an older signature, one without ``opgraft_config``."""
+    """Return True if a class has an older signature, without ``opgraft_config``."""
     return "opgraft_config" not in _parameters(cls)
 
 
 def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
-    # Of __init__, as __new__ of an op takes whatever its replacement may take.
-    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]  # of a class, not of an instance
+    # __new__ of an op would not tell: its arguments are those of any replacement.
+    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]
 
 
 def construct(
     cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "", **others: Any
 ) -> _T:
-    """Construct a model or a part of one by ``cls(opgraft_config=…, prefix=…)``, adapting an older signature.
+    """Construct a model, or a part of a model, by ``cls(opgraft_config=…, prefix=…)``.
 
-    A class without a parameter ``opgraft_config`` is handed what its parameters name: ``prefix``, the sections
-    (``cache_config`` is ``opgraft_config.cache``, and so on), and what ``others`` has, such as ``config``, the
-    checkpoint's own, or ``quant_config``, what chooses the weight methods of its layers. Sections are resolved.
+    A class with an older signature gets the arguments that its parameters name: ``prefix``, the
+    resolved sections (``cache_config`` is ``opgraft_config.cache``, and so on), and ``others``,
+    such as the checkpoint's ``config`` or the ``quant_config`` of the layers.
 
     Raises:
-        ConstructionError: an older signature requires a parameter that none of these is.
+        ConstructionError: an older signature requires another parameter.
     """
     make: Callable[..., _T] = cls
     with constructing(opgraft_config):
         if not is_older(cls):
             return make(opgraft_config=opgraft_config, prefix=prefix)
-        name, parameters = cls.__qualname__, _parameters(cls)
+        name = cls.__qualname__
+        # The first parameter is self.
+        parameters = list(_parameters(cls).values())[1:]
         warnings.warn(
-            f"{name} has an older constructor ({', '.join(list(parameters)[1:])}): write it as "
-            f'{name}(*, opgraft_config, prefix="")',
+            f"{name} has an older constructor ({', '.join(each.name for each in parameters)}): "
+            f'write it as {name}(*, opgraft_config, prefix="")',
             DeprecationWarning,
             stacklevel=2,
         )
-        return make(
-            **_older_arguments(name, parameters, opgraft_config, {"prefix": prefix, **others})
-        )
+        given = {"prefix": prefix, **others}
+        return make(**_older_arguments(name, parameters, opgraft_config, given))
 
 
 def _older_arguments(
     name: str,
-    parameters: Mapping[str, inspect.Parameter],
+    parameters: Sequence[inspect.Parameter],
     config: OpgraftConfig,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """Return the arguments of a constructor with an older signature.
+
+    Raises:
+        ConstructionError: a required parameter is neither in ``given`` nor a section.
+    """
     resolved = config.resolved()
     arguments = {}
-    for parameter in list(parameters.values())[1:]:  # without self
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in given:

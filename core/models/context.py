@@ -1,4 +1,4 @@
-"""The context that a model was made for."""
+"""The longest context that a model was trained for."""
 
 from __future__ import annotations
 
@@ -6,34 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 _EXTENDING = ("linear", "dynamic", "yarn")
-"""Ropes whose factor tells how many times longer the context is than the one that the model was first trained for."""
+"""Ropes with a factor that multiplies the context of the first training."""
 
 
 def trained_context(config: Any) -> int | None:
-    """Return the positions that a model was made for, those that its ropes are scaled to included.
+    """Return the longest context of a model, with the extension by scaled ropes.
 
-    Configs mostly say the longer context in ``max_position_embeddings``; older ones with linear, dynamic or YaRN
-    scaling leave it at the shorter one.
+    Most configs have the extended context in ``max_position_embeddings``. Older configs with
+    linear, dynamic or YaRN scaling have the context before the extension.
 
     Args:
-        config: of the language model.
+        config: the config of the language model.
 
     Returns:
-        Tokens; ``None`` where the config does not bound them.
+        Tokens; ``None`` if the config has no bound.
     """
+    # State-space models have no such setting.
     longest = getattr(config, "max_position_embeddings", None)
     if type(longest) is not int:
         return None
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # Each kind of layers may have a rope: {"full_attention": {...}, "sliding_attention": {...}}.
     ropes = [each for each in given.values() if isinstance(each, Mapping)] or [given]
-    return max(longest, *(_extended(rope, longest) for rope in ropes))
+    return max(longest, *(_extended_context(rope, longest) for rope in ropes))
 
 
-def _extended(rope: Mapping[str, Any], longest: int) -> int:
+def _extended_context(rope: Mapping[str, Any], longest: int) -> int:
+    """Return the context of a rope that extends it; 0 for another rope."""
+    kind = rope.get("rope_type", rope.get("type"))
     factor = rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) not in _EXTENDING or not isinstance(
-        factor, int | float
-    ):
+    if kind not in _EXTENDING or not isinstance(factor, int | float):
         return 0
     trained = rope.get("original_max_position_embeddings")
-    return int((trained if isinstance(trained, int) else longest) * factor)
+    if not isinstance(trained, int):
+        trained = longest
+    return int(trained * factor)

@@ -1,4 +1,4 @@
-"""Dense decoders: one definition, of which families differ in data."""
+"""Decoders: attention, layers, the stack and the model. Families differ in data alone."""
 
 from __future__ import annotations
 
@@ -46,22 +46,25 @@ PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = MappingProxyType(
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
 )
-"""Layers of a decoder, to those of a checkpoint that they hold one after another."""
+"""Merged layer → the layers of a checkpoint that the merged layer holds, one after another."""
 
 _FITTED = (DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding)
-"""Ropes that rotate in another way in a longer context."""
+"""Ropes that rotate by other angles in a longer context."""
 
 
 class DecoderAttention(nn.Module):
     """Attention of one layer with its projections, norms of query and key, and rope.
 
     Args:
-        shape: of the decoder.
-        family: of the decoder.
-        layer: number of the layer.
-        rope: the rotary embedding, which layers may share.
+        shape: the sizes of the decoder.
+        family: the family of the decoder.
+        layer: the number of the layer.
+        rope: the rotary embedding. Layers may share one.
         quant_config: the quantization of the projections.
         prefix: the layer's path.
+
+    Raises:
+        LayerError: one norm covers all heads, and the ranks have different numbers of heads.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class DecoderAttention(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
+        head_size = shape.head_size
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,
-            shape.head_size,
+            head_size,
             shape.num_heads,
             shape.num_kv_heads,
             bias=shape.qkv_bias,
@@ -84,15 +88,44 @@ class DecoderAttention(nn.Module):
             prefix=f"{prefix}.qkv_proj",
             return_bias=False,
         )
+        self.o_proj = self._output_projection(shape, family, quant_config, prefix)
+        heads = self.qkv_proj.num_heads
+        kv_heads = self.qkv_proj.num_kv_heads
+        self.sizes = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
+        self.head_size = head_size
+        self.qk_norm = family.qk_norm
+        if family.qk_norm:
+            self.q_norm, self.k_norm = self._norms_of_heads(shape, family)
+        self.rotary_emb = rope
+        self.attn = Attention(
+            heads,
+            head_size,
+            shape.attention_scale,
+            kv_heads,
+            shape.layers[layer].sliding_window,
+            shape.attention_soft_cap,
+            sinks_of_rank(self.qkv_proj.first_head, heads) if family.sinks else None,
+            prefix=f"{prefix}.attn",
+        )
+
+    def _output_projection(
+        self,
+        shape: DecoderShape,
+        family: DecoderFamily,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> RowParallelLinear:
+        """Return the projection of the heads of this rank."""
+        # Ranks have different numbers of heads if the ranks do not divide the key heads.
         shard = self.qkv_proj.uneven_output()
         if shard is not None and family.qk_norm == "whole":
             raise LayerError(
-                f"{prefix}: its norm looks at all {shape.num_heads} heads at once, of which "
-                f"{self.qkv_proj.tp_size} tensor-parallel ranks have different numbers: choose a number of ranks that "
-                f"divides its {shape.num_kv_heads} key heads"
+                f"{prefix}: its norm looks at all {shape.num_heads} heads at once, and "
+                f"{self.qkv_proj.tp_size} tensor-parallel ranks have different numbers of heads: "
+                f"choose a number of ranks that divides its {shape.num_kv_heads} key heads"
             )
         own: Any = {} if shard is None else {"shard": shard}
-        self.o_proj = RowParallelLinear(
+        return RowParallelLinear(
             shape.num_heads * shape.head_size,
             shape.hidden_size,
             bias=shape.output_bias,
@@ -101,41 +134,25 @@ class DecoderAttention(nn.Module):
             return_bias=False,
             **own,
         )
-        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.sizes = [
-            heads * shape.head_size,
-            kv_heads * shape.head_size,
-            kv_heads * shape.head_size,
-        ]
-        self.head_size = shape.head_size
-        self.qk_norm = family.qk_norm
+
+    def _norms_of_heads(
+        self, shape: DecoderShape, family: DecoderFamily
+    ) -> tuple[nn.Module, nn.Module]:
+        """Return the norms of query and key."""
+        head_size = shape.head_size
+        qkv = self.qkv_proj
         if family.qk_norm == "each":
-            self.q_norm: nn.Module = HeadNorms(
-                heads, shape.head_size, shape.eps, self.qkv_proj.first_head
+            return (
+                HeadNorms(qkv.num_heads, head_size, shape.eps, qkv.first_head),
+                HeadNorms(qkv.num_kv_heads, head_size, shape.eps, qkv.first_kv_head),
             )
-            self.k_norm: nn.Module = HeadNorms(
-                kv_heads, shape.head_size, shape.eps, self.qkv_proj.first_kv_head
+        norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+        if family.qk_norm == "whole":
+            return (
+                norm(shape.num_heads * head_size, eps=shape.eps),
+                norm(shape.num_kv_heads * head_size, eps=shape.eps),
             )
-        elif family.qk_norm:
-            norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
-            whole = family.qk_norm == "whole"
-            self.q_norm = norm(
-                shape.num_heads * shape.head_size if whole else shape.head_size, eps=shape.eps
-            )
-            self.k_norm = norm(
-                shape.num_kv_heads * shape.head_size if whole else shape.head_size, eps=shape.eps
-            )
-        self.rotary_emb = rope
-        self.attn = Attention(
-            heads,
-            shape.head_size,
-            shape.attention_scale,
-            kv_heads,
-            shape.layers[layer].sliding_window,
-            shape.attention_soft_cap,
-            sinks_of_rank(self.qkv_proj.first_head, heads) if family.sinks else None,
-            prefix=f"{prefix}.attn",
-        )
+        return norm(head_size, eps=shape.eps), norm(head_size, eps=shape.eps)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Attend with ``hidden_states`` ``[tokens, hidden_size]`` at ``positions`` ``[tokens]``."""
@@ -148,26 +165,34 @@ class DecoderAttention(nn.Module):
         return output
 
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
-        """Normalise heads, of which ``replicas`` ranks after one another have the same."""
+        """Normalise the heads in ``x`` ``[tokens, heads * head_size]``.
+
+        Args:
+            norm: the norm of each head, or of all heads at once.
+            x: the heads of this rank.
+            replicas: so many consecutive ranks have the same heads.
+        """
         if self.qk_norm != "whole":
-            heads: Tensor = norm(
-                x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size)
-            )
-            return heads.flatten(-2)
-        size = get_tensor_model_parallel_world_size()
-        if size == 1:
+            heads = x.shape[-1] // self.head_size
+            by_head: Tensor = norm(x.reshape(*x.shape[:-1], heads, self.head_size))
+            return by_head.flatten(-2)
+        ranks = get_tensor_model_parallel_world_size()
+        if ranks == 1:
             whole: Tensor = norm(x.contiguous())
             return whole
+        # The mean square is that of the heads of all ranks, each head counted once.
         gathered = tensor_model_parallel_all_gather(x.contiguous())
-        parts = gathered.chunk(size, dim=-1)[::replicas]
+        parts = gathered.chunk(ranks, dim=-1)[::replicas]
         normalised: Tensor = norm(torch.cat(parts, dim=-1))
-        return normalised.chunk(len(parts), dim=-1)[get_tensor_model_parallel_rank() // replicas]
+        own_part = get_tensor_model_parallel_rank() // replicas
+        return normalised.chunk(len(parts), dim=-1)[own_part]
 
 
 class DecoderLayer(nn.Module):
     """One layer: attention and feed-forward, each between norms and added to the residual stream.
 
-    The residual stream and what is still to be added to it are kept apart, so that one op adds and normalises.
+    The layer returns the output of the feed-forward layer and the residual stream separately. The
+    next norm adds the two, so that one op adds and normalises.
     """
 
     def __init__(
@@ -181,11 +206,11 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         path = f"{prefix}.self_attn"
-        self.self_attn: nn.Module = (
-            latent_attention(shape, shape.latent, rope, quant_config, path)
-            if shape.latent
-            else DecoderAttention(shape, family, layer, rope, quant_config, path)
-        )
+        self.self_attn: nn.Module
+        if shape.latent:
+            self.self_attn = latent_attention(shape, shape.latent, rope, quant_config, path)
+        else:
+            self.self_attn = DecoderAttention(shape, family, layer, rope, quant_config, path)
         self.mlp: nn.Module = feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
         self.norms = (
@@ -194,43 +219,43 @@ class DecoderLayer(nn.Module):
             family.before_mlp,
             family.after_mlp,
         )
-        for name in filter(None, self.norms):
-            self.add_module(name, norm(shape.hidden_size, eps=shape.eps))
+        for name in self.norms:
+            if name:
+                self.add_module(name, norm(shape.hidden_size, eps=shape.eps))
         self.residual_scale = shape.residual_scale
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the feed-forward layer and the residual stream that it is still to be added to.
+        """Return the output of the feed-forward layer, and the residual stream without that output.
 
         Args:
             positions: ``[tokens]``.
             hidden_states: ``[tokens, hidden_size]``.
-            residual: the same, ``None`` before the first layer.
+            residual: ``[tokens, hidden_size]``, ``None`` before the first layer.
         """
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         hidden_states, residual = self._enter(before_attention, hidden_states, residual)
-        hidden_states = self._leave(after_attention, self.self_attn(positions, hidden_states))
+        attended = self.self_attn(positions, hidden_states)
+        hidden_states = self._leave(after_attention, attended)
         hidden_states, residual = self._enter(before_mlp, hidden_states, residual)
         return self._leave(after_mlp, self.mlp(hidden_states)), residual
 
     def parts(self) -> DecoderParts | None:
-        """Return the parts of the layer, where there are no others."""
+        """Return the parts of the layer; ``None`` if the layer has other parts than Llama's."""
         before_attention, after_attention, before_mlp, after_mlp = self.norms
-        attention, mlp = self.self_attn, self.mlp
-        if (
-            type(self) is not DecoderLayer
-            or type(attention) is not DecoderAttention
-            or type(mlp) is not DecoderMLP
-        ):
+        attention = self.self_attn
+        mlp = self.mlp
+        # A subclass may compute anything.
+        if type(self) is not DecoderLayer or type(attention) is not DecoderAttention:
+            return None
+        if type(mlp) is not DecoderMLP:
             return None
         if after_attention or after_mlp or attention.qk_norm or self.residual_scale != 1.0:
             return None
-        if (
-            before_attention is None
-            or before_mlp is None
-            or isinstance(attention.rotary_emb, _FITTED)
-        ):
+        if before_attention is None or before_mlp is None:
+            return None
+        if isinstance(attention.rotary_emb, _FITTED):
             return None
         return DecoderParts(
             before_attention=self._modules[before_attention],
@@ -251,15 +276,18 @@ class DecoderLayer(nn.Module):
             total = hidden_states if residual is None else hidden_states + residual
             return total, total
         norm = self._modules[name]
+        # self.norms names modules that the constructor has added, so that none is missing.
         if residual is None:
-            return norm(hidden_states), hidden_states  # type: ignore[misc]  # a name of ours is there
+            return norm(hidden_states), hidden_states  # type: ignore[misc]
         normalised: tuple[Tensor, Tensor] = norm(hidden_states, residual)  # type: ignore[misc]
         return normalised
 
     def _leave(self, name: str | None, hidden_states: Tensor) -> Tensor:
         if name is not None:
             hidden_states = self._modules[name](hidden_states)  # type: ignore[misc]
-        return hidden_states if self.residual_scale == 1.0 else hidden_states * self.residual_scale
+        if self.residual_scale == 1.0:
+            return hidden_states
+        return hidden_states * self.residual_scale
 
 
 class DecoderModel(DecoderStack):
@@ -274,61 +302,75 @@ class DecoderModel(DecoderStack):
         stage: Stage,
     ) -> None:
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
-        sizes, rope = (
-            (shape.vocab_size, shape.hidden_size),
-            [ropes[layer.rope] for layer in shape.layers],
-        )
+
+        def make_embedding() -> nn.Module:
+            return VocabParallelEmbedding(
+                shape.vocab_size,
+                shape.hidden_size,
+                quant_config=quant_config,
+                prefix=f"{prefix}.embed_tokens",
+            )
+
+        def make_layer(number: int) -> nn.Module:
+            rope = ropes[shape.layers[number].rope]
+            path = f"{prefix}.layers.{number}"
+            return DecoderLayer(shape, family, number, rope, quant_config, path)
+
+        def make_norm() -> nn.Module:
+            norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+            return norm(shape.hidden_size, eps=shape.eps)
+
         super().__init__(
-            stage,
-            embedding=lambda: VocabParallelEmbedding(
-                *sizes, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
-            ),
-            tied=shape.tied,
-            layer=lambda number: DecoderLayer(
-                shape, family, number, rope[number], quant_config, f"{prefix}.layers.{number}"
-            ),
-            norm=lambda: (GemmaRMSNorm if family.gemma_norm else RMSNorm)(
-                shape.hidden_size, eps=shape.eps
-            ),
+            stage, embedding=make_embedding, tied=shape.tied, layer=make_layer, norm=make_norm
         )
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
         self.plan = DecoderPlan()
-        # transformers keeps the scale in the dtype of the weights, and so it was in training
-        self.embedding_scale = float(
-            torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype(), device="cpu")
-        )
+        # transformers rounds the scale to the dtype of the weights, as in training.
+        scale = torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype(), device="cpu")
+        self.embedding_scale = float(scale)
 
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+
+        A stage that is not the last returns the input of the next stage: see ``DecoderStack.left``.
 
         Args:
             input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
-            positions: ``[tokens]``, of each token in its sequence.
-            inputs_embeds: as of ``DecoderStack.entered``.
+            positions: ``[tokens]``, the position of each token in its sequence.
+            inputs_embeds: see ``DecoderStack.entered``.
         """
         hidden_states, residual = self._scaled(input_ids, inputs_embeds)
         if self.fitted_ropes and positions.numel():
             self._fit_ropes(positions)
-        planned = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
+        planned = None
+        if residual is None:
+            planned = self.plan.run(self.layers, positions, hidden_states)
         if planned is not None:
             hidden_states, residual = planned
         else:
             for layer in self.layers:
                 hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.left(hidden_states, residual)  # type: ignore[arg-type]  # there is a layer
+        # Each stage has a layer, so that there is a residual stream.
+        return self.left(hidden_states, residual)  # type: ignore[arg-type]
 
     def planned(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
-        """Return what a call does, where the plan computes all layers in one; ``None`` where it does not."""
+        """Return the result of ``forward`` if the plan computes all layers at once; else ``None``.
+
+        The arguments are those of ``forward``.
+        """
         hidden_states, residual = self._scaled(input_ids, inputs_embeds)
-        computed = (
-            self.plan.run(self.layers, positions, hidden_states) if residual is None else None
-        )
-        return None if computed is None else self.left(computed[0], computed[1], compiled=False)
+        if residual is not None:
+            return None
+        computed = self.plan.run(self.layers, positions, hidden_states)
+        if computed is None:
+            return None
+        hidden_states, residual = computed
+        return self.left(hidden_states, residual, compiled=False)
 
     def _scaled(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None
@@ -339,56 +381,66 @@ class DecoderModel(DecoderStack):
         return hidden_states, residual
 
     def _fit_ropes(self, positions: Tensor) -> None:
-        """Have ropes that depend on the length of the context rotate for that of this call.
+        """Fit ropes that depend on the length of the context to the contexts of this call.
 
-        The batch may say it for each token. Without a cache it is the length of the sequence, as in transformers. Keys
-        in a cache stay rotated as they were, so over a cache it is the same from the first token of a sequence to its
-        last: what the batch says that one may come to have, or the longest context.
+        The batch may give a length for each token. Without a batch, the length is that of the
+        sequence, as in transformers. Keys in a cache keep their rotation. Over a cache, the length
+        is therefore the same for all tokens of a sequence: the longest that the batch allows, or
+        the longest context of the model.
         """
         batch = current_batch()
         if batch is not None and batch.context_lens is not None:
             for rope in self.fitted_ropes:
                 rope.fit_tokens(positions, batch.context_lens)
             return
-        length = (
-            int(positions.max()) + 1
-            if batch is None
-            else batch.max_context_len or self.max_position
-        )
+        length = self.max_position
+        if batch is None:
+            length = int(positions.max()) + 1
+        elif batch.max_context_len:
+            length = batch.max_context_len
         for rope in self.fitted_ropes:
             rope.fit_context(length)
 
 
 def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
-    """Construct a rope whose table has a row for each position of the longest context.
+    """Construct a rope for every position of the longest context.
+
+    Args:
+        shape: the sizes of the decoder.
+        parameters: ``rope_parameters`` of the config.
 
     Raises:
-        ModelError: its parameters are none, or its table is shorter.
+        ModelError: the parameters describe no rope, or the rope has fewer positions.
     """
-    sizes = (shape.head_size, shape.max_position)
+    # The alternative to halves are interleaved pairs: even elements with odd ones.
     halves = shape.latent is None or not shape.latent.interleaved
     try:
         rope = get_rope(
-            *sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions
+            shape.head_size,
+            shape.max_position,
+            halves,
+            rope_parameters=parameters,
+            model_positions=shape.model_positions,
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"the config describes a rope that cannot be made: {described(error)}"
         ) from error
+    # A rope without a table computes any position.
     rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
     if rows < shape.max_position:
         raise ModelError(
-            f"the rope of type {parameters.get('rope_type')!r} has {rows} positions, and the longest context is "
-            f"{shape.max_position}: set model.max_model_len to at most {rows}"
+            f"the rope of type {parameters.get('rope_type')!r} has {rows} positions, and the "
+            f"longest context is {shape.max_position}: set model.max_model_len to at most {rows}"
         )
     return rope
 
 
 class DecoderForCausalLM(StagedForCausalLM):
-    """A decoder with its logits; a family is a subclass that sets ``family``.
+    """A decoder with logits. Each family is a subclass with a ``family`` of its own.
 
     Args:
-        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        opgraft_config: the ``model`` section names the checkpoint with the architecture's config.
         prefix: the path of this model in a larger one.
 
     Raises:
@@ -409,11 +461,13 @@ class DecoderForCausalLM(StagedForCausalLM):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         shape = dataclasses.replace(shape, sharing=expert_sharing(opgraft_config))
         self.max_position = shape.max_position
-        path, sizes = joined(prefix, "model"), (shape.vocab_size, shape.hidden_size)
         self.stage = self.stage_of_rank(len(shape.layers), prefix)
+        path = joined(prefix, "model")
         self.model = DecoderModel(shape, self.family, quant_config, path, self.stage)
         self.fitted_ropes = self.model.fitted_ropes
-        self.lm_head = self.head(*sizes, quant_config, prefix, tied=shape.tied)
+        self.lm_head = self.head(
+            shape.vocab_size, shape.hidden_size, quant_config, prefix, tied=shape.tied
+        )
         self.logits_processor = LogitsProcessor(
             shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
         )
@@ -421,8 +475,11 @@ class DecoderForCausalLM(StagedForCausalLM):
     def planned(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor | None:
-        """Return what ``forward`` does, where a ``DecoderPlan`` computes all layers in one call; else ``None``."""
-        # Else ids would be looked up in vain.
+        """Return the result of ``forward`` if a ``DecoderPlan`` computes all layers in one call.
+
+        ``None`` if the layers are to be called one after another.
+        """
+        # Asked first, as the ids would be looked up in vain.
         if self.model.plan.declines(self.model.layers, positions, self.dtype):
             return None
         return self.model.planned(input_ids, positions, inputs_embeds)

@@ -1,9 +1,9 @@
-"""The shape of a dense decoder, read from its config; families differ in it as data."""
+"""The sizes and switches of a decoder, read from its config and from the data of its family."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ ACTIVATIONS = MappingProxyType(
         "gelu_new": "gelu_tanh",
     }
 )
-"""Names of gated activations in configs, to those of the ops."""
+"""Gated activation in configs → the name of the op."""
 
 
 GRANITE_SCALES = frozenset(
@@ -41,24 +41,24 @@ PARTIAL_ROPE = "partial_rotary_factor"
 
 @dataclass(frozen=True)
 class DecoderFamily:
-    """The ways in which a family of decoders differs from Llama that its config does not tell.
+    """The differences between a family of decoders and Llama, as far as configs do not tell them.
 
     Attributes:
-        before_attention: name of the norm of attention's input, ``None``: it has none.
+        before_attention: name of the norm of attention's input; ``None`` for no norm.
         after_attention: name of the norm of attention's output, likewise.
         before_mlp: name of the norm of the feed-forward layer's input, likewise.
-        after_mlp: name of the norm of its output, likewise.
+        after_mlp: name of the norm of the feed-forward layer's output, likewise.
         gemma_norm: norms scale by one plus their weight.
-        qk_norm: ``"head"``: each head of query and key is normalised; ``"each"``: likewise, by a weight of its own;
-            ``"whole"``: all heads at once; or ``""``.
+        qk_norm: ``"head"``: each head of query and key is normalised, all by one weight;
+            ``"each"``: each head by a weight of its own; ``"whole"``: all heads at once; or ``""``.
         qkv_bias: query, key and value have a bias; ``None``: as ``attention_bias`` says.
-        output_bias: attention's output projection has one; ``None``: likewise.
+        output_bias: attention's output projection has a bias; ``None``: as ``attention_bias`` says.
         scaled_embedding: embeddings are scaled by the root of the hidden size.
-        windowed: a ``sliding_window`` holds for all layers where there are no ``layer_types``. In other families'
-            configs it is left over from another architecture, and nothing reads it.
-        sinks: attention has one more score per head, which takes a share of the softmax.
-        experts: of the feed-forward layers, ``None``: they are dense.
-        latent: attention is multi-head latent attention, and layers may have the experts of DeepSeek.
+        windowed: without ``layer_types``, a ``sliding_window`` holds for all layers. Configs of
+            other families have the setting left over from another architecture, and ignore it.
+        sinks: attention has one more score per head, with a share of the softmax.
+        experts: the experts of the feed-forward layers; ``None`` for dense layers.
+        latent: attention is multi-head latent attention, and layers may have DeepSeek's experts.
         reads: the settings of scales, caps and partial ropes that have an effect. Another one of
             these in a config is an error, because models of the family go on without it.
     """
@@ -81,7 +81,7 @@ class DecoderFamily:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The ways in which layers of one decoder differ: the window of attention, and the rope."""
+    """The differences between layers of one decoder: the window of attention, and the rope."""
 
     sliding_window: int | None
     rope: str
@@ -92,8 +92,13 @@ class LayerShape:
 class LatentShape:
     """The sizes of latent attention, by the names in configs.
 
-    ``q_lora_rank`` is ``None`` where queries have no latents; a rope that is ``interleaved`` pairs even elements with
-    odd ones.
+    Attributes:
+        q_lora_rank: elements of the latent of a query; ``None`` if queries have no latents.
+        kv_lora_rank: elements of the latent of key and value.
+        qk_nope_head_dim: elements of a head without rope.
+        qk_rope_head_dim: elements of a head with rope.
+        v_head_dim: elements of a head of the value.
+        interleaved: the rope pairs even elements with odd ones.
     """
 
     q_lora_rank: int | None
@@ -108,7 +113,8 @@ class LatentShape:
 class DecoderShape:
     """The sizes, switches and scales of a decoder, by our names.
 
-    ``max_position`` is the longest context here, ``model_positions`` the config's, from which ropes scale.
+    ``max_position`` is the longest context that is served. ``model_positions`` is the longest
+    context by the config; ropes scale from that one.
     """
 
     vocab_size: int
@@ -145,24 +151,40 @@ class DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
-            config: of a decoder.
-            family: of that decoder.
-            max_position: the longest context, if it is shorter or longer than the config's.
-            **others: settings in the place of the config's, for one that has them by other names.
+            config: the config of a decoder.
+            family: the family of the decoder.
+            max_position: the longest context, if other than the config's.
+            **others: settings that replace those of the config, for a config with other names.
 
         Raises:
-            ModelError: the config lacks a size, contradicts itself or asks for what is not written.
+            ModelError: the config lacks a size, contradicts itself, or describes a decoder that
+                opgraft does not have.
         """
         given = GivenSettings(config, **others)
-        heads, hidden = given.size("num_attention_heads"), given.size("hidden_size")
+        heads = given.size("num_attention_heads")
+        hidden = given.size("hidden_size")
+        # Without this setting, each query head has a key head of its own.
         kv_heads = given.size("num_key_value_heads", heads)
         head_size = _head_size(given, hidden, heads, kv_heads)
         longest = _longest(given, max_position)
         bias = bool(given("attention_bias", False))
         layers, ropes = _layers(given, family)
-        latent = _latent(given) if family.latent else None
         _expect_written(given)
         _expect_read(given, family, ropes)
+        latent = None
+        routed = None
+        if family.latent:
+            latent = _latent(given)
+            routed = RoutedShape.of(given)
+            attention_scale = _latent_scale(latent, ropes)
+        else:
+            attention_scale = _attention_scale(given, head_size)
+        experts = None
+        if family.experts is not None:
+            experts = ExpertsShape.of(given, family.experts)
+        embedding_scale = given("embedding_multiplier", 1.0)
+        if family.scaled_embedding:
+            embedding_scale = hidden**0.5
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -171,6 +193,7 @@ class DecoderShape:
             num_kv_heads=kv_heads,
             head_size=head_size,
             max_position=longest,
+            # Ropes scale from the trained context, also if a shorter context is served.
             model_positions=given("max_position_embeddings", longest),
             eps=given.epsilon("rms_norm_eps"),
             activation=_activation(given),
@@ -178,29 +201,25 @@ class DecoderShape:
             output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(given("mlp_bias", False)),
             tied=bool(given("tie_word_embeddings", False)),
-            embedding_scale=hidden**0.5
-            if family.scaled_embedding
-            else given("embedding_multiplier", 1.0),
+            embedding_scale=embedding_scale,
             residual_scale=given("residual_multiplier", 1.0),
-            attention_scale=_latent_scale(latent, ropes)
-            if latent
-            else _attention_scale(given, head_size),
+            attention_scale=attention_scale,
             attention_soft_cap=_positive(given, "attn_logit_softcapping"),
             logits_scale=1.0 / (_positive(given, "logits_scaling") or 1.0),
             logits_soft_cap=_positive(given, "final_logit_softcapping"),
             ropes=ropes,
             layers=layers,
-            experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
+            experts=experts,
             latent=latent,
-            routed=RoutedShape.of(given) if family.latent else None,
+            routed=routed,
         )
 
 
 def _expect_written(given: GivenSettings) -> None:
-    """Refuse what no decoder here does.
+    """Refuse settings that no decoder of opgraft follows.
 
     Raises:
-        ModelError: the config asks for it.
+        ModelError: the config has such a setting.
     """
     if given("use_bidirectional_attention", False):
         raise ModelError(
@@ -242,11 +261,14 @@ def _expect_read(
 def _head_size(given: GivenSettings, hidden: int, heads: int, kv_heads: int) -> int:
     if heads % kv_heads:
         raise ModelError(
-            f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
+            f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, "
+            f"{kv_heads}, does not divide"
         )
+    # With a head size in the config, heads need not fill the hidden size: Gemma's are wider.
     if given("head_dim", None) is None and hidden % heads:
         raise ModelError(
-            f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide"
+            f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, "
+            "does not divide"
         )
     return given.size("head_dim", hidden // heads)
 
@@ -256,8 +278,9 @@ def _longest(given: GivenSettings, max_position: int | None) -> int:
         max_position = given("max_position_embeddings")
     if type(max_position) is not int or not 1 <= max_position <= LARGEST_SIZE:
         raise ModelError(
-            f"{given.name}: a context of {max_position!r:.40} tokens (max_position_embeddings, or model.max_model_len "
-            f"where that is set), expected 1 to {LARGEST_SIZE}: set model.max_model_len to the longest that you need"
+            f"{given.name}: a context of {max_position!r:.40} tokens (max_position_embeddings, or "
+            f"model.max_model_len where that is set), expected 1 to {LARGEST_SIZE}: set "
+            "model.max_model_len to the longest that you need"
         )
     return max_position
 
@@ -277,6 +300,7 @@ def _positive(given: GivenSettings, name: str) -> float | None:
 
 
 def _activation(given: GivenSettings) -> str:
+    # Gemma's configs have both names, and the second one is wrong there.
     name = given("hidden_activation", None) or given("hidden_act")
     if name not in ACTIVATIONS:
         raise ModelError(
@@ -288,46 +312,56 @@ def _activation(given: GivenSettings) -> str:
 def _layers(
     given: GivenSettings, family: DecoderFamily
 ) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
-    """Read the kinds of layers, each of which may have a rope of its own."""
-    count, windowed = (
-        given.size("num_hidden_layers"),
-        family.windowed and given("sliding_window", None),
-    )
+    """Return each layer's window and rope, and the parameters of the ropes.
+
+    All layers share the rope ``""``, unless the config has one for each kind of layers.
+    """
+    kinds = _kinds_of_layers(given, family)
+    ropes = _ropes(given, kinds)
+    layers = []
+    for kind in kinds:
+        window = given.size("sliding_window") if kind == "sliding_attention" else None
+        rope = kind if kind in ropes else ""
+        layers.append(LayerShape(window, rope))
+    return tuple(layers), ropes
+
+
+def _kinds_of_layers(given: GivenSettings, family: DecoderFamily) -> Sequence[str]:
+    count = given.size("num_hidden_layers")
+    windowed = family.windowed and given("sliding_window", None)
     usual = "sliding_attention" if windowed else "full_attention"
-    kinds = given("layer_types", None) or [usual] * count
+    kinds: Sequence[str] = given("layer_types", None) or [usual] * count
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise ModelError(
-            f"{given.name}: layer_types has {len(kinds)} entries of {', '.join(sorted(set(kinds)))}, expected "
-            f"{count} of full_attention and sliding_attention"
+            f"{given.name}: layer_types has {len(kinds)} entries of "
+            f"{', '.join(sorted(set(kinds)))}, expected {count} of full_attention and "
+            "sliding_attention"
         )
+    return kinds
+
+
+def _ropes(given: GivenSettings, kinds: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the parameters of ropes by the kind of layer; by ``""`` for all layers."""
     parameters = given("rope_parameters", None) or {
         "rope_type": "default",
         "rope_theta": given("rope_theta", 10000.0),
     }
-    by_kind = (
-        parameters
-        if all(isinstance(parameters.get(kind), Mapping) for kind in kinds)
-        else {"": parameters}
-    )
+    by_kind = {"": parameters}
+    if all(isinstance(parameters.get(kind), Mapping) for kind in kinds):
+        by_kind = parameters
     if by_kind is parameters and given("layer_types", None) is None:
         raise ModelError(
             f"{given.name}: rope_parameters has a rope for each kind of layer, and layer_types is "
             "missing: give the kinds of the layers, or one rope for all"
         )
+    # Phi-3 has the trained context beside the parameters; other families have it among them.
     trained = given("original_max_position_embeddings", None)
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
-    ropes = {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
-    layers = tuple(
-        LayerShape(
-            given.size("sliding_window") if kind == "sliding_attention" else None,
-            kind if kind in ropes else "",
-        )
-        for kind in kinds
-    )
-    return layers, ropes
+    return {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
 
 
 def _attention_scale(given: GivenSettings, head_size: int) -> float:
+    # The first is Gemma's name, for the number below the root. Granite names the scale itself.
     size = _positive(given, "query_pre_attn_scalar") or head_size
     return _positive(given, "attention_multiplier") or float(size**-0.5)
 
@@ -340,10 +374,15 @@ def _latent(given: GivenSettings) -> LatentShape:
 
 
 def _latent_scale(latent: LatentShape, ropes: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the scale of scores, which YaRN's scale of all dimensions multiplies twice: in queries and in keys."""
+    """Return the scale of scores.
+
+    YaRN's scale of all dimensions counts twice, once for the query and once for the key.
+    """
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
     (rope,) = ropes.values()
-    share, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
+    share = rope.get("mscale_all_dim")
+    factor = rope.get("factor") or 1.0
     if rope.get("rope_type", "default") == "default" or not share or factor <= 1.0:
         return float(scale)
-    return float(scale * (0.1 * share * math.log(factor) + 1.0) ** 2)
+    yarn_scale = 0.1 * share * math.log(factor) + 1.0
+    return float(scale * yarn_scale**2)

@@ -1,4 +1,4 @@
-"""Feed-forward layers of experts in decoders: their shape, read from a config, and the layer."""
+"""Feed-forward layers of experts in decoders: the sizes, read from a config, and the layer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ExpertsFamily:
-    """The ways in which experts of a family differ from Mixtral's that its config does not tell.
+    """The differences between experts of a family and Mixtral's, as far as configs do not tell.
 
     Attributes:
-        renormalize: weights of a token are scaled to a sum of one; ``None``: as ``norm_topk_prob`` says.
-        activation: of the experts.
-        has_bias: the router and both products have one.
-        transposed_checkpoint: checkpoints have the weights of all experts in one as ``[experts, in, out]``.
+        renormalize: the weights of a token's experts are scaled to a sum of one; ``None``: as
+            ``norm_topk_prob`` says.
+        activation: the activation of the experts.
+        has_bias: the router and both products have a bias.
+        transposed_checkpoint: checkpoints have one weight of all experts, ``[experts, in, out]``.
     """
 
     renormalize: bool | None = True
@@ -48,52 +49,57 @@ class ExpertsShape:
 
         Args:
             given: the settings.
-            family: of the decoder.
+            family: the experts of the family.
 
         Raises:
-            ModelError: the config lacks a size, or asks for what is not written.
+            ModelError: the config lacks a size, or needs experts that opgraft lacks.
         """
-        if (activation := given("hidden_act")) != "silu":
+        activation = given("hidden_act")
+        if activation != "silu":
             raise ModelError(
                 f"experts have the activation {activation!r}, expected 'silu': no other is written"
             )
-        if (given("swiglu_alpha", 1.702), given("swiglu_limit", 7.0)) != (1.702, 7.0):
+        # The kernels of experts have these numbers built in.
+        if given("swiglu_alpha", 1.702) != 1.702 or given("swiglu_limit", 7.0) != 7.0:
             raise ModelError(
                 "swiglu_alpha and swiglu_limit are not 1.702 and 7.0: no others are written"
             )
-        step, dense = given.size("decoder_sparse_step", 1), given("mlp_only_layers", None) or ()
-        numbers = range(given.size("num_hidden_layers"))
+        renormalize = family.renormalize
+        if renormalize is None:
+            renormalize = given("norm_topk_prob", False)
+        step = given.size("decoder_sparse_step", 1)
+        dense = given("mlp_only_layers", None) or ()
+        layers = []
+        for number in range(given.size("num_hidden_layers")):
+            if number not in dense and (number + 1) % step == 0:
+                layers.append(number)
         return cls(
+            # Mixtral and gpt-oss have the first name, Qwen3 and OLMoE the second.
             num_experts=given.first_size("num_local_experts", "num_experts"),
             top_k=given.size("num_experts_per_tok"),
             hidden_size=given.size("hidden_size"),
             intermediate_size=given.first_size("moe_intermediate_size", "intermediate_size"),
-            renormalize=given("norm_topk_prob", False)
-            if family.renormalize is None
-            else family.renormalize,
-            layers=frozenset(
-                number for number in numbers if number not in dense and (number + 1) % step == 0
-            ),
+            renormalize=renormalize,
+            layers=frozenset(layers),
         )
 
 
 def expert_sharing(opgraft_config: OpgraftConfig) -> ExpertSharing:
-    """Return the way in which ranks share experts, as the section ``parallel`` says."""
+    """Return the way of sharing experts between ranks, as the section ``parallel`` says."""
     parallel = opgraft_config.resolved().parallel
-    return ExpertSharing(
-        parallel.expert, parallel.redundant_experts, parallel.expert_balance_steps is not None
-    )
+    balances = parallel.expert_balance_steps is not None
+    return ExpertSharing(parallel.expert, parallel.redundant_experts, balances)
 
 
 class DecoderExperts(nn.Module):
-    """Experts in the place of one feed-forward layer, and the gate that routes each token to some of them.
+    """Experts in the place of a feed-forward layer, with the gate that routes tokens to experts.
 
     Args:
-        shape: of the experts.
-        family: of the decoder.
+        shape: the sizes of the experts.
+        family: the experts of the family.
         quant_config: the quantization of the experts.
         prefix: the layer's path.
-        sharing: the way in which ranks share the experts.
+        sharing: the way of sharing the experts between ranks.
     """
 
     def __init__(

@@ -1,8 +1,6 @@
-"""The feed-forward layers of decoders: dense ones, and the choice between them and those of experts."""
+"""The feed-forward layers of decoders: the dense one, and the choice between dense and experts."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from opgraft.models.decoder_config import DecoderFamily, DecoderShape
 from opgraft.models.decoder_experts import DecoderExperts
@@ -17,11 +15,11 @@ class DecoderMLP(nn.Module):
     """The gated feed-forward layer, ``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202).
 
     Args:
-        shape: of the decoder.
+        shape: the sizes of the decoder.
         quant_config: the quantization of the projections.
         prefix: the layer's path.
         intermediate_size: elements between the projections; the decoder's if not given.
-        reduce_results: add what the tensor-parallel ranks have.
+        reduce_results: sum the outputs of the tensor-parallel ranks.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class DecoderMLP(nn.Module):
             prefix=f"{prefix}.down_proj",
             return_bias=False,
         )
+        # None stands for SiLU. GELU has two forms.
         approximate = {"silu": None, "gelu": "none", "gelu_tanh": "tanh"}[shape.activation]
         self.act_fn = SiluAndMul() if approximate is None else GeluAndMul(approximate)
 
@@ -69,18 +68,20 @@ def feed_forward(
     prefix: str,
 ) -> nn.Module:
     """Construct the feed-forward layer of one layer: dense, or of experts."""
-    if family.experts is not None and shape.experts is not None and layer in shape.experts.layers:
-        return DecoderExperts(shape.experts, family.experts, quant_config, prefix, shape.sharing)
+    experts = shape.experts
+    if family.experts is not None and experts is not None and layer in experts.layers:
+        return DecoderExperts(experts, family.experts, quant_config, prefix, shape.sharing)
     routed = shape.routed
     if routed is None or layer < routed.first_layer:
         return DecoderMLP(shape, quant_config, prefix)
-    sizes: dict[str, Any] = {
-        "intermediate_size": routed.shared * routed.intermediate_size,
-        "reduce_results": False,
-    }
-    shared = (
-        DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes)
-        if routed.shared
-        else None
-    )
+    shared = None
+    if routed.shared:
+        # The layer of experts sums the outputs of the ranks, those of the shared experts included.
+        shared = DecoderMLP(
+            shape,
+            quant_config,
+            f"{prefix}.shared_experts",
+            intermediate_size=routed.shared * routed.intermediate_size,
+            reduce_results=False,
+        )
     return DeepseekExperts(routed, shared, quant_config, prefix, shape.sharing)

@@ -25,15 +25,13 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
-        # Behind the last layer checkpoints have those that predict further tokens in training.
-        count = self.stage.num_layers
-        further = (
-            0
-            if self.config is None
-            else GivenSettings(self.config).count("num_nextn_predict_layers")
-        )
+        if self.config is None:
+            return
+        # Checkpoints have further layers after the last one, which predict more tokens in training.
+        first = self.stage.num_layers
+        further = GivenSettings(self.config).count("num_nextn_predict_layers")
         self.ignored_weights = [
-            f"model.layers.{number}.*" for number in range(count, count + further)
+            f"model.layers.{number}.*" for number in range(first, first + further)
         ]
 
 

@@ -1,4 +1,4 @@
-"""The experts of DeepSeek: their shape, read from the config, and the layer with its router."""
+"""The experts of DeepSeek: the sizes, read from the config, and the layer with its router."""
 
 from __future__ import annotations
 
@@ -14,15 +14,25 @@ from opgraft.ops.moe.fused.placement import ALONE, ExpertSharing
 from torch import Tensor, nn
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-"""The ways to choose experts that configs name, of which the last is by sigmoids and a bias."""
+"""The ways to choose experts by their names in configs. ``noaux_tc`` uses sigmoids and a bias."""
 
 
 @dataclass(frozen=True)
 class RoutedShape:
     """The sizes and the choice of experts, by our names.
 
-    ``first_layer`` is the first that has experts, ``shared`` how many every token visits, ``by_sigmoid`` whether scores
-    are sigmoids, to which a bias is added where they are compared. Without groups ``num_groups`` is 0.
+    Attributes:
+        first_layer: the first layer with experts.
+        num_experts: routed experts of a layer.
+        top_k: routed experts that a token visits.
+        hidden_size: elements of an expert's input.
+        intermediate_size: elements between the projections of an expert.
+        shared: experts that every token visits.
+        num_groups: groups of experts; 0 without groups.
+        kept_groups: groups with experts that a token may visit.
+        scaling: multiplies the sum of the routed experts.
+        renormalize: the weights of a token's experts are scaled to a sum of one.
+        by_sigmoid: scores are sigmoids, and the choice adds a bias to each score.
     """
 
     first_layer: int
@@ -39,25 +49,29 @@ class RoutedShape:
 
     @classmethod
     def of(cls, given: GivenSettings) -> RoutedShape | None:
-        """Read a config; ``None`` where all layers are dense.
+        """Read a config. The result is ``None`` if all layers are dense.
 
         Args:
             given: the settings.
 
         Raises:
-            ModelError: the config lacks a size, or asks for what is not written.
+            ModelError: the config lacks a size, or needs experts that opgraft lacks.
         """
         first = given("first_k_dense_replace", 0)
         if first >= given("num_hidden_layers"):
             return None
         # Transformers' class for V3 has no such attribute.
         method = given("topk_method", "noaux_tc")
-        if method not in METHODS or given("moe_layer_freq", 1) != 1:
+        step = given("moe_layer_freq", 1)
+        if method not in METHODS or step != 1:
             raise ModelError(
-                f"topk_method is {method!r:.40} and moe_layer_freq {given('moe_layer_freq', 1)!r:.40}, expected one of "
+                f"topk_method is {method!r:.40} and moe_layer_freq {step!r:.40}, expected one of "
                 f"{', '.join(METHODS)}, and 1: no others are written"
             )
         grouped = method != "greedy"
+        by_sigmoid = method == "noaux_tc"
+        # V2 has the setting, and its code never followed the setting.
+        renormalize = by_sigmoid and bool(given("norm_topk_prob", True))
         return cls(
             first_layer=first,
             num_experts=given.size("n_routed_experts"),
@@ -68,21 +82,21 @@ class RoutedShape:
             num_groups=given.size("n_group") if grouped else 0,
             kept_groups=given.size("topk_group") if grouped else 0,
             scaling=given("routed_scaling_factor", 1.0),
-            renormalize=method == "noaux_tc"
-            and bool(given("norm_topk_prob", True)),  # V2 has it and never did
-            by_sigmoid=method == "noaux_tc",
+            renormalize=renormalize,
+            by_sigmoid=by_sigmoid,
         )
 
 
 class DeepseekExperts(nn.Module):
-    """Experts in the place of one feed-forward layer, beside those that every token visits (arXiv:2401.06066).
+    """Routed experts and shared experts in the place of a feed-forward layer (arXiv:2401.06066).
 
     Args:
-        shape: of the experts.
-        shared: what every token visits, whose ranks do not add what they have; ``None`` for nothing.
+        shape: the sizes of the experts.
+        shared: the layer that every token visits, or ``None``. Each rank returns its part of the
+            output, and the ranks' parts are summed together with those of the routed experts.
         quant_config: the quantization of the experts.
         prefix: the layer's path.
-        sharing: the way in which ranks share the experts.
+        sharing: the way of sharing the experts between ranks.
     """
 
     def __init__(

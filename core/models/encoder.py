@@ -50,6 +50,7 @@ class EncoderEmbeddings(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.word_embeddings",
         )
+        # These tables are small, so that every rank has the whole.
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -58,24 +59,32 @@ class EncoderEmbeddings(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Return ``[tokens, hidden_size]``; all three are ``[tokens]``, token types are 0 where they are not given."""
+        """Return embeddings ``[tokens, hidden_size]``.
+
+        Args:
+            input_ids: ``[tokens]``.
+            positions: ``[tokens]``.
+            token_type_ids: ``[tokens]``; zeros by default.
+        """
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         words: Tensor = self.word_embeddings(input_ids)
         places = self.position_embeddings(positions + self.first_position)
-        normalised: Tensor = self.LayerNorm(words + self.token_type_embeddings(types) + places)
+        # transformers sums in this order.
+        total = words + self.token_type_embeddings(types) + places
+        normalised: Tensor = self.LayerNorm(total)
         return normalised
 
 
 class SequenceAttention(nn.Module):
-    """Attention within each sequence of the batch, both ways.
+    """Attention within each sequence of the batch, in both directions.
 
     Args:
-        num_heads: on this rank.
-        head_size: of each.
-        prefix: the layer's path in its model.
+        num_heads: the number of heads of this rank.
+        head_size: elements of a head.
+        prefix: the layer's path in the model.
 
     Attributes:
-        is_node: while a compiler traces, the layer becomes one node of the graph, which is to be called within
+        is_node: the layer becomes one node of a compiler's graph. The graph must be called within
             ``AttentionNodes.entered``.
     """
 
@@ -87,7 +96,8 @@ class SequenceAttention(nn.Module):
         self.prefix = prefix
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over ``[tokens, num_heads * head_size]``, those of the current ``AttentionBatch``."""
+        """Attend with ``[tokens, num_heads * head_size]`` of the current ``AttentionBatch``."""
+        # The lengths of sequences differ from call to call, and would be compiled into the graph.
         if self.is_node and is_compiling():
             return as_node(query, key, value, self.prefix)
         attended: Tensor = self.inner(query[None], key[None], value[None], current_boundaries())
@@ -95,14 +105,14 @@ class SequenceAttention(nn.Module):
 
 
 def sequence_attention(model: nn.Module) -> dict[str, SequenceAttention]:
-    """Return the attention layers of an encoder by their prefixes; of other models none."""
+    """Return the attention layers of an encoder by prefix. Other models have none."""
     return {
         layer.prefix: layer for layer in model.modules() if isinstance(layer, SequenceAttention)
     }
 
 
 class EncoderSelfAttention(nn.Module):
-    """The projections of attention, and what it attends to."""
+    """The projections to query, key and value, and the attention."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
@@ -118,13 +128,22 @@ class EncoderSelfAttention(nn.Module):
         self.attn = SequenceAttention(self.qkv.num_heads, self.qkv.head_size, f"{prefix}.attn")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Attend over ``[tokens, hidden_size]``."""
-        attended: Tensor = self.attn(*self.qkv(hidden_states).chunk(3, dim=-1))
+        """Attend with ``[tokens, hidden_size]``."""
+        query, key, value = self.qkv(hidden_states).chunk(3, dim=-1)
+        attended: Tensor = self.attn(query, key, value)
         return attended
 
 
 class EncoderOutput(nn.Module):
-    """A projection, added to the residual and normalised."""
+    """A projection with the residual added, normalised.
+
+    Args:
+        config: the config of the architecture.
+        input_size: elements of the input on all ranks.
+        quant_config: the quantization of the projection.
+        prefix: the layer's path.
+        shard: the part of the input on this rank, if ranks have parts of different sizes.
+    """
 
     def __init__(
         self,
@@ -228,31 +247,37 @@ class EncoderStack(nn.Module):
 
 
 def _expect_encoder(config: Any) -> None:
-    """Refuse what would be computed otherwise than the config asks for."""
-    computed: Mapping[str, tuple[object, None]] = {
-        "is_decoder": (False, None),
-        "add_cross_attention": (False, None),
-        "position_embedding_type": ("absolute", None),
+    """Refuse settings that encoders here do not follow.
+
+    Raises:
+        ModelError: the config has such a setting.
+    """
+    computed: Mapping[str, object] = {
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
     }
-    for name, values in computed.items():
+    for name, expected in computed.items():
         value = getattr(config, name, None)
-        if value not in values:
+        if value not in (expected, None):
             raise ModelError(
-                f"{type(config).__name__}: {name} is {value!r:.40}, and encoders attend both ways, within the text, "
-                f"over absolute positions: only {values[0]!r} is computed"
+                f"{type(config).__name__}: {name} is {value!r:.40}, and encoders attend both ways, "
+                f"within the text, over absolute positions: only {expected!r} is computed"
             )
 
 
 @PluggableClass.register("BertModel")
 class BertModel(Model):
-    """BERT (arXiv:1810.04805): token ids to hidden states. The pooler, which embeddings do not use, is not loaded.
+    """BERT (arXiv:1810.04805): token ids to hidden states.
+
+    The pooler is not loaded, as embeddings do not use it.
 
     Args:
-        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        opgraft_config: the ``model`` section names the checkpoint with the architecture's config.
         prefix: the path of this model in a larger one.
 
     Raises:
-        ModelError: the config asks for attention or positions of another kind.
+        ModelError: the config describes another kind of attention or positions.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
@@ -260,11 +285,12 @@ class BertModel(Model):
     }
     weights_mapper = WeightsMapper(
         prefixes={"bert.": "", "roberta.": "", "cls.": None, "lm_head.": None},
-        # the names that the first checkpoints have, converted from TensorFlow
+        # The first checkpoints were converted from TensorFlow and have these names.
         substrings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     )
     ignored_weights: Sequence[str] = ("*pooler.*",)
-    """Patterns of tensors that checkpoints have and this model does not read."""
+    """Patterns of tensors in checkpoints that this model does not read."""
+
     embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
@@ -272,17 +298,17 @@ class BertModel(Model):
         config = self.config or architecture_config(opgraft_config)
         _expect_encoder(config)
         quant_config = quantization_config(opgraft_config, self)
-        self.max_position = min(
-            self.max_position, config.max_position_embeddings - self.first_position(config)
-        )
+        first_position = self.first_position(config)
+        rows = config.max_position_embeddings - first_position
+        self.max_position = min(self.max_position, rows)
         self.embeddings = EncoderEmbeddings(
-            config, self.first_position(config), quant_config, joined(prefix, "embeddings")
+            config, first_position, quant_config, joined(prefix, "embeddings")
         )
         self.encoder = EncoderStack(config, quant_config, joined(prefix, "encoder"))
 
     @staticmethod
     def first_position(config: Any) -> int:
-        """Return the row of the position embeddings that the first token takes."""
+        """Return the row of the position embeddings for the first token."""
         return 0
 
     def forward(
@@ -290,7 +316,7 @@ class BertModel(Model):
     ) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
 
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        The tokens belong to the current ``AttentionBatch``, or to one sequence without a batch.
         """
         hidden_states = self.embeddings(input_ids, positions, token_type_ids)
         output: Tensor = self.encoder(hidden_states)
@@ -299,10 +325,11 @@ class BertModel(Model):
 
 @PluggableClass.register("RobertaModel")
 class RobertaModel(BertModel):
-    """RoBERTa (arXiv:1907.11692) : BERT whose positions begin behind the padding's."""
+    """RoBERTa (arXiv:1907.11692): BERT with positions that begin after the position of padding."""
 
     @staticmethod
     def first_position(config: Any) -> int:
+        # The position of padding has the number of the padding token.
         return int(config.pad_token_id) + 1
 
 

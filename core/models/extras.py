@@ -1,4 +1,4 @@
-"""Libraries that define the formats of checkpoints, imported where one is opened."""
+"""Import libraries of extras, such as those that define the formats of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from opgraft.errors import InputError
 
 
 def import_extra(name: str, extra: str = "demo") -> Any:
-    """Import a library of an extra, or a module of one.
+    """Import a library of an extra, or a module of such a library.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the library is not installed.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The families of dense decoders that are written here, by their architecture's name in ``transformers``."""
+"""The families of decoders, each with the name of the architecture in ``transformers``."""
 
 from __future__ import annotations
 
@@ -53,28 +53,34 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
 
 @PluggableClass.register("Phi3ForCausalLM")
 class Phi3ForCausalLM(DecoderForCausalLM):
-    """Phi-3 (arXiv:2404.14219): checkpoints have query, key and value, and gate and up, in one."""
+    """Phi-3 (arXiv:2404.14219): checkpoints have merged weights, as opgraft's layers do."""
 
     family = DecoderFamily(windowed=True, reads=frozenset({PARTIAL_ROPE}))
 
 
 @PluggableClass.register("GemmaForCausalLM")
 class GemmaForCausalLM(DecoderForCausalLM):
-    """Gemma (arXiv:2403.08295): norms that scale by one plus their weight, and scaled embeddings."""
+    """Gemma (arXiv:2403.08295): norms scale by one plus their weight, embeddings are scaled."""
 
     family = DecoderFamily(gemma_norm=True, scaled_embedding=True)
 
 
 @PluggableClass.register("Gemma2ForCausalLM")
 class Gemma2ForCausalLM(DecoderForCausalLM):
-    """Gemma 2 (arXiv:2408.00118): norms before and after each part, capped scores and logits, windows in turn."""
+    """Gemma 2 (arXiv:2408.00118): norms before and after each part, caps, windows in some layers.
+
+    Caps bound the scores of attention and the logits.
+    """
 
     family = _GEMMA2
 
 
 @PluggableClass.register("Gemma3ForCausalLM")
 class Gemma3ForCausalLM(DecoderForCausalLM):
-    """Gemma 3 (arXiv:2503.19786): as Gemma 2, with norms of query and key and a rope per kind of layer, uncapped."""
+    """Gemma 3 (arXiv:2503.19786): Gemma 2 without caps, with norms of query and key.
+
+    Layers with a window and layers without have different ropes.
+    """
 
     family = dataclasses.replace(_GEMMA2, qk_norm="head")
 
@@ -88,7 +94,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
 
 @PluggableClass.register("Olmo2ForCausalLM")
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """OLMo 2 (arXiv:2501.00656): norms behind each part only, and of all heads of query and key at once."""
+    """OLMo 2 (arXiv:2501.00656): norms after each part only, and one norm for all heads at once."""
 
     family = DecoderFamily(
         before_attention=None,
@@ -116,14 +122,14 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
 
 @PluggableClass.register("OlmoeForCausalLM")
 class OlmoeForCausalLM(DecoderForCausalLM):
-    """OLMoE (arXiv:2409.02060): experts, and norms of all heads of query and key at once."""
+    """OLMoE (arXiv:2409.02060): experts, and one norm for all heads at once."""
 
     family = DecoderFamily(qk_norm="whole", experts=ExpertsFamily(renormalize=None))
 
 
 @PluggableClass.register("GptOssForCausalLM")
 class GptOssForCausalLM(DecoderForCausalLM):
-    """gpt-oss (arXiv:2508.10925): experts with biases and a clipped gate, sinks, and windows in turn."""
+    """gpt-oss (arXiv:2508.10925): experts with biases and a clipped gate, sinks, some windows."""
 
     family = DecoderFamily(
         sinks=True,

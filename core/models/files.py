@@ -21,7 +21,8 @@ from opgraft.models.gguf_names import renamed
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
 
-_LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
+_LARGEST_JSON = 1 << 26
+"""Bytes of a JSON file at most. Indices of shards are the largest of these files."""
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,14 +35,14 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a checkpoint, none of which is read yet.
+    """The tensors of a checkpoint. No tensor is read yet.
 
     Attributes:
         path: the folder, or the GGUF file.
-        tensors: by their names in transformers.
-        metadata: of a GGUF file; empty for safetensors.
-        stored: the tensors by their names in the file; for GGUF files these are others.
-        outer: the folder that was given, if the model lies in a folder within it.
+        tensors: the tensors by their names in transformers.
+        metadata: the metadata of a GGUF file; empty for safetensors.
+        stored: the tensors of a GGUF file by their names in the file; empty for safetensors.
+        outer: the given folder, if the model is in a folder within.
     """
 
     path: Path
@@ -64,69 +65,81 @@ _CONFIG_ONLY: ContextVar[bool] = ContextVar("opgraft_config_only", default=False
 
 @contextmanager
 def opened_once(*, config_only: bool = False) -> Iterator[None]:
-    """Have ``open_weights`` open each checkpoint once within the block; a block inside of another shares with it.
+    """Make ``open_weights`` open each checkpoint once within the block.
 
-    What was opened is held until the outer block ends, and is not checked again.
+    An inner block shares the opened checkpoints with the outer block. The outer block holds them
+    until its end, and no file is checked again.
 
     Args:
-        config_only: of a folder with a ``config.json`` weights may be missing. Nothing is shared with an outer block
-            that needs them.
+        config_only: a folder with a ``config.json`` may lack weights. Such a block shares nothing
+            with an outer block that needs weights.
     """
     shares = _OPENED.get() is not None and _CONFIG_ONLY.get() == config_only
     if shares:
         yield
         return
-    opened, only = _OPENED.set({}), _CONFIG_ONLY.set(config_only)
+    former_opened = _OPENED.set({})
+    former_only = _CONFIG_ONLY.set(config_only)
     try:
         yield
     finally:
-        _OPENED.reset(opened)
-        _CONFIG_ONLY.reset(only)
+        _OPENED.reset(former_opened)
+        _CONFIG_ONLY.reset(former_only)
 
 
 def open_weights(name: str | Path) -> Weights:
-    """Find the files of a checkpoint and check them all, or return what ``opened_once`` has. No tensor is read.
+    """Find and check the files of a checkpoint. No tensor is read.
+
+    Within ``opened_once``, a checkpoint that was opened before is returned.
 
     Raises:
-        CheckpointError: there are none; they are damaged, incomplete, or pickles; a path leads out of the folder; a
-            tensor is in two of them. The message lists all that is wrong.
-        InputError: the library that reads them is not installed.
+        CheckpointError: there are no files, or files are damaged, missing or pickles. A path leads
+            out of the folder. Two files have a tensor of one name. The message lists all faults.
+        InputError: the library for the format is not installed.
     """
     opened = _OPENED.get()
     if opened is None:
-        return _opened(name)
-    if str(name) not in opened:
-        opened[str(name)] = _opened(name)
-    return opened[str(name)]
+        return _open_checkpoint(name)
+    key = str(name)
+    if key not in opened:
+        opened[key] = _open_checkpoint(name)
+    return opened[key]
 
 
-def _opened(name: str | Path) -> Weights:
+def _open_checkpoint(name: str | Path) -> Weights:
     given = find_checkpoint(name)
     path = _model_folder(given)
     outer = None if path == given else given
     try:
         listed = weight_files(path)
     except CheckpointError:
+        # A plan of splits needs no weights.
         if _CONFIG_ONLY.get() and (path / "config.json").is_file():
             return Weights(path, {}, outer=outer)
         raise
     if listed[0].suffix == ".gguf":
         return _gguf_weights(listed)
-    return Weights(path, _merged(listed, open_safetensors, _index_of(path)), outer=outer)
+    tensors = _merged(listed, open_safetensors, _index_of(path))
+    return Weights(path, tensors, outer=outer)
 
 
 def _model_folder(path: Path) -> Path:
-    """Return the folder of the model. Older versions of sentence-transformers have such a folder within the given one.
+    """Return the folder of the model: the given folder, or a folder within.
 
-    One example is ``0_Transformer``; ``modules.json`` names it.
+    Older versions of sentence-transformers have an inner folder, such as ``0_Transformer``, and
+    name the folder in ``modules.json``.
     """
     if not (path / MODULES).is_file():
         return path
-    rows = sentence_modules(path)
-    inner = next((row["path"] for row in rows if row["type"] == "Transformer"), "")
+    inner = ""
+    for row in sentence_modules(path):
+        if row["type"] == "Transformer":
+            inner = row["path"]
+            break
     if not (path / inner).is_dir():
         raise CheckpointError(
-            f"{path / MODULES} says that the model is in {inner!r:.80}, which is missing: download it again"
+            f"{path / MODULES} says that the model is in {inner!r:.80}, which is missing: download "
+            "it again"
         )
     return path / inner if inner else path
 
@@ -150,6 +163,7 @@ def sentence_modules(folder: Path) -> list[dict[str, str]]:
 
 def _sentence_module(file: Path, row: Mapping[str, Any]) -> dict[str, str]:
     path = str(row.get("path", ""))
+    # A checkpoint comes from others, and must not make this process read other files.
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise CheckpointError(
             f"{file} has the path {path!r:.80}, which leads out of the checkpoint"
@@ -171,8 +185,8 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files with the weights of a folder, or all parts of a file.
 
     Raises:
-        CheckpointError: there are none, or some are missing. There are pickles only. An adapter
-            lies beside them.
+        CheckpointError: there are no files, or files are missing. All files are pickles. An
+            adapter is beside the files.
     """
     if path.is_file():
         return _files_of(path)
@@ -188,14 +202,16 @@ def weight_files(path: Path) -> list[Path]:
     if whole.is_file():
         _tell_of_stale(path)
         return [whole]
+    # Files of other names, such as those that tools for quantization write.
     found = sorted(path.glob("*.safetensors")) or _gguf_files(path)
     if found:
         return found
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
-            f"{path} has its weights only as a pickle ({', '.join(pickles)}), which is refused: loading a pickle "
-            "can run any code. Convert it with save_pretrained(safe_serialization=True)."
+            f"{path} has its weights only as a pickle ({', '.join(pickles)}), which is refused: "
+            "loading a pickle can run any code. Convert it with "
+            "save_pretrained(safe_serialization=True)."
         )
     has = "a config.json but" if (path / "config.json").is_file() else "no config.json and"
     raise CheckpointError(
@@ -211,11 +227,9 @@ def _files_of(file: Path) -> list[Path]:
         return _splits(file)
     if file.suffix == ".safetensors":
         return [file]
-    reason = (
-        "is a pickle: loading it can run any code"
-        if file.suffix in PICKLES
-        else "is of no kind that is read"
-    )
+    reason = "is of no kind that is read"
+    if file.suffix in PICKLES:
+        reason = "is a pickle: loading it can run any code"
     raise CheckpointError(
         f"{file} {reason}. Give a .safetensors, .gguf or {INDEX} file, or a folder with them."
     )
@@ -232,13 +246,14 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _splits(file: Path) -> list[Path]:
-    """Return the parts of a GGUF file that was split, or the file."""
+    """Return all parts of a split GGUF file; the file itself if it is not split."""
     found = _SPLIT.fullmatch(file.name)
     if not found:
         return [file]
-    count = int(found[3])
+    start, _, total = found.groups()
+    count = int(total)
     present = {one.name for one in file.parent.glob("*.gguf")}
-    names = [f"{found[1]}-{number:05}-of-{found[3]}.gguf" for number in range(1, count + 1)]
+    names = [f"{start}-{number:05}-of-{total}.gguf" for number in range(1, count + 1)]
     missing = [f"{name} is missing" for name in names if name not in present]
     if missing or not names:
         raise CheckpointError.listing(f"{file} is a part of {count}", missing, "download it again")
@@ -251,14 +266,16 @@ def _shards(index: Path) -> list[Path]:
     if not names:
         raise CheckpointError(f"{index} names no file: download it again")
     for name in names:
+        # A colon names a stream of a file on Windows.
         if name in ("", ".", "..") or set(name) & set("/\\:\0"):
             raise CheckpointError(
-                f"{index} names the file {name!r:.200}, which is refused: shards lie beside their index, and a path "
-                "may lead out of the checkpoint"
+                f"{index} names the file {name!r:.200}, which is refused: shards lie beside their "
+                "index, and a path may lead out of the checkpoint"
             )
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names the file {name!r:.200}, which is no .safetensors file: it is refused"
+                f"{index} names the file {name!r:.200}, which is no .safetensors file: it is "
+                "refused"
             )
     missing = [
         f"{name} is listed in {index.name} and missing"
@@ -271,21 +288,25 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
+    """Return tensor → file of an index."""
+    weight_map: Any = read_json(index).get("weight_map")
+    is_map = isinstance(weight_map, dict) and all(
         isinstance(name, str) for name in weight_map.values()
-    ):
+    )
+    if not is_map:
         raise CheckpointError(
             f"{index} has no weight_map from tensor names to file names: download it again"
         )
-    return weight_map
+    file_of_tensor: dict[str, str] = weight_map
+    return file_of_tensor
 
 
 def _index_of(path: Path) -> Path | None:
-    """Return the index of a checkpoint's shards, ``None`` if it has none.
+    """Return the index of a checkpoint's shards; ``None`` without an index.
 
-    ``model.safetensors`` counts more than an index that does not name it. Such an index is left of
-    an earlier save, as ``save_pretrained`` removes the shards of that save and not their index.
+    An index beside ``model.safetensors`` counts only if the index names that file. Another index
+    is left over from an earlier save: ``save_pretrained`` removes the shards of such a save, but
+    not the index.
     """
     index = path if path.is_file() else path / INDEX
     if not (index.name.endswith(".index.json") and index.is_file()):
@@ -315,34 +336,43 @@ def _tell_of_stale(folder: Path) -> None:
 def _merged(
     listed: list[Path], open_file: Callable[[Path], Mapping[str, LazyTensor]], index: Path | None
 ) -> dict[str, LazyTensor]:
-    """Open files and return all tensors. Each tensor must be in one file only, as the index says."""
+    """Open files and return all tensors.
+
+    Args:
+        listed: the files.
+        open_file: returns the tensors of a file.
+        index: the index of the files, if there is one.
+
+    Raises:
+        CheckpointError: a file is damaged, two files have a tensor of one name, or a tensor is not
+            in the file of the index.
+    """
     tensors: dict[str, LazyTensor] = {}
     homes: dict[str, str] = {}
     problems: list[str] = []
     for file in listed:
+        # One error lists all damaged files, so that a user downloads them at once.
         try:
             found = open_file(file)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        problems += [
-            f"tensor {name!r:.200} is in {homes[name]} and {file.name}"
-            for name in found
-            if name in homes
-        ]
+        for name in found:
+            if name in homes:
+                problems.append(f"tensor {name!r:.200} is in {homes[name]} and {file.name}")
         tensors |= found
         homes |= dict.fromkeys(found, file.name)
-    problems += _misdirected(_weight_map(index), homes) if index and not problems else ()
-    if problems:
-        if len(listed) == 1:
-            raise CheckpointError(problems[0])
-        raise CheckpointError.listing(
-            f"{listed[0].parent} is damaged", problems, "download it again"
-        )
-    return tensors
+    if index and not problems:
+        problems += _misdirected(_weight_map(index), homes)
+    if not problems:
+        return tensors
+    if len(listed) == 1:
+        raise CheckpointError(problems[0])
+    raise CheckpointError.listing(f"{listed[0].parent} is damaged", problems, "download it again")
 
 
 def _misdirected(weight_map: Mapping[str, str], homes: Mapping[str, str]) -> Iterator[str]:
+    """Yield a message for each tensor that is not in the file of the index."""
     for name, file in weight_map.items():
         if homes.get(name) != file:
             where = f"in {homes[name]}" if name in homes else "in none of the files"
@@ -353,15 +383,12 @@ def parse_json(file: Path) -> Any:
     """Return the content of a JSON file.
 
     Raises:
-        CheckpointError: it cannot be read as JSON.
+        CheckpointError: the file cannot be read as JSON.
     """
     try:
         return json.loads(read_regular(file, _LARGEST_JSON).decode())
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # the last for lists nested a thousand deep
+    # RecursionError is raised for lists in a thousand lists.
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
 
 
@@ -369,7 +396,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        CheckpointError: it cannot be read, or holds something else.
+        CheckpointError: the file cannot be read, or holds no object.
     """
     data = parse_json(file)
     if not isinstance(data, dict):

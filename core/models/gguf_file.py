@@ -1,4 +1,4 @@
-"""Reading a GGUF file in pieces: rows and columns of blocks, as numbers or as they are."""
+"""Read a GGUF file in pieces: rows and columns of blocks, as numbers or as bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
         "I8": torch.int8,
     }
 )
-"""Types without blocks, which are read as they are."""
+"""Types without blocks. Their numbers are read without a change."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class GGUFFile:
 
 
 class _Mapped:
-    """The bytes of a file, mapped, and mapped anew from time to time, so that they take little memory."""
+    """The bytes of a file in memory.
+
+    The file is mapped anew after ``MAPPED_BYTES``, which frees the pages that were read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +56,8 @@ class _Mapped:
         try:
             with open(self._path, "rb", opener=without_waiting) as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # the latter for an empty file
+        # mmap raises ValueError for an empty file.
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{self._path} is no whole GGUF file ({error}): download or save it again"
             ) from error
@@ -64,23 +68,25 @@ class _Mapped:
     def array(self, row: TensorRow, width: int, bounds: Bounds) -> Any:
         """Return a copy of a part of the bytes of a tensor ``[..., width]``."""
         if self._read > MAPPED_BYTES:
-            self._data, self._read = self._mapped(), 0
+            self._data = self._mapped()
+            self._read = 0
         self._read += math.prod(map(len, bounds))
         numpy = import_extra("numpy")
-        whole = numpy.frombuffer(self._data, numpy.uint8, row.end - row.begin, row.begin)
-        part = whole.reshape(*row.shape[:-1], width)[
-            tuple(slice(one.start, one.stop) for one in bounds)
-        ]
-        return numpy.array(part, order="C")
+        flat = numpy.frombuffer(self._data, numpy.uint8, row.end - row.begin, row.begin)
+        whole = flat.reshape(*row.shape[:-1], width)
+        index = tuple(slice(one.start, one.stop) for one in bounds)
+        return numpy.array(whole[index], order="C")
 
 
 class _Blocks(StoredTensor):
     """The bytes of a tensor."""
 
     def __init__(self, file: _Mapped, row: TensorRow) -> None:
-        self._width = (row.end - row.begin) // max(1, math.prod(row.shape[:-1]))
+        rows = math.prod(row.shape[:-1])
+        self._width = (row.end - row.begin) // max(1, rows)
         super().__init__((*row.shape[:-1], self._width), torch.uint8, row.type)
-        self._file, self._row = file, row
+        self._file = file
+        self._row = row
 
     def read(self, bounds: Bounds) -> torch.Tensor:
         if not all(bounds):
@@ -89,12 +95,12 @@ class _Blocks(StoredTensor):
 
 
 class _Stored(StoredTensor):
-    """The numbers of a tensor; float32 where they are made from blocks."""
+    """The numbers of a tensor. Blocks become float32."""
 
     def __init__(self, file: _Mapped, row: TensorRow) -> None:
-        super().__init__(
-            row.shape, PLAIN.get(row.type, torch.float32), None if row.type in PLAIN else row.type
-        )
+        dtype = PLAIN.get(row.type, torch.float32)
+        quantization = None if row.type in PLAIN else row.type
+        super().__init__(row.shape, dtype, quantization)
         self._blocks = _Blocks(file, row)
         gguf = import_extra("gguf")
         self._type = gguf.GGMLQuantizationType[row.type]
@@ -105,16 +111,18 @@ class _Stored(StoredTensor):
 
     def read(self, bounds: Bounds) -> torch.Tensor:
         columns = bounds[-1]
-        first, last = columns.start // self._values, -(-columns.stop // self._values)
-        blocks = self._blocks.read((*bounds[:-1], range(first * self._bytes, last * self._bytes)))
+        # The columns may begin and end within a block.
+        first = columns.start // self._values
+        last = -(-columns.stop // self._values)
+        width = range(first * self._bytes, last * self._bytes)
+        blocks = self._blocks.read((*bounds[:-1], width))
         if not blocks.numel():
             return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
         if not self.quantization:
             return blocks.view(self.dtype)
+        numbers = torch.from_numpy(_dequantize(blocks.numpy(), self._type))
         start = columns.start - first * self._values
-        return torch.from_numpy(_dequantize(blocks.numpy(), self._type))[
-            ..., start : start + len(columns)
-        ]
+        return numbers[..., start : start + len(columns)]
 
 
 def _dequantize(blocks: Any, kind: Any) -> Any:
@@ -127,8 +135,10 @@ def _is_readable(name: str) -> bool:
     """Return True if the library can make numbers from the blocks of a type."""
     gguf = import_extra("gguf")
     kind = gguf.GGMLQuantizationType[name]
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    block = import_extra("numpy").zeros((1, size), "uint8")
     try:
-        _dequantize(import_extra("numpy").zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), "uint8"), kind)
+        _dequantize(block, kind)
     except NotImplementedError:
         return False
     return True
@@ -138,8 +148,8 @@ def open_gguf(path: Path) -> GGUFFile:
     """Check a file and return its metadata and its tensors by name. No tensor is read.
 
     Raises:
-        CheckpointError: it is no whole and sound GGUF file, or has tensors of types that cannot be read; the message
-            lists all that is wrong.
+        CheckpointError: the file is no whole and sound GGUF file, or has tensors of types that
+            cannot be read. The message lists all faults.
         InputError: the library gguf is not installed.
     """
     file = _Mapped(path)
@@ -154,6 +164,5 @@ def open_gguf(path: Path) -> GGUFFile:
         raise CheckpointError.listing(
             f"{path} cannot be loaded", problems, "take a file in another quantization"
         )
-    return GGUFFile(
-        header.metadata, {row.name: LazyTensor(_Stored(file, row)) for row in header.rows}
-    )
+    tensors = {row.name: LazyTensor(_Stored(file, row)) for row in header.rows}
+    return GGUFFile(header.metadata, tensors)

@@ -1,8 +1,9 @@
 """The header of a GGUF file: metadata and the places of the tensors, checked against the file.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the library ``gguf`` makes an array
-per token, which takes seconds and 100 MB for a usual vocabulary, and runs on without end where a count is damaged. So
-the header is read here; what types there are and how blocks become numbers is the library's to say.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the library
+``gguf`` makes an array per token: a usual vocabulary takes seconds and 100 MB, and a damaged count
+makes the reader run without end. The header is therefore read here. The library still has the
+list of types and makes numbers from blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from opgraft.models.lazy import cut_short
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _SMALLEST_ROW = 24
-"""Bytes of the shortest entry of a tensor; a count that would need more than the file has is damaged."""
+"""Bytes of the shortest entry of a tensor, to tell a damaged count from a plausible one."""
 
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
@@ -42,12 +43,26 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_ARRAYS = {**_SCALARS, 7: "B"}  # the codes of struct are those of array, but for flags
+"""Type of GGUF → the code of ``struct``."""
+
+_ARRAYS = {**_SCALARS, 7: "B"}
+"""Type of GGUF → the code of ``array``, which has no flags."""
+
+_TensorInfo = tuple[str, tuple[int, ...], int, int]
+"""Name, shape, number of the type, and offset of a tensor."""
 
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor: the name of its type, its shape with the fastest dimension last, its bytes ``[begin, end)``."""
+    """One tensor of a file.
+
+    Attributes:
+        name: the name in the file.
+        type: the name of the type, such as ``"Q4_K"``.
+        shape: the fastest dimension is last.
+        begin: the place of the first byte.
+        end: the place after the last byte.
+    """
 
     name: str
     type: str
@@ -65,22 +80,27 @@ class Header:
 
 
 class _Cursor:
-    """A place in the bytes of a header, which never moves beyond their end."""
+    """A place in the bytes of a header.
+
+    The methods raise ``ValueError`` instead of reading beyond the end.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
         self.place = 0
 
     def take(self, length: int) -> memoryview:
-        if length > len(self.data) - self.place:
+        begin = self.place
+        if length > len(self.data) - begin:
             raise ValueError(
                 f"it ends at byte {len(self.data)}, within a header that needs {length} more"
             )
         self.place += length
-        return self.data[self.place - length : self.place]
+        return self.data[begin : self.place]
 
     def number(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+        form = "<" + code
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
     def text(self) -> str:
         return str(self.take(self.number("Q")), "utf-8")
@@ -89,10 +109,13 @@ class _Cursor:
         kind = self.number("I")
         if kind == _STRING:
             return self.text()
-        return self._array() if kind == _ARRAY else self.number(_code(_SCALARS, kind))
+        if kind == _ARRAY:
+            return self._array()
+        return self.number(_code(_SCALARS, kind))
 
     def _array(self) -> Any:
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind == _STRING:
             return self._texts(self._plausible(count, 8))
         numbers = array.array(_code(_ARRAYS, kind))
@@ -102,12 +125,16 @@ class _Cursor:
         return numbers
 
     def _texts(self, count: int) -> list[str]:
-        """Read many texts, such as a vocabulary, in a third of the time that one by one takes."""
-        texts, data, place, end = [], self.data, self.place, len(self.data)
+        """Read many texts, such as a vocabulary: in a third of the time of as many ``text``."""
+        texts = []
+        data = self.data
+        place = self.place
+        end = len(data)
         for _ in range(count):
             begin = place + _LENGTH.size
-            place = begin + _LENGTH.unpack_from(data, place)[0] if begin <= end else end + 1
-            if place > end:
+            if begin <= end:
+                place = begin + _LENGTH.unpack_from(data, place)[0]
+            if begin > end or place > end:
                 raise ValueError(f"it ends at byte {end}, within a header that has more texts")
             texts.append(str(data[begin:place], "utf-8"))
         self.place = place
@@ -119,8 +146,9 @@ class _Cursor:
         return count
 
     def counts(self) -> tuple[int, int]:
-        """Read how many tensors and how many pairs of metadata follow."""
-        tensors, pairs = self.number("Q"), self.number("Q")
+        """Read the number of tensors and the number of pairs of metadata."""
+        tensors = self.number("Q")
+        pairs = self.number("Q")
         return self._plausible(tensors, _SMALLEST_ROW), self._plausible(pairs, _SMALLEST_ROW // 2)
 
 
@@ -133,29 +161,36 @@ def _code(codes: Mapping[int, str], kind: int) -> str:
 
 
 def read_header(path: Path, data: memoryview) -> Header:
-    """Read and check the header of a file whose bytes are ``data``.
+    """Read and check the header of a file.
+
+    Args:
+        path: the file, for messages.
+        data: the bytes of the file.
 
     Raises:
-        CheckpointError: it is no whole and sound GGUF file; the message lists all that is wrong with its tensors.
+        CheckpointError: the file is no whole and sound GGUF file. The message lists all faults of
+            the tensors.
     """
     cursor = _Cursor(data)
     try:
-        tensors, pairs = _begin(cursor)
-        metadata = _pairs(cursor, pairs)
-        infos = [_info(cursor) for _ in range(tensors)]
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {alignment!r:.50}, expected a power of two")
+        tensors, pairs = _read_counts(cursor)
+        metadata = _read_metadata(cursor, pairs)
+        infos = [_read_info(cursor) for _ in range(tensors)]
+        alignment = _alignment(metadata)
     except ValueError as error:
         raise CheckpointError(
             f"{path} is no whole GGUF file ({error}): download or save it again"
         ) from error
+    # The bytes of tensors begin at the next multiple of the alignment.
     start = -(-cursor.place // alignment) * alignment
-    rows, problems = [], [f"tensor {name!r:.200} occurs {n} times" for name, n in _repeated(infos)]
-    for name, shape, kind, offset in infos:
-        row, problem = _row(name, shape, kind, start + offset)
-        rows += [row] if row else []
-        problems += [f"tensor {name!r:.200}: {problem}"] if problem else []
+    rows = []
+    times = Counter(name for name, *_ in infos)
+    problems = [f"tensor {name!r:.200} occurs {n} times" for name, n in times.items() if n > 1]
+    for info in infos:
+        try:
+            rows.append(_row(info, start))
+        except ValueError as error:
+            problems.append(f"tensor {info[0]!r:.200}: {error}")
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
     if problems:
         raise CheckpointError.listing(
@@ -164,18 +199,28 @@ def read_header(path: Path, data: memoryview) -> Header:
     return Header(metadata, tuple(rows))
 
 
-def _begin(cursor: _Cursor) -> tuple[int, int]:
+def _read_counts(cursor: _Cursor) -> tuple[int, int]:
+    """Read the beginning of a file: the numbers of tensors and of pairs of metadata."""
     if bytes(cursor.take(4)) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in _VERSIONS:
-        raise ValueError(
-            f"version {version} is not read here (known: {', '.join(map(str, _VERSIONS))}, little-endian)"
-        )
+        known = ", ".join(map(str, _VERSIONS))
+        raise ValueError(f"version {version} is not read here (known: {known}, little-endian)")
     return cursor.counts()
 
 
-def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    """Return the alignment of tensors in bytes."""
+    alignment = metadata.get("general.alignment", 32)
+    is_number = type(alignment) is int and alignment > 0
+    # A power of two has one bit.
+    if not is_number or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {alignment!r:.50}, expected a power of two")
+    return int(alignment)
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.text()
@@ -185,49 +230,71 @@ def _pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
     return metadata
 
 
-def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name, dimensions = cursor.text(), cursor.number("I")
+def _read_info(cursor: _Cursor) -> _TensorInfo:
+    name = cursor.text()
+    dimensions = cursor.number("I")
     if dimensions > _MOST_DIMENSIONS:
         raise ValueError(
-            f"tensor {name!r:.200} has {dimensions} dimensions, at most {_MOST_DIMENSIONS} are possible"
+            f"tensor {name!r:.200} has {dimensions} dimensions, at most {_MOST_DIMENSIONS} are "
+            "possible"
         )
-    shape = tuple(cursor.number("Q") for _ in range(dimensions))
-    return name, shape[::-1], cursor.number("I"), cursor.number("Q")
+    sizes = tuple(cursor.number("Q") for _ in range(dimensions))
+    kind = cursor.number("I")
+    offset = cursor.number("Q")
+    # GGUF has the fastest dimension first.
+    return name, sizes[::-1], kind, offset
 
 
-def _repeated(infos: list[tuple[str, tuple[int, ...], int, int]]) -> Iterator[tuple[str, int]]:
-    return ((name, n) for name, n in Counter(info[0] for info in infos).items() if n > 1)
+def _row(info: _TensorInfo, start: int) -> TensorRow:
+    """Return the row of a tensor.
 
+    Args:
+        info: the tensor's entry.
+        start: the place of the first tensor's bytes.
 
-def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[TensorRow | None, str]:
-    """Return the row of one tensor, with no problem, or None and the problem."""
+    Raises:
+        ValueError: the type is not known, or rows are no whole blocks of the type.
+    """
+    name, shape, kind, offset = info
     gguf = import_extra("gguf")
     try:
         known = gguf.GGMLQuantizationType(kind)
-    except ValueError:
-        return None, f"its type {kind} is not known to gguf"
-    block, size = gguf.GGML_QUANT_SIZES[known]
-    if not shape or shape[-1] % block:
-        return (
-            None,
-            f"rows of {shape[-1] if shape else 0} are no whole blocks of {known.name} ({block} values)",
-        )
-    return TensorRow(name, known.name, shape, begin, begin + math.prod(shape) // block * size), ""
+    except ValueError as error:
+        raise ValueError(f"its type {kind} is not known to gguf") from error
+    values, size = gguf.GGML_QUANT_SIZES[known]
+    columns = shape[-1] if shape else 0
+    if not shape or columns % values:
+        raise ValueError(f"rows of {columns} are no whole blocks of {known.name} ({values} values)")
+    begin = start + offset
+    blocks = math.prod(shape) // values
+    return TensorRow(name, known.name, shape, begin, begin + blocks * size)
 
 
 def _misplaced(
     rows: list[TensorRow], start: int, size: int, alignment: int, *, complete: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the places of the tensors; holes only where all rows could be read."""
+    """Yield the faults in the places of tensors.
+
+    Args:
+        rows: the tensors.
+        start: the place of the first tensor's bytes.
+        size: bytes of the file.
+        alignment: of the tensors, in bytes.
+        complete: all rows could be read, so that bytes between tensors are a fault.
+    """
     ordered = sorted(rows, key=lambda row: (row.begin, row.end))
     yield from cut_short([(row.name, row.end) for row in ordered], size)
     for row in ordered:
         if row.begin % alignment:
-            yield f"tensor {row.name!r:.200}: it begins at byte {row.begin}, which is no multiple of {alignment}"
+            yield (
+                f"tensor {row.name!r:.200}: it begins at byte {row.begin}, which is no multiple "
+                f"of {alignment}"
+            )
     for one, two in itertools.pairwise(ordered):
         if two.begin < one.end:
             yield f"tensors {one.name!r:.200} and {two.name!r:.200} overlap"
         elif two.begin - one.end >= alignment and complete:
             yield f"{two.begin - one.end} bytes before tensor {two.name!r:.200} belong to no tensor"
     if complete and ordered and ordered[0].begin > start:
-        yield f"{ordered[0].begin - start} bytes before tensor {ordered[0].name!r:.200} belong to no tensor"
+        gap = ordered[0].begin - start
+        yield f"{gap} bytes before tensor {ordered[0].name!r:.200} belong to no tensor"

@@ -1,6 +1,7 @@
-"""GGUF files as checkpoints of transformers: names, order of rows and offsets of the tensors, and the configuration.
+"""GGUF files as checkpoints of transformers: names, rows and offsets of tensors, and the config.
 
-Files are written by ``convert_hf_to_gguf.py`` of llama.cpp; each table here undoes a step of it.
+``convert_hf_to_gguf.py`` of llama.cpp writes the files. Each table here undoes a step of that
+program.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ class GgufFamily:
     Attributes:
         model_type: the configuration of transformers.
         architecture: the class of the model.
-        permuted: the rows of queries and keys were reordered within each head, for rotation of neighbouring pairs.
+        permuted: the rows of queries and keys were reordered within each head, so that neighbouring
+            pairs are rotated.
         norm_offset: 1 was added to the weights of norms.
-        norms: the norms of a layer by their names in GGUF.
-        reads: the keys of ``_SCALES`` that the family has a place for.
-        blocks_of_27b: layers of the model whose queries are scaled by ``hidden_size / heads``, not by the head size.
+        norms: the norms of a layer, each as name in GGUF and name in transformers.
+        reads: the keys of ``_SCALES`` that the config of the family has a setting for.
+        blocks_of_27b: layers of the model with 27 billion parameters. That model divides scores
+            by the root of ``hidden_size / heads`` instead of the root of the head size.
     """
 
     model_type: str
@@ -55,6 +58,8 @@ _POST = (
     ("post_ffw_norm", "post_feedforward_layernorm"),
 )
 _CAPPED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys with the value 0 for no window or no cap."""
+
 _SCALED = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _GEMMA2 = GgufFamily("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
 
@@ -73,7 +78,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "olmo2": GgufFamily("olmo2", "Olmo2ForCausalLM", norms=_POST),
     }
 )
-"""By ``general.architecture``. Mistral and SmolLM are llama there."""
+"""Families by ``general.architecture``. Mistral and SmolLM have the name llama there."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -109,7 +114,7 @@ _SCALES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Settings that only some families have a place for."""
+"""Settings of some families only."""
 
 _ROPE = {
     "rope.scaling.factor": "factor",
@@ -160,7 +165,11 @@ _TOKENS = {
 
 
 def _expect_model(metadata: Mapping[str, Any], file: object) -> None:
-    """Raise ``CheckpointError`` if a file says that its contents are no model."""
+    """Refuse files that hold something else, such as an adapter.
+
+    Raises:
+        CheckpointError: the metadata says so.
+    """
     problems = refusals(GGUF_GENERAL, metadata)
     architecture = metadata.get("general.architecture")
     kinds = {str(metadata.get("general.type")), str(architecture)}
@@ -168,16 +177,18 @@ def _expect_model(metadata: Mapping[str, Any], file: object) -> None:
     known = [row for name, row in GGUF_NO_MODELS.items() if name in kinds]
     if not problems and not known:
         return
-    contents, advice = known[0] if known else ("something else", "Load the file of the model")
+    contents, advice = ("something else", "Load the file of the model")
+    if known:
+        contents, advice = known[0]
     shown = "; ".join(problems[:3]) or f"general.architecture is {architecture!r:.80}"
     raise CheckpointError(f"{file} holds {contents}, no model: {shown}. {advice}.")
 
 
 def family_of(metadata: Mapping[str, Any], file: object) -> GgufFamily:
-    """Return the family that a file names.
+    """Return the family of the model in a file.
 
     Raises:
-        CheckpointError: the file holds no model, or one whose family is not known.
+        CheckpointError: the file holds no model, or the family is not known.
     """
     _expect_model(metadata, file)
     name = metadata.get("general.architecture")
@@ -189,34 +200,24 @@ def family_of(metadata: Mapping[str, Any], file: object) -> GgufFamily:
     return FAMILIES[name]
 
 
+def _settings_of_architecture(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the architecture without its name: ``llama.block_count`` is one."""
+    start = f"{metadata['general.architecture']}."
+    return {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
+
+
 def config_values(
     metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object
 ) -> dict[str, Any]:
     """Return the settings of a file by their names in ``config.json``.
 
     Raises:
-        CheckpointError: the architecture is not known, a setting is no number, or one that changes the model has no
-            place. The message lists them.
+        CheckpointError: the architecture is not known, a setting is no number, or the config has
+            no place for a setting that changes the model. The message lists the settings.
     """
     family = family_of(metadata, file)
-    start = f"{metadata['general.architecture']}."
-    given = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
-    names = {**_CONFIG, **{key: _SCALES[key] for key in family.reads}}
-    numbers = {key: given[key] for key in ({*names, *_READ} - {"rope.scaling.type"}) & set(given)}
-    found = {name: given[key] for key, name in names.items() if key in given}
-    found |= {name: metadata[key] for key, name in _TOKENS.items() if key in metadata}
-    wrong = [
-        f"{key} is {value!r:.50}"
-        for key, value in {**numbers, **found}.items()
-        if type(value) not in (int, float)
-    ]
-    if wrong:
-        raise CheckpointError.listing(
-            f"{file} has settings that are no numbers", wrong, "take another file"
-        )
-    found |= {
-        _SCALES[key]: given[key] or None for key in _CAPPED if key in family.reads and key in given
-    }
+    given = _settings_of_architecture(metadata)
+    found = _numbers(given, metadata, family, file)
     problems = [*_unread(given, family), *_contradictions(given, family, tensors)]
     if problems:
         raise CheckpointError.listing(
@@ -226,13 +227,48 @@ def config_values(
         )
     if "vocab_size" not in found and "tokenizer.ggml.tokens" in metadata:
         found["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
-    values = {"model_type": family.model_type, "architectures": [family.architecture], **found}
-    values["tie_word_embeddings"] = "output.weight" not in tensors
-    return values | _rope(given, tensors) | _query_scale(given, family) | _biases(metadata, tensors)
+    return {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **found,
+        # GGUF has no such key: a tied head is left out.
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **_rope(given, tensors),
+        **_query_scale(given, family),
+        **_biases(metadata, tensors),
+    }
+
+
+def _numbers(
+    given: Mapping[str, Any], metadata: Mapping[str, Any], family: GgufFamily, file: object
+) -> dict[str, Any]:
+    """Return the settings that are a number in GGUF and in ``config.json``, by their names there.
+
+    Raises:
+        CheckpointError: a setting that should be a number is none.
+    """
+    names = {**_CONFIG, **{key: _SCALES[key] for key in family.reads}}
+    found = {name: given[key] for key, name in names.items() if key in given}
+    found |= {name: metadata[key] for key, name in _TOKENS.items() if key in metadata}
+    checked = {key: given[key] for key in {*names, *_READ} if key in given}
+    checked.pop("rope.scaling.type", None)
+    wrong = [
+        f"{key} is {value!r:.50}"
+        for key, value in {**checked, **found}.items()
+        if type(value) not in (int, float)
+    ]
+    if wrong:
+        raise CheckpointError.listing(
+            f"{file} has settings that are no numbers", wrong, "take another file"
+        )
+    for key in _CAPPED:
+        if key in family.reads and key in given:
+            found[_SCALES[key]] = given[key] or None
+    return found
 
 
 def _unread(given: Mapping[str, Any], family: GgufFamily) -> Iterator[str]:
-    """Yield the settings that have no place and change the model."""
+    """Yield the settings that change the model and have no place in the config."""
     for key in sorted(set(given) - _READ - _HARMLESS - set(family.reads)):
         if given[key] not in _NEUTRAL.get(key, ()):
             yield f"{key!r:.80} is {given[key]!r:.50}"
@@ -241,7 +277,7 @@ def _unread(given: Mapping[str, Any], family: GgufFamily) -> Iterator[str]:
 def _contradictions(
     given: Mapping[str, Any], family: GgufFamily, tensors: Mapping[str, LazyTensor]
 ) -> Iterator[str]:
-    """Yield the settings whose values are those of no model that is written here."""
+    """Yield the settings with values that no model of opgraft has."""
     head = _head_size(given)
     if given.get("attention.value_length", head) != head:
         yield f"attention.value_length is {given['attention.value_length']}, and keys have {head}"
@@ -258,92 +294,91 @@ def _contradictions(
 
 
 def _head_size(given: Mapping[str, Any]) -> int:
-    """Return the size of a head; 0 where the file does not tell."""
+    """Return the size of a head; 0 if the file does not tell."""
+    # Without heads, the division gives 0.
     heads = given.get("attention.head_count") or math.inf
-    return int(given.get("attention.key_length", given.get("embedding_length", 0) // heads))
+    usual = given.get("embedding_length", 0) // heads
+    return int(given.get("attention.key_length", usual))
 
 
 def _query_scale(given: Mapping[str, Any], family: GgufFamily) -> dict[str, Any]:
-    """Return the divisor of scores of a Gemma, which no key tells.
+    """Return the divisor of scores of a Gemma. GGUF has no key for the divisor.
 
-    The models of 27 billion parameters are told by their number of layers, as llama.cpp does (``src/llama-model.cpp``,
-    ``f_attention_scale``); 144 and 168 are in google/gemma_pytorch, ``gemma/config.py``.
+    Like llama.cpp (``src/llama-model.cpp``, ``f_attention_scale``), this tells the models of 27
+    billion parameters by the number of layers. Their divisors 144 and 168 are in
+    google/gemma_pytorch, ``gemma/config.py``.
     """
-    if family.blocks_of_27b is None or not _head_size(given):
+    head_size = _head_size(given)
+    if family.blocks_of_27b is None or not head_size:
         return {}
     if given.get("block_count") != family.blocks_of_27b:
-        return {"query_pre_attn_scalar": _head_size(given)}
+        return {"query_pre_attn_scalar": head_size}
     return {"query_pre_attn_scalar": given["embedding_length"] // given["attention.head_count"]}
 
 
 def _rope(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Return the scaling of positions and the part of a head that is rotated.
-
-    A factor without a type is a linear one, as in llama.cpp.
-    """
-    head, factor = (
-        _head_size(given),
-        given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1,
-    )
+    """Return the scaling of positions and the part of a head that is rotated."""
+    head = _head_size(given)
     part = given.get("rope.dimension_count", head)
     values = {} if part == head else {"partial_rotary_factor": part / head}
-    kind = given.get("rope.scaling.type", "linear")
+    scaling = _rope_scaling(given, tensors)
+    return {**values, "rope_scaling": scaling} if scaling else values
+
+
+def _rope_scaling(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Return ``rope_scaling`` of ``config.json``; empty for a rope without scaling."""
     if _ROPE_FREQS in tensors:
-        return {
-            **values,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": _factor(tensors[_ROPE_FREQS]),
-                **_LLAMA3,
-            },
-        }
+        factor = _greatest_divisor(tensors[_ROPE_FREQS])
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    # As in llama.cpp, a factor without a type is linear.
+    kind = given.get("rope.scaling.type", "linear")
     if kind == "yarn":
         found = {name: given[key] for key, name in _ROPE.items() if key in given}
-        return {**values, "rope_scaling": {"rope_type": kind, **found}}
-    scaled = kind == "linear" and factor != 1
-    return (
-        {**values, "rope_scaling": {"rope_type": kind, "factor": float(factor)}}
-        if scaled
-        else values
-    )
+        return {"rope_type": kind, **found}
+    factor = given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1
+    if kind != "linear" or factor == 1:
+        return {}
+    return {"rope_type": kind, "factor": float(factor)}
 
 
-def _factor(frequencies: LazyTensor) -> float:
+def _greatest_divisor(frequencies: LazyTensor) -> float:
     return float(frequencies[...].max())
 
 
 def _unread_frequencies(
     given: Mapping[str, Any], family: GgufFamily, frequencies: LazyTensor
 ) -> Iterator[str]:
-    """Yield why divisors of the rope's frequencies are not those of Llama 3.1 and later, which the config can hold.
+    """Yield the reason why the config cannot hold the divisors of a rope's frequencies, if any.
 
-    Those are 1 for short waves, the factor for long ones and between them in between: arXiv:2407.21783 and the rope
-    ``llama3`` of transformers.
+    The config can hold the divisors of Llama 3.1 and later: 1 for short waves, the factor for long
+    waves, and a mean for waves in between (arXiv:2407.21783, the rope ``llama3`` of transformers).
     """
-    head, base = _head_size(given), given.get("rope.freq_base", 10000.0)
-    scaled = given.get("rope.scaling.type", "none") != "none" or "rope.scaling.factor" in given
-    if (
-        family.model_type != "llama"
-        or scaled
-        or tuple(frequencies.shape) != (head // 2,)
-        or not head
-    ):
-        yield f"the tensor {_ROPE_FREQS} of shape {list(frequencies.shape)}, beside another rope than Llama's"
+    head = _head_size(given)
+    base = given.get("rope.freq_base", 10000.0)
+    is_scaled = given.get("rope.scaling.type", "none") != "none" or "rope.scaling.factor" in given
+    has_shape = head > 0 and tuple(frequencies.shape) == (head // 2,)
+    if family.model_type != "llama" or is_scaled or not has_shape:
+        yield (
+            f"the tensor {_ROPE_FREQS} of shape {list(frequencies.shape)}, beside another rope "
+            "than Llama's"
+        )
         return
-    turns = (
-        _LLAMA3["original_max_position_embeddings"]
-        / (2 * math.pi)
-        / base ** (torch.arange(0, head, 2) / head)
-    )
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    trained = _LLAMA3["original_max_position_embeddings"]
+    turns = trained / (2 * math.pi) / base ** (torch.arange(0, head, 2) / head)
+    low = _LLAMA3["low_freq_factor"]
+    high = _LLAMA3["high_freq_factor"]
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    expected = 1 / ((1 - share) / _factor(frequencies) + share)
+    expected = 1 / ((1 - share) / _greatest_divisor(frequencies) + share)
+    # Files have float32, and the exponents are rounded differently.
     if not torch.allclose(frequencies[...].float(), expected, rtol=1e-3):
-        yield f"the tensor {_ROPE_FREQS} is not that of rope_type llama3 with its greatest factor and {_LLAMA3}"
+        yield (
+            f"the tensor {_ROPE_FREQS} is not that of rope_type llama3 with its greatest factor "
+            f"and {_LLAMA3}"
+        )
 
 
 def _biases(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-    """Return the biases of a llama, which the metadata does not tell of."""
+    """Return the flags for biases of a llama. The metadata has none, so the tensors tell."""
     if metadata["general.architecture"] != "llama":
         return {}
     return {
@@ -355,55 +390,60 @@ def _biases(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> d
 def renamed(
     metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file: object
 ) -> dict[str, LazyTensor]:
-    """Return the tensors under the names of transformers, rows in its order. Names that are not known stay.
+    """Return the tensors with the names and the order of rows of transformers.
+
+    Tensors with other names keep their names.
 
     Raises:
-        CheckpointError: the architecture is not known.
+        CheckpointError: the architecture is not known, or heads do not divide the rows of a tensor.
     """
     family = family_of(metadata, file)
-    # That one is in the config.
-    kept = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS}
-    return {
-        _name(name, family): _converted(name, tensor, family, metadata)
-        for name, tensor in kept.items()
-    }
+    found = {}
+    for name, tensor in tensors.items():
+        # The config holds the frequencies.
+        if name != _ROPE_FREQS:
+            found[_new_name(name, family)] = _converted(name, tensor, family, metadata)
+    return found
 
 
-def _name(name: str, family: GgufFamily) -> str:
+def _new_name(name: str, family: GgufFamily) -> str:
+    """Return the name in transformers. ``"blk.0.attn_q.weight"`` gives one of ``q_proj``."""
     module, _, kind = name.rpartition(".")
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
     inner = {**_INNER, **dict(family.norms)}
     if family.architecture == "Phi3ForCausalLM":
+        # Gate and up are one tensor in Phi-3.
         inner["ffn_up"] = "mlp.gate_up_proj"
-    return (
-        f"model.layers.{found[1]}.{inner[found[2]]}.{kind}" if found and found[2] in inner else name
-    )
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+    if not found or found[2] not in inner:
+        return name
+    return f"model.layers.{found[1]}.{inner[found[2]]}.{kind}"
 
 
 def _converted(
     name: str, tensor: LazyTensor, family: GgufFamily, metadata: Mapping[str, Any]
 ) -> LazyTensor:
+    """Return a tensor with the numbers and the order of rows in transformers."""
     part = name.rpartition(".")[0].rpartition(".")[2]
     if family.norm_offset and part.endswith("norm"):
         return LazyTensor(_Shifted(tensor))
-    if family.permuted and part in ("attn_q", "attn_k"):
-        heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count")
-        if part == "attn_k":
-            heads = metadata.get(
-                f"{metadata['general.architecture']}.attention.head_count_kv", heads
-            )
-        if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
-            raise CheckpointError(
-                f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide"
-            )
-        return LazyTensor(_Permuted(tensor, heads))
-    return tensor
+    if not family.permuted or part not in ("attn_q", "attn_k"):
+        return tensor
+    given = _settings_of_architecture(metadata)
+    heads = given.get("attention.head_count")
+    if part == "attn_k":
+        heads = given.get("attention.head_count_kv", heads)
+    if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
+        raise CheckpointError(
+            f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not "
+            "divide"
+        )
+    return LazyTensor(_Permuted(tensor, heads))
 
 
 class _Shifted(StoredTensor):
-    """A tensor to which 1 was added when it was written."""
+    """A tensor that llama.cpp has added 1 to."""
 
     def __init__(self, tensor: LazyTensor) -> None:
         super().__init__(tensor.shape, tensor.dtype)
@@ -414,27 +454,34 @@ class _Shifted(StoredTensor):
 
 
 class _Permuted(StoredTensor):
-    """A tensor whose rows alternate between the halves of each head.
+    """A tensor with rows that alternate between the halves of each head.
 
-    Row ``2 * i + half`` of a head in the file is row ``half * d / 2 + i`` here, for heads of ``d`` rows.
+    With heads of ``d`` rows, row ``2 * i + half`` of a head in the file is row ``half * d / 2 + i``
+    here.
     """
 
     def __init__(self, tensor: LazyTensor, heads: int) -> None:
         super().__init__(tensor.shape, tensor.dtype, tensor.quantization)
-        self._tensor, self._heads = tensor, heads
+        self._tensor = tensor
+        self._heads = heads
 
     def blocks(self) -> StoredTensor:
         return _Permuted(self._tensor.blocks(), self._heads)
 
     def read(self, bounds: Bounds) -> torch.Tensor:
-        """Read the heads that the rows belong to, a head at a time, and put their rows in order."""
+        """Read one head after another, put its rows in order, and keep the rows of the bounds."""
         size = self.shape[0] // self._heads
-        rows, others = bounds[0], tuple(slice(one.start, one.stop) for one in bounds[1:])
+        rows = bounds[0]
+        others = tuple(slice(one.start, one.stop) for one in bounds[1:])
         heads = range(rows.start // size, -(-rows.stop // size))
         parts = []
         for head in heads:
-            index = (slice(head * size, (head + 1) * size), *others)
-            halves = self._tensor[index].reshape(size // 2, 2, -1).transpose(0, 1)
+            first = head * size
+            index = (slice(first, first + size), *others)
+            stored = self._tensor[index]
+            halves = stored.reshape(size // 2, 2, -1).transpose(0, 1)
             whole = halves.reshape([size, *map(len, bounds[1:])])
-            parts.append(whole[max(0, rows.start - head * size) : rows.stop - head * size])
-        return torch.cat(parts) if parts else torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
+            parts.append(whole[max(0, rows.start - first) : rows.stop - first])
+        if not parts:
+            return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
+        return torch.cat(parts)

@@ -19,7 +19,7 @@ class VocabularyCuts:
         splits: expressions, each applied to the pieces of the one before. Each match is a piece,
             and so is the text between two matches.
         whole_words: a piece stays whole if it is a token, even if no merges lead to it.
-        begins: a text begins with the token of ``bos_token_id``, unless ``add_bos_token`` says otherwise.
+        begins: a text begins with the token of ``bos_token_id``, unless ``add_bos_token`` is false.
         lstrip: tokens that take in the spaces before them.
     """
 
@@ -47,12 +47,12 @@ def _cased(end: str = "", without: str = "") -> str:
     """Return an expression for words, cut before each capital letter.
 
     Args:
-        end: of a word.
+        end: the expression of the end of a word.
         without: letters to leave out of both classes.
     """
     upper = f"[{_UPPER}{without}]"
     lower = f"[{_LOWER}{without}]"
-    # both branches begin with at most one sign, such as a space
+    # Both branches begin with at most one sign, such as a space.
     before = r"[^\r\n\p{L}\p{N}]?"
     small_last = before + upper + "*" + lower + "+"
     capital_first = before + upper + "+" + lower + "*"
@@ -84,7 +84,7 @@ _OLDER_CASED = (
     "\uab30-\uab68\U00010570-\U000105bb\U00010d50-\U00010d85\U00016e40-\U00016e7f"
     "\U0001d400-\U0001d7cb\U0001df00-\U0001df2a]]"
 )
-"""Letters with an upper and a lower case, without the scripts that the file of DeepSeek LLM does not list."""
+"""Letters with an upper and a lower case, in the scripts that the file of DeepSeek LLM lists."""
 
 _DEEPSEEK_LLM = (
     r"[\r\n]",
@@ -247,13 +247,14 @@ VOCABULARIES: Mapping[str, VocabularyCuts] = MappingProxyType(
         "laguna": VocabularyCuts((r"[^\n]+|[\n]+", _QWEN2)),
         "exaone-moe": VocabularyCuts(
             (
-                rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                rf"{_CONTRACTIONS}"
+                r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
             )
         ),
     }
 )
-"""By name. "default" is what llama.cpp takes if a file names none."""
+"""Cuts by name. llama.cpp takes "default" for a file without a name."""
 
 _CHARACTERS = (
     "it merges characters instead of bytes, for models that are not read from GGUF files here"

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, made by the library tokenizers alone in a tenth of a second.
+"""Make tokenizers of GGUF files by the library tokenizers alone, in a tenth of a second.
 
 Keys and their defaults have the meaning of llama.cpp (``src/llama-vocab.cpp``).
 """
@@ -30,7 +30,7 @@ SPECIAL_TOKENS: Mapping[str, str] = MappingProxyType(
 """The names of transformers, and the keys of a GGUF file that hold the ids."""
 
 _SENTENCE_PIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
-"""Ids of a vocabulary "llama" that leaves them out."""
+"""The usual ids of a vocabulary "llama" without these keys."""
 
 NO_TOKENIZER = ("none", "no_vocab")
 """Values of ``tokenizer.ggml.model`` for a file without a tokenizer."""
@@ -46,7 +46,10 @@ _REFUSED_MODELS: Mapping[str, str] = {
     "test": "no vocabulary, but a hash for tests of llama.cpp",
 }
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Types of tokens. Tokens of the first three are found whole in a text; user-defined tokens are not special."""
+"""Types of tokens.
+
+Tokens of the first three types are found whole in a text. User-defined tokens are not special.
+"""
 
 _TEMPLATE = "tokenizer.chat_template"
 _PHI3 = ("phi-3", "phi3")
@@ -58,8 +61,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
     """Make the ``tokenizers.Tokenizer`` of a file.
 
     Raises:
-        VocabularyError: the vocabulary is damaged, of a kind that is not read, or has a setting that
-            is not read. Prompts of token ids do without.
+        VocabularyError: the vocabulary is damaged, or the kind or a setting is not read here.
+            Prompts of token ids need no tokenizer.
         InputError: tokenizers is not installed.
     """
     make, surrounds = _maker(metadata, file)
@@ -81,7 +84,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
         _surround(tokenizer, [*first, "$A", *last])
     except VocabularyError:
         raise
-    except Exception as error:  # the library raises plain exceptions, and damaged values nearly any
+    # The library raises plain exceptions, and damaged values may raise any.
+    except Exception as error:
         raise VocabularyError(
             f"{file}: its tokenizer is damaged: {described(error)}. Download it again, or give "
             "prompts as token ids."
@@ -90,10 +94,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
 
 
 def _end(special: Mapping[str, str], name: str, file: Path) -> str:
-    """Return the token at an end of each text.
+    """Return the token at the beginning or the end of each text.
 
     Raises:
-        VocabularyError: the file does not say which token this is.
+        VocabularyError: the file names no such token.
     """
     if name in special:
         return special[name]
@@ -135,7 +139,7 @@ def _unread(file: object, reason: str) -> VocabularyError:
 
 
 def _maker(metadata: Mapping[str, Any], file: Path) -> tuple[Any, bool]:
-    """Return the function that makes the tokenizer, and whether a text begins with a token by default."""
+    """Return the function that makes the tokenizer, and the usual value of ``add_bos_token``."""
     model = metadata.get("tokenizer.ggml.model")
     if model == "llama":
         return _sentence_pieces, True
@@ -165,16 +169,18 @@ def _flags(metadata: Mapping[str, Any], begins: bool) -> tuple[bool, bool]:
 
 
 def _surround(tokenizer: Any, pieces: list[str]) -> None:
-    """Make a ``tokenizers.Tokenizer`` put tokens around a text, which is the piece ``$A``."""
+    """Make a ``tokenizers.Tokenizer`` put tokens around a text.
+
+    Example: ``["<s>", "$A"]`` puts the token ``<s>`` before the text, the piece ``$A``.
+    """
     around = dict.fromkeys(piece for piece in pieces if piece != "$A")
+    ids = [(token, tokenizer.token_to_id(token)) for token in around]
     processors = import_extra("tokenizers").processors
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=pieces, special_tokens=[(token, tokenizer.token_to_id(token)) for token in around]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: VocabularyCuts) -> Any:
-    """Make the tokenizer of a vocabulary of bytes, which merges make longer pieces of."""
+    """Make the tokenizer of a vocabulary of bytes. Merges join bytes to longer pieces."""
     tokenizers = import_extra("tokenizers")
     model = tokenizers.models.BPE(
         vocab=_spelled_vocabulary(metadata),
@@ -199,19 +205,20 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
+    # 0 is no type, so that the file has no token of a special type.
     usual = [0] * len(metadata["tokenizer.ggml.tokens"])
     types: Sequence[int] = metadata.get("tokenizer.ggml.token_type", usual)
     return types
 
 
 def _spelled_vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens with their ids, in the alphabet of bytes unless they are found whole in a text."""
+    """Return token → id. Tokens of merged bytes are spelled in the alphabet of bytes."""
     tokenizers = import_extra("tokenizers")
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {}
     rows = zip(metadata["tokenizer.ggml.tokens"], _types(metadata), strict=True)
     for index, (token, kind) in enumerate(rows):
-        # tokens that are found whole keep their spelling, in whichever alphabet
+        # Tokens that are found whole keep their spelling, in any alphabet.
         whole = kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         if whole or alphabet.issuperset(token):
             vocabulary[token] = index
@@ -229,7 +236,7 @@ def _spelled(token: str) -> str:
 
 
 def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
-    """Make the tokenizer of a vocabulary of characters, of which a text is merged by the scores of the results."""
+    """Make the tokenizer of a vocabulary of characters. The merge with the best score is first."""
     tokenizers = import_extra("tokenizers")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -254,7 +261,8 @@ def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
 
 
 def _prefixes_space(metadata: Mapping[str, Any]) -> bool:
-    """Tell whether a space is put before a text. Gemma never has one, and early files of it do not say so."""
+    """Return True if a space is put before a text."""
+    # Gemma never has a space, and early files of Gemma have no such key.
     usual = not str(metadata.get("general.architecture")).startswith("gemma")
     return bool(metadata.get("tokenizer.ggml.add_space_prefix", usual))
 

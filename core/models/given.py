@@ -1,4 +1,4 @@
-"""The settings of a config by their names, of which a missing or an implausible one is an error that names it."""
+"""The settings of a config by name. A missing or implausible setting is an error."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from opgraft.errors import ModelError, close_matches
 
 LARGEST_SIZE = 2**23
-"""The most that a size may be, several times that of any model: a table of as many rows has gigabytes."""
+"""The largest size, several times that of any model: a table with so many rows has gigabytes."""
 
 
 class GivenSettings:
     """The settings of a config.
 
     Args:
-        config: has them as attributes.
-        **others: in the place of those of the same name.
+        config: has the settings as attributes.
+        **others: settings that replace those of the same name.
     """
 
     def __init__(self, config: Any, **others: Any) -> None:
@@ -24,10 +24,10 @@ class GivenSettings:
         self._values = {**vars(config), **others}
 
     def __call__(self, name: str, *default: Any) -> Any:
-        """Return a setting, or the default where it is missing or ``None``.
+        """Return a setting, or the default if the setting is missing or ``None``.
 
         Raises:
-            ModelError: it is missing, and no default is given.
+            ModelError: the setting is missing, and no default is given.
         """
         value = self._values.get(name)
         if value is None and not default:
@@ -35,31 +35,32 @@ class GivenSettings:
         return default[0] if value is None else value
 
     def size(self, name: str, *default: Any) -> int:
-        """Return a size, which is a positive integer of a plausible magnitude.
+        """Return a size: an integer from 1 to ``LARGEST_SIZE``.
 
         Raises:
-            ModelError: it is none.
+            ModelError: the setting is no such integer.
         """
         value = self(name, *default)
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
             raise ModelError(
-                f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to {LARGEST_SIZE}"
+                f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to "
+                f"{LARGEST_SIZE}"
             )
         return value
 
     def count(self, name: str) -> int:
-        """Return how many there are, none where the setting is missing or 0.
+        """Return a number of things: 0 if the setting is missing, else an integer.
 
         Raises:
-            ModelError: it is no size otherwise.
+            ModelError: the setting is neither 0 nor a size.
         """
         return 0 if self(name, None) in (None, 0) else self.size(name)
 
     def epsilon(self, name: str) -> float:
-        """Return what is added to a variance, a finite number that is not negative.
+        """Return the number that a norm adds to a variance: finite and not negative.
 
         Raises:
-            ModelError: it is missing or none.
+            ModelError: the setting is missing or no such number.
         """
         value = self(name)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -69,9 +70,13 @@ class GivenSettings:
         return float(value)
 
     def first_size(self, *names: str) -> int:
-        """Return the size that the first of some settings has that is there.
+        """Return the size by the first of the names that the config has.
 
         Raises:
-            ModelError: it is none, or all are missing.
+            ModelError: the setting is no size, or all are missing.
         """
-        return self.size(next((name for name in names if self(name, None) is not None), names[-1]))
+        for name in names:
+            if self(name, None) is not None:
+                return self.size(name)
+        # The error names the last.
+        return self.size(names[-1])

@@ -1,4 +1,4 @@
-"""Norms of heads, each of which has a weight of its own."""
+"""Norms of heads with a weight for each head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 class HeadNorms(nn.Module):
-    """Root mean square norms of the heads of this rank, with a weight ``[heads, head_size]`` (arXiv:2509.04897).
+    """Root mean square norms with a weight ``[heads, head_size]`` (arXiv:2509.04897).
 
     Args:
-        heads: of this rank.
+        heads: the number of heads of this rank.
         head_size: elements of a head.
         eps: added to the mean square.
-        first: the number of the first of them among those of all ranks.
+        first: the number of this rank's first head among the heads of all ranks.
     """
 
     def __init__(self, heads: int, head_size: int, eps: float, first: int) -> None:

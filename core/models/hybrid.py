@@ -1,4 +1,4 @@
-"""Decoders whose layers mix tokens by a state, beside such as attend: one definition of the stack for all of them."""
+"""Decoders with layers that carry a state, and mostly with some layers of attention."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 
 class HybridLayer(nn.Module):
-    """One layer: a mixer and, as a rule, a feed-forward layer, each behind a norm and added to the residual stream.
+    """One layer: a mixer and mostly a feed-forward layer, each after a norm.
 
     Args:
-        mixer: attention, or one that carries a state.
-        mlp: the feed-forward layer, if there is one.
-        hidden_size: of the stream.
-        eps: of the norms.
+        mixer: mixes tokens, by attention or by a state.
+        mlp: the feed-forward layer, or ``None``.
+        hidden_size: elements of the residual stream.
+        eps: the epsilon of the norms.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class HybridLayer(nn.Module):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the last part, and the residual stream that it is still to be added to.
+        """Return the output of the last part, and the residual stream without that output.
 
         Args:
             positions: ``[tokens]``.
             hidden_states: ``[tokens, hidden_size]``.
-            residual: the same, ``None`` before the first layer.
+            residual: ``[tokens, hidden_size]``, ``None`` before the first layer.
         """
         hidden_states, residual = normalised(self.mixer_norm, hidden_states, residual)
         mixed = self.mixed(positions, hidden_states)
@@ -63,11 +63,12 @@ class HybridLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
     def mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """Return what the mixer makes of ``[tokens, hidden_size]``, however it is called."""
+        """Call the mixer with ``[tokens, hidden_size]`` and return an output of the same shape."""
         if isinstance(self.mixer, DecoderAttention):
             return self.mixer(positions, hidden_states)  # type: ignore[no-any-return]
         if isinstance(self.mixer, MambaMixer2):
             return self.mixer(hidden_states)  # type: ignore[no-any-return]
+        # As in vLLM, the other mixers write into a tensor of the caller's.
         mixed = torch.empty_like(hidden_states)
         self.mixer(hidden_states, mixed)
         return mixed
@@ -76,7 +77,11 @@ class HybridLayer(nn.Module):
 def normalised(
     norm: nn.Module, hidden_states: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of ``[tokens, hidden_size]`` added to the residual stream, if there is one, and the stream."""
+    """Add hidden states ``[tokens, hidden_size]`` to the residual stream and normalise the sum.
+
+    Returns:
+        The normalised sum, and the sum. Without a stream, the hidden states are the sum.
+    """
     if residual is None:
         return norm(hidden_states), hidden_states
     both: tuple[Tensor, Tensor] = norm(hidden_states, residual)
@@ -89,24 +94,27 @@ class HybridModel(DecoderStack):
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+
+        A stage that is not the last returns the input of the next stage: see ``DecoderStack.left``.
 
         Args:
             input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
-            positions: ``[tokens]``, of each token in its sequence.
-            inputs_embeds: as of ``DecoderStack.entered``.
+            positions: ``[tokens]``, the position of each token in its sequence.
+            inputs_embeds: see ``DecoderStack.entered``.
         """
         hidden_states, residual = self.entered(input_ids, inputs_embeds)
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return self.left(hidden_states, residual)  # type: ignore[arg-type]  # there is a layer
+        # Each stage has a layer, so that there is a residual stream.
+        return self.left(hidden_states, residual)  # type: ignore[arg-type]
 
 
 class HybridForCausalLM(StagedForCausalLM, ABC):
-    """A stack with its logits; a family is a subclass that makes the layers.
+    """A stack with logits. Each family is a subclass that makes the layers.
 
     Args:
-        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        opgraft_config: the ``model`` section names the checkpoint with the architecture's config.
         prefix: the path of this model in a larger one.
 
     Raises:
@@ -117,32 +125,42 @@ class HybridForCausalLM(StagedForCausalLM, ABC):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
         config: Any = self.config or architecture_config(opgraft_config)
-        path, sizes = joined(prefix, "model"), (config.vocab_size, config.hidden_size)
+        path = joined(prefix, "model")
+        tied = config.tie_word_embeddings
         self.stage = self.stage_of_rank(config.num_hidden_layers, prefix)
         layers, eps = self.make_layers(config, quant_config, f"{path}.layers")
-        made = iter(layers)
+        by_number = dict(zip(self.stage.layers, layers, strict=True))
+
+        def make_embedding() -> nn.Module:
+            return VocabParallelEmbedding(
+                config.vocab_size,
+                config.hidden_size,
+                quant_config=quant_config,
+                prefix=f"{path}.embed_tokens",
+            )
+
         self.model = HybridModel(
             self.stage,
-            embedding=lambda: VocabParallelEmbedding(
-                *sizes, quant_config=quant_config, prefix=f"{path}.embed_tokens"
-            ),
-            tied=config.tie_word_embeddings,
-            layer=lambda number: next(made),
+            embedding=make_embedding,
+            tied=tied,
+            layer=lambda number: by_number[number],
             norm=lambda: RMSNorm(config.hidden_size, eps=eps),
         )
-        self.lm_head = self.head(*sizes, quant_config, prefix, tied=config.tie_word_embeddings)
+        self.lm_head = self.head(
+            config.vocab_size, config.hidden_size, quant_config, prefix, tied=tied
+        )
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
-        """Return the layers of ``stage`` and the ``eps`` of the last norm.
+        """Return the layers of ``stage``, in order, and the ``eps`` of the last norm.
 
         Args:
-            config: of the architecture.
+            config: the config of the architecture.
             quant_config: the quantization of the layers.
-            prefix: their path.
+            prefix: the path of the list of layers.
         """
 
 
@@ -176,25 +194,19 @@ class Lfm2ForCausalLM(HybridForCausalLM):
     ) -> tuple[list[HybridLayer], float]:
         """Return a layer for each of the config's ``layer_types``."""
         GivenSettings(config).size("conv_L_cache")
-        kinds = ["full_attention" if kind == "conv" else kind for kind in config.layer_types]
-        others = {
-            "rms_norm_eps": config.norm_eps,
-            "hidden_act": "silu",
-            "layer_types": kinds,
-            "intermediate_size": _adjusted(config),
-        }
         family = DecoderFamily(qk_norm="head", qkv_bias=False, output_bias=False)
-        shape = DecoderShape.of(config, family, self.opgraft_config.model.max_model_len, **others)
+        longest = self.opgraft_config.model.max_model_len
+        shape = DecoderShape.of(config, family, longest, **_settings_of_decoder(config))
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         layers = []
         for number in self.stage.layers:
             path = f"{prefix}.{number}"
+            mixer: nn.Module
             if config.layer_types[number] == "conv":
-                conv = ShortConv(
+                mixer = ShortConv(
                     config, config.hidden_size, number, None, None, quant_config, f"{path}.conv"
                 )
-                mixer: nn.Module = conv
             else:
                 rope = ropes[shape.layers[number].rope]
                 mixer = DecoderAttention(
@@ -205,8 +217,20 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         return layers, shape.eps
 
 
-def _adjusted(config: Any) -> int:
-    """Return the size of LFM2's feed-forward layers, which its config says indirectly."""
+def _settings_of_decoder(config: Any) -> dict[str, Any]:
+    """Return settings of LFM2 by the names in configs of decoders."""
+    # Decoders have no convolutions. The shapes of these layers are not read.
+    kinds = ["full_attention" if kind == "conv" else kind for kind in config.layer_types]
+    return {
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "layer_types": kinds,
+        "intermediate_size": _intermediate_size(config),
+    }
+
+
+def _intermediate_size(config: Any) -> int:
+    """Return the size of LFM2's feed-forward layers. The config describes the size indirectly."""
     size = int(config.intermediate_size)
     if not config.block_auto_adjust_ff_dim:
         return size
@@ -230,7 +254,7 @@ _BACKBONE = WeightsMapper(
     },
     base="backbone",
 )
-"""Names of checkpoints of Mamba and Mamba-2."""
+"""Changes of the names in checkpoints of Mamba and Mamba-2."""
 
 
 @PluggableClass.register("MambaForCausalLM")
@@ -303,27 +327,32 @@ class Mamba2ForCausalLM(HybridForCausalLM):
 def expect_mixers(config: Any, *sizes: str) -> None:
     """Refuse a config that describes no mixers.
 
+    Args:
+        config: the config of the architecture.
+        *sizes: names of settings that have to be sizes.
+
     Raises:
-        ModelError: one of the named sizes is none, or the activation is another than they have.
+        ModelError: a setting is no size, or the activation is not SiLU.
     """
     given = GivenSettings(config)
     for name in sizes:
         given.size(name)
     if given("hidden_act") not in ("silu", "swish"):
         raise ModelError(
-            f"{given.name}: hidden_act is {config.hidden_act!r:.40}, expected 'silu': mixers have no other"
+            f"{given.name}: hidden_act is {config.hidden_act!r:.40}, expected 'silu': mixers have "
+            "no other"
         )
 
 
 def expect_unlimited(config: Any) -> None:
-    """Refuse a config that bounds step sizes.
+    """Refuse a config with bounds of step sizes.
 
     Raises:
-        ModelError: it does.
+        ModelError: the config has such bounds.
     """
     limits = config.time_step_limit
     if limits not in ([0.0, math.inf], (0.0, math.inf)):
         raise ModelError(
-            f"{type(config).__name__}: time_step_limit is {limits!r:.80}, and step sizes are not bounded here: run the "
-            "model through transformers, by model.implementation"
+            f"{type(config).__name__}: time_step_limit is {limits!r:.80}, and step sizes are not "
+            "bounded here: run the model through transformers, by model.implementation"
         )

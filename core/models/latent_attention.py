@@ -1,4 +1,4 @@
-"""The latent attention of a decoder: its sizes, read from the config, and the layer that is made of them."""
+"""The latent attention of a decoder, made of the sizes in the config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opgraft.ops.linear.sharding import divide
 from torch import nn
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents, which in every DeepSeek have this one, whatever the config says of the others."""
+"""The epsilon of norms of latents in every DeepSeek. The config's epsilon is for other norms."""
 
 
 def latent_attention(
@@ -29,12 +29,12 @@ def latent_attention(
     quant_config: QuantizationConfig | None,
     prefix: str,
 ) -> MultiHeadLatentAttentionWrapper:
-    """Make the attention of one layer, of whose heads each rank has a part.
+    """Make the attention of one layer, with this rank's part of the heads.
 
     Args:
-        shape: of the decoder.
-        latent: of its attention.
-        rope: the rotary embedding, which layers may share.
+        shape: the sizes of the decoder.
+        latent: the sizes of the latents.
+        rope: the rotary embedding. Layers may share one.
         quant_config: the quantization of the projections.
         prefix: the layer's path.
 
@@ -44,21 +44,24 @@ def latent_attention(
     ranks = get_tensor_model_parallel_world_size()
     heads = divide(shape.num_heads, ranks, f"latent attention {prefix!r}: the number of heads")
     linear: dict[str, Any] = {"quant_config": quant_config, "return_bias": False}
+    # A key's part without rope and the value are both computed from the latent.
     expanded = shape.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    kv_b_proj = ColumnParallelLinear(
+        latent.kv_lora_rank, expanded, bias=False, prefix=f"{prefix}.kv_b_proj", **linear
+    )
+    o_proj = RowParallelLinear(
+        shape.num_heads * latent.v_head_dim,
+        shape.hidden_size,
+        bias=shape.output_bias,
+        prefix=f"{prefix}.o_proj",
+        **linear,
+    )
     modules = MLAModules(
         kv_a_layernorm=RMSNorm(latent.kv_lora_rank, eps=LATENT_EPS),
-        kv_b_proj=ColumnParallelLinear(
-            latent.kv_lora_rank, expanded, bias=False, prefix=f"{prefix}.kv_b_proj", **linear
-        ),
+        kv_b_proj=kv_b_proj,
         rotary_emb=rope,
-        o_proj=RowParallelLinear(
-            shape.num_heads * latent.v_head_dim,
-            shape.hidden_size,
-            bias=shape.output_bias,
-            prefix=f"{prefix}.o_proj",
-            **linear,
-        ),
-        **_queries(shape, latent, linear, prefix),
+        o_proj=o_proj,
+        **_input_modules(shape, latent, linear, prefix),
     )
     return MultiHeadLatentAttentionWrapper(
         shape.hidden_size,
@@ -74,35 +77,37 @@ def latent_attention(
     )
 
 
-def _queries(
+def _input_modules(
     shape: DecoderShape, latent: LatentShape, linear: dict[str, Any], prefix: str
 ) -> dict[str, Any]:
-    """Make the modules that differ with the way in which queries come about, by their names."""
-    hidden, rank = shape.hidden_size, latent.q_lora_rank
-    rows = latent.kv_lora_rank + latent.qk_rope_head_dim
-    width = shape.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    """Return, by name, the modules between the hidden states and the queries and latents.
+
+    There are other modules for queries with latents than for queries without.
+    """
+    hidden = shape.hidden_size
+    rank = latent.q_lora_rank
+    kv_size = latent.kv_lora_rank + latent.qk_rope_head_dim
+    query_size = shape.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     if rank is None:
+        q_proj = ColumnParallelLinear(
+            hidden, query_size, bias=False, prefix=f"{prefix}.q_proj", **linear
+        )
         name = "kv_a_proj_with_mqa"
-        return {
-            "q_proj": ColumnParallelLinear(
-                hidden, width, bias=False, prefix=f"{prefix}.q_proj", **linear
-            ),
-            name: ReplicatedLinear(
-                hidden, rows, bias=shape.qkv_bias, prefix=f"{prefix}.{name}", **linear
-            ),
-        }
+        kv_a_proj = ReplicatedLinear(
+            hidden, kv_size, bias=shape.qkv_bias, prefix=f"{prefix}.{name}", **linear
+        )
+        return {"q_proj": q_proj, name: kv_a_proj}
     name = "fused_qkv_a_proj"
-    return {
-        name: MergedColumnParallelLinear(
-            hidden,
-            [rank, rows],
-            bias=shape.qkv_bias,
-            prefix=f"{prefix}.{name}",
-            disable_tp=True,
-            **linear,
-        ),
-        "q_a_layernorm": RMSNorm(rank, eps=LATENT_EPS),
-        "q_b_proj": ColumnParallelLinear(
-            rank, width, bias=False, prefix=f"{prefix}.q_b_proj", **linear
-        ),
-    }
+    # Every rank has whole latents, as the norms of latents need all elements.
+    fused = MergedColumnParallelLinear(
+        hidden,
+        [rank, kv_size],
+        bias=shape.qkv_bias,
+        prefix=f"{prefix}.{name}",
+        disable_tp=True,
+        **linear,
+    )
+    q_b_proj = ColumnParallelLinear(
+        rank, query_size, bias=False, prefix=f"{prefix}.q_b_proj", **linear
+    )
+    return {name: fused, "q_a_layernorm": RMSNorm(rank, eps=LATENT_EPS), "q_b_proj": q_b_proj}

@@ -1,4 +1,4 @@
-"""Tensors that stay in their files: only the part that is asked for is read."""
+"""Tensors that stay in their files. A read takes only the part that is indexed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 CHUNK_BYTES = 1 << 20
-"""The most that is read at a time where a tensor is copied; what a chunk takes comes on top of the weights."""
+"""Bytes of a chunk when a tensor is copied. The chunk's memory comes on top of the weights."""
 
 MAPPED_BYTES = 1 << 22
-"""A file is mapped anew after so many bytes: pages that were read count as memory of the process until then."""
+"""A file is mapped anew after so many bytes, as pages that were read count as process memory."""
 
 Bounds = tuple[range, ...]
-"""The part of a tensor that is meant: a range of indices per dimension."""
+"""A part of a tensor: a range of indices per dimension."""
 
 
 class StoredTensor(ABC):
     """One tensor of a file.
 
     Attributes:
-        shape: its sizes.
-        dtype: the dtype of what is read.
-        quantization: the name of the format of its blocks, as ``"Q4_1"``; None where it is plain numbers.
+        shape: the shape of the whole tensor.
+        dtype: the dtype of the tensors that ``read`` returns.
+        quantization: the format of the blocks, such as ``"Q4_1"``; ``None`` for plain numbers.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def read(self, bounds: Bounds) -> torch.Tensor:
-        """Read the part within ``bounds``: a tensor of their lengths, not to be written to."""
+        """Read the part within ``bounds``. Do not write to the result."""
 
     def blocks(self) -> StoredTensor:
-        """Return the bytes as they are in the file, uint8 ``[..., bytes of a row]``.
+        """Return the bytes of the file, uint8 ``[..., bytes of a row]``.
 
         Raises:
-            NotImplementedError: it is not quantized.
+            NotImplementedError: the tensor is not quantized.
         """
         raise NotImplementedError(f"a tensor of {self.dtype} has no quantized blocks")
 
 
 class LazyTensor:
-    """A tensor in a file, or a part of one, as a ``LoadedTensor``.
+    """A tensor in a file, or a part of it, as a ``LoadedTensor``.
 
-    Functions of torch accept it and read it; ``Tensor.copy_`` reads it in chunks.
+    Functions of torch accept and read a lazy tensor. ``Tensor.copy_`` reads in chunks.
     """
 
     def __init__(self, stored: StoredTensor, bounds: Bounds | None = None) -> None:
@@ -71,7 +71,7 @@ class LazyTensor:
 
     @property
     def quantization(self) -> str | None:
-        """Return the format of its blocks in the file, as ``"Q4_1"``; None where it is plain numbers."""
+        """Return the format of the blocks, such as ``"Q4_1"``; ``None`` for plain numbers."""
         return self._stored.quantization
 
     @property
@@ -88,10 +88,10 @@ class LazyTensor:
         return math.prod(self.shape)
 
     def narrow(self, dim: int, start: int, length: int) -> LazyTensor:
-        """Return the part ``[start, start + length)`` of dimension ``dim``, which is not read yet.
+        """Return the part ``[start, start + length)`` of dimension ``dim`` without reading.
 
         Raises:
-            IndexError: it is not within the tensor.
+            IndexError: the part is not within the tensor.
         """
         if not -self.ndim <= dim < self.ndim:
             raise IndexError(f"dimension {dim} of a tensor of shape {tuple(self.shape)}")
@@ -105,35 +105,49 @@ class LazyTensor:
         return LazyTensor(self._stored, tuple(bounds))
 
     def blocks(self) -> LazyTensor:
-        """Return the same rows as the bytes of the file, uint8; a part of the columns has to fall on whole blocks.
+        """Return the bytes of the file for this part, uint8.
 
         Raises:
-            NotImplementedError: it is not quantized.
-            IndexError: the columns do not fall on whole blocks.
+            NotImplementedError: the tensor is not quantized.
+            IndexError: the columns begin or end within a block.
         """
         stored = self._stored.blocks()
-        columns, total, size = self._bounds[-1], self._stored.shape[-1], stored.shape[-1]
-        first, last = columns.start * size, columns.stop * size
-        if first % total or last % total:
+        # A row has as many blocks as its numbers fill, so that columns and bytes are proportional.
+        columns = self._bounds[-1]
+        all_columns = self._stored.shape[-1]
+        all_bytes = stored.shape[-1]
+        first, first_rest = divmod(columns.start * all_bytes, all_columns)
+        last, last_rest = divmod(columns.stop * all_bytes, all_columns)
+        if first_rest or last_rest:
             raise IndexError(
                 f"columns [{columns.start}, {columns.stop}) cut a block of {self.quantization}"
             )
-        return LazyTensor(stored, (*self._bounds[:-1], range(first // total, last // total)))
+        return LazyTensor(stored, (*self._bounds[:-1], range(first, last)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read ``tensor[index]``. Leading slices of step 1 read their part only; any other index reads the rest."""
-        parts = index if isinstance(index, tuple) else (index,)
-        part, dim = self, 0
-        for item in parts:
+        """Read ``tensor[index]``.
+
+        Slices of step 1 at the beginning of the index read their part only. Other parts of the
+        index apply after the read.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        part = self
+        dim = 0
+        for item in items:
+            # Stored tensors are read by ranges of step 1.
             if not isinstance(item, slice) or item.step not in (None, 1) or dim == self.ndim:
                 break
             start, stop, _ = item.indices(self.shape[dim])
-            part, dim = part.narrow(dim, start, max(0, stop - start)), dim + 1
+            part = part.narrow(dim, start, max(0, stop - start))
+            dim += 1
         read = part._stored.read(part._bounds)
-        return read if dim == len(parts) else read[(slice(None),) * dim + parts[dim:]]
+        if dim == len(items):
+            return read
+        return read[(slice(None),) * dim + items[dim:]]
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Read into a tensor of the same shape, converting to its dtype, a chunk of rows at a time."""
+        """Read into a tensor of the same shape and any dtype, a chunk of rows at a time."""
+        # A scalar has no rows, and copy_ itself expands a smaller tensor.
         if not self.ndim or self.shape != target.shape:
             target.copy_(self[...])
             return
@@ -141,10 +155,12 @@ class LazyTensor:
             target.narrow(0, start, length).copy_(self.narrow(0, start, length)[...])
 
     def _chunks(self) -> Iterator[tuple[int, int]]:
+        """Yield the first row and the number of rows of each chunk."""
         rows = self.shape[0]
-        row_bytes = max(1, self.numel() // max(1, rows) * self.dtype.itemsize)
-        step = max(1, CHUNK_BYTES // row_bytes)
-        return ((start, min(step, rows - start)) for start in range(0, rows, step))
+        row_bytes = self.numel() // max(1, rows) * self.dtype.itemsize
+        step = max(1, CHUNK_BYTES // max(1, row_bytes))
+        for start in range(0, rows, step):
+            yield start, min(step, rows - start)
 
     @classmethod
     def __torch_function__(
@@ -154,31 +170,33 @@ class LazyTensor:
         arguments: tuple[Any, ...] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Any:
+        # A whole tensor would double the memory of a weight while it is copied.
         if function is torch.Tensor.copy_ and not isinstance(arguments[0], cls):
-            arguments[1].copy_to(arguments[0])
-            return arguments[0]
-        return function(
-            *map(_read_value, arguments),
-            **{key: _read_value(value) for key, value in (options or {}).items()},
-        )
+            target, lazy = arguments[:2]
+            lazy.copy_to(target)
+            return target
+        read_options = {key: _read_value(value) for key, value in (options or {}).items()}
+        return function(*map(_read_value, arguments), **read_options)
 
 
 def _read_value(value: Any) -> Any:
+    """Read the lazy tensors in an argument of a function of torch."""
     if isinstance(value, list | tuple):
         return type(value)(map(_read_value, value))
     return value[...] if isinstance(value, LazyTensor) else value
 
 
 def cut_short(ends: Sequence[tuple[str, int]], size: int) -> Iterator[str]:
-    """Yield one sentence if tensors, each with the byte that it ends at, reach beyond the ``size`` of a file's data.
+    """Yield a message if the file of some tensors ends too early.
 
     Args:
         ends: name and end of every tensor, in the order of the file.
-        size: bytes that there are.
+        size: the bytes of data in the file.
     """
     beyond = [name for name, end in ends if end > size]
     if beyond:
+        needed = max(end for _, end in ends)
         yield (
-            f"the file is cut short: {size} of {max(end for _, end in ends)} bytes are there, without all of "
+            f"the file is cut short: {size} of {needed} bytes are there, without all of "
             f"{len(beyond)} of {len(ends)} tensors, from {beyond[0]!r:.200} on"
         )

@@ -1,4 +1,4 @@
-"""Filling a model from the tensors of a checkpoint, each read in the parts that its parameters take."""
+"""Fill a model from the tensors of a checkpoint. Only the parts that a rank needs are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from opgraft.base.text import described
@@ -33,9 +33,10 @@ class LoadReport:
     """The outcome of loading.
 
     Attributes:
-        tensors: how many tensors of the checkpoint reached the model.
-        ignored: the names of those that were left out by a pattern or a mapper, or are tied to another.
-        seconds: the time that it took.
+        tensors: the number of tensors of the checkpoint that reached the model.
+        ignored: the names of tensors that a pattern or a mapper left out, or that are tied to
+            another tensor.
+        seconds: the duration of the loading.
     """
 
     tensors: int
@@ -52,118 +53,160 @@ def load_weights(
     ignored: Sequence[str] = (),
     progress: bool = False,
 ) -> LoadReport:
-    """Fill all parameters and persistent buffers of ``model``, then let modules process them.
+    """Fill all parameters and persistent buffers of ``model``, then call the modules' hooks.
 
-    The model's ``packed_modules_mapping`` (see ``HasPackedModules``) tells which layers of the checkpoint it keeps as
-    one. A parameter with a ``weight_loader(parameter, loaded[, shard_id])`` takes its tensor by that; ``loaded`` is a
-    ``LoadedTensor``, of which it reads the part that it keeps. Floating-point numbers are converted to the parameter's
-    dtype unless that has 8 bits; a loader that takes other numbers sets ``converts = True`` on its parameter.
+    The model's ``packed_modules_mapping`` (see ``HasPackedModules``) has the layers of the
+    checkpoint that the model merges. A parameter with a ``weight_loader(parameter, loaded[,
+    shard_id])`` is filled by that function. ``loaded`` is a ``LoadedTensor``: the loader reads the
+    part that the rank keeps. Floating-point numbers are converted to the parameter's dtype, unless
+    the parameter has 8 bits. A loader of other numbers sets ``converts = True`` on its parameter.
 
     Args:
         model: constructed, on its device, with its dtypes.
         weights: tensors by name, as ``open_weights(...).tensors`` or a dictionary of tensors.
-        mapper: changes names of the checkpoint to those of the model.
-        ignored: patterns of names (``*`` matches all) that the model has no use for.
-        progress: show a bar on stderr if it is a terminal.
+        mapper: changes names of the checkpoint to names of the model.
+        ignored: patterns of names (``*`` matches all) that the model does not use.
+        progress: show a bar on stderr if stderr is a terminal.
 
     Raises:
-        CheckpointError: tensors are missing, have no place, or do not fit. The message lists all of them.
+        CheckpointError: tensors are missing, have no place, or do not fit. The message lists all
+            of these.
         WeightError: the hook of a module raised.
     """
     start = time.perf_counter()
     targets = Targets(model)
-    plan, left, unexpected, twice = _plan(
-        targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored)
-    )
-    missing = targets.missing([target for target, _ in plan])
-    ways = _ways_to_tie(model)
-    problems = [
-        f"{name!r:.200} is missing" + (ways.get(name) or _near(name, unexpected))
-        for name in missing
-    ]
-    problems += [
-        f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected
-    ]
-    problems += [problem for target, loaded in plan if (problem := _misfit(target, loaded))]
-    problems += [
-        f"{second!r:.200} differs from {first!r:.200}, and the model has one parameter for both"
-        for first, second in twice
-        if not _equal(weights[first], weights[second])
-    ]
-    count = len(plan)
+    plan = _plan_of(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
+    missing = targets.missing([target for target, _ in plan.fills])
+    ways_to_tie = _ways_to_tie(model)
+    problems = _problems(plan, targets, weights, missing, ways_to_tie)
+    count = len(plan.fills)
     if not problems:
-        del targets  # as the plan does, it holds weights that a module may want to release once it has packed them
-        hooks = _Hooks(model, [target.name for target, _ in plan])
-        problems = _fill_all(plan, hooks, progress)
+        # A module may release a weight once it is packed. The targets would hold the weight.
+        del targets
+        hooks = _Hooks(model, [target.name for target, _ in plan.fills])
+        problems = _fill_all(plan.fills, hooks, progress)
     if problems:
-        untied_only = len(problems) == len(ways.keys() & missing)
+        untied_only = len(problems) == len(ways_to_tie.keys() & missing)
         raise _mismatch(model, problems, untied_only)
     hooks.finish()
-    return LoadReport(count, tuple(left), time.perf_counter() - start)
+    return LoadReport(count, tuple(plan.left_out), time.perf_counter() - start)
 
 
 _CHUNK = 1 << 20
 """Numbers of two tensors that are compared at once."""
 
 _RELEASES = 64
-"""Times that free memory is given back during one loading, each of which takes about a millisecond."""
+"""Free memory is given back so many times during one loading, about a millisecond each time."""
 
 _LEAST_RELEASED = 1 << 22
-"""Bytes of weights between two of them at least."""
+"""Bytes of weights that are filled at least before free memory is given back again."""
 
-_Plan = list[tuple[Target, LoadedTensor]]
+_Fills = list[tuple[Target, LoadedTensor]]
+"""Targets with their tensors, in the order of the model."""
 
 
-def _plan(
+@dataclass
+class _Plan:
+    """The use of each tensor of a checkpoint.
+
+    Attributes:
+        fills: the targets with their tensors, in the order of the model.
+        left_out: the names of tensors that are not read.
+        unexpected: the names of tensors without a place in the model.
+        pairs: two names each. The tensor of the first name fills the target of both.
+    """
+
+    fills: _Fills = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+
+
+def _plan_of(
     targets: Targets,
     weights: Mapping[str, LoadedTensor],
     mapper: WeightsMapper,
     ignored: Sequence[str],
-) -> tuple[_Plan, list[str], list[str], list[tuple[str, str]]]:
-    """Return which target takes which tensor, in the model's order, and names: ignored, without a place, in pairs.
-
-    The second name of a pair is for a target that the first fills already.
-    """
-    plan: _Plan = []
-    left, unexpected, twice = [], [], []
+) -> _Plan:
+    """Decide the use of each tensor."""
+    plan = _Plan()
     taken: dict[tuple[int, ShardId | None], str] = {}
     for name, loaded in weights.items():
         mapped = targets.spelled(mapper.spellings(name))
-        target = targets.by_source.get(mapped) if mapped is not None else None
-        if target is not None and (key := (id(target.tensor), target.shard_id)) not in taken:
+        target = None if mapped is None else targets.by_source.get(mapped)
+        if target is None:
+            is_needless = _is_needless(name, mapped, loaded, targets, ignored)
+            names = plan.left_out if is_needless else plan.unexpected
+            names.append(name)
+            continue
+        key = (id(target.tensor), target.shard_id)
+        if key not in taken:
             taken[key] = name
-            plan.append((target, loaded))
-        elif target is not None:
-            left.append(name)  # tied parameters are one tensor, which the first name fills
-            twice.append((taken[key], name))
-        elif _is_left_out(name, mapped, targets, ignored) or _adds_nothing(
-            name, mapped, loaded, targets
-        ):
-            left.append(name)
-        else:
-            unexpected.append(name)
+            plan.fills.append((target, loaded))
+            continue
+        # Tied parameters are one tensor, which the first name fills.
+        plan.left_out.append(name)
+        plan.pairs.append((taken[key], name))
     order = {name: place for place, name in enumerate(targets.tensors)}
-    plan.sort(key=lambda item: order[item[0].name])
-    return plan, left, unexpected, twice
+    plan.fills.sort(key=lambda item: order[item[0].name])
+    return plan
 
 
-def _is_left_out(name: str, mapped: str | None, targets: Targets, ignored: Sequence[str]) -> bool:
-    """Return True for a tensor that the mapper drops, other ranks have, or a pattern names."""
-    return mapped is None or targets.is_elsewhere(mapped) or is_ignored(name, ignored)
+def _problems(
+    plan: _Plan,
+    targets: Targets,
+    weights: Mapping[str, LoadedTensor],
+    missing: Sequence[str],
+    ways_to_tie: Mapping[str, str],
+) -> list[str]:
+    """Return a line for each tensor that is missing, has no place, or does not fit."""
+    problems = []
+    for name in missing:
+        remark = ways_to_tie.get(name) or _near(name, plan.unexpected)
+        problems.append(f"{name!r:.200} is missing{remark}")
+    for name in plan.unexpected:
+        problems.append(f"{name!r:.200} has no place{_near(name, targets.by_source)}")
+    for target, loaded in plan.fills:
+        misfit = _misfit(target, loaded)
+        if misfit:
+            problems.append(misfit)
+    for first, second in plan.pairs:
+        if not _are_equal(weights[first], weights[second]):
+            problems.append(
+                f"{second!r:.200} differs from {first!r:.200}, and the model has one parameter "
+                "for both"
+            )
+    return problems
 
 
-def _adds_nothing(name: str, mapped: str | None, loaded: LoadedTensor, targets: Targets) -> bool:
-    """Return True for a mask, and for a bias of zeros that AutoGPTQ wrote for a layer without one."""
+def _is_needless(
+    name: str,
+    mapped: str | None,
+    loaded: LoadedTensor,
+    targets: Targets,
+    ignored: Sequence[str],
+) -> bool:
+    """Return True for a tensor without a target that the model does not need."""
+    # The mapper has dropped the tensor.
+    if mapped is None:
+        return True
+    if targets.is_elsewhere(mapped) or is_ignored(name, ignored):
+        return True
+    return _adds_nothing(name, mapped, loaded, targets)
+
+
+def _adds_nothing(name: str, mapped: str, loaded: LoadedTensor, targets: Targets) -> bool:
+    """Return True for a mask, and for a bias of zeros, which AutoGPTQ adds to a layer."""
     if _is_mask(name, loaded):
         return True
-    layer, _, last = (mapped or "").rpartition(".")
+    layer, _, last = mapped.rpartition(".")
     if last != "bias" or not targets.has_layer(layer):
         return False
     return not bool(loaded[...].any())
 
 
 def _is_mask(name: str, loaded: LoadedTensor) -> bool:
-    """Return True for the table of a causal mask, or its large negative number, in files like GPT-2's."""
+    """Return True for a causal mask, or its large negative number, in checkpoints like GPT-2's."""
     path, _, last = name.rpartition(".")
     if not path.endswith(("attn", "attention")):
         return False
@@ -175,72 +218,95 @@ def _is_mask(name: str, loaded: LoadedTensor) -> bool:
 
 
 def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:
-    """Make the error that lists all problems, which may be heads that are to be tied and nothing else."""
+    """Make the error that lists all problems.
+
+    Args:
+        model: the model that is loaded.
+        problems: a line for each.
+        untied_only: each problem is a head that the model should tie to the embedding.
+    """
+    advice = "give the configuration and the weights of one model, or save both again"
+    if untied_only:
+        advice = "tie the head where the model is constructed"
+    name = type(model).__name__
     return CheckpointError.listing(
-        f"the weights are not those of the {type(model).__name__} that the configuration describes",
+        f"the weights are not those of the {name} that the configuration describes",
         problems,
-        "tie the head where the model is constructed"
-        if untied_only
-        else "give the configuration and the weights of one model, or save both again",
+        advice,
     )
 
 
 def _ways_to_tie(model: nn.Module) -> dict[str, str]:
-    """Return what to call, by the weight of each head that is not tied to the embedding though the config says so."""
+    """Return the name of a head's weight → a remark with the call that ties the head.
+
+    Heads of a model whose config ties no weights, and heads that are tied, are left out.
+    """
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
-    layers = {
-        path: layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, VocabParallelEmbedding)
-    }
-    heads = [
-        path
-        for path, layer in layers.items()
-        if isinstance(layer, ParallelLMHead) and not layer.tied
-    ]
-    embedding = next((path for path, layer in layers.items() if layer.looks_up), "embed_tokens")
+    heads = []
+    embeddings = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, VocabParallelEmbedding):
+            continue
+        if layer.looks_up:
+            embeddings.append(path)
+        if isinstance(layer, ParallelLMHead) and not layer.tied:
+            heads.append(path)
+    embedding = embeddings[0] if embeddings else "embed_tokens"
     return {
-        f"{head}.weight": ": the config ties it to the embedding (tie_word_embeddings), and the model does not: "
-        f"self.{head} = self.{head}.tie_weights(self.{embedding})"
+        f"{head}.weight": (
+            ": the config ties it to the embedding (tie_word_embeddings), and the model does not: "
+            f"self.{head} = self.{head}.tie_weights(self.{embedding})"
+        )
         for head in heads
     }
 
 
 def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    # The bounds keep a damaged file with huge names, or many names, from taking minutes.
     near = difflib.get_close_matches(name[:200], list(known)[:1000], n=1, cutoff=0.8)
     return f" (near: {near[0]!r:.200})" if near else ""
 
 
 def _misfit(target: Target, loaded: LoadedTensor) -> str:
-    """Return words for a tensor of other numbers, or of another shape where no loader of the parameter has a say."""
-    dtype, wanted = loaded.dtype, target.tensor.dtype
-    narrow = wanted.is_floating_point and wanted.itemsize == 1
-    other = dtype != wanted if narrow else dtype.is_floating_point != wanted.is_floating_point
-    if other and not getattr(target.tensor, "converts", False):
+    """Describe a tensor with a wrong dtype or shape. The text is empty if the tensor fits.
+
+    Parameters with a loader of their own may take any shape.
+    """
+    dtype = loaded.dtype
+    wanted = target.tensor.dtype
+    is_narrow = wanted.is_floating_point and wanted.itemsize == 1
+    is_other = dtype.is_floating_point != wanted.is_floating_point
+    # Rounding to 8 bits would need a scale.
+    if is_narrow:
+        is_other = dtype != wanted
+    if is_other and not getattr(target.tensor, "converts", False):
         return (
             f"{target.source!r:.200} has {dtype}, the model has {wanted}, as its quantization says"
         )
     if _loader_of(target) is not None or target.tensor.shape == loaded.shape:
         return ""
-    return f"{target.source!r:.200} has shape {list(loaded.shape)}, the model has {list(target.tensor.shape)}"
+    shapes = list(loaded.shape), list(target.tensor.shape)
+    return f"{target.source!r:.200} has shape {shapes[0]}, the model has {shapes[1]}"
 
 
-def _equal(first: LoadedTensor, second: LoadedTensor) -> bool:
+def _are_equal(first: LoadedTensor, second: LoadedTensor) -> bool:
     """Compare two tensors of a checkpoint, a chunk of rows at a time."""
     if tuple(first.shape) != tuple(second.shape):
         return False
     rows = first.shape[0] if len(first.shape) else 0
     if not rows:
-        return _same(first[...], second[...])
-    step = max(1, _CHUNK // max(1, torch.Size(first.shape[1:]).numel()))
-    return all(
-        _same(first[start : start + step], second[start : start + step])
-        for start in range(0, rows, step)
-    )
+        return _have_equal_numbers(first[...], second[...])
+    numbers_of_row = torch.Size(first.shape[1:]).numel()
+    step = max(1, _CHUNK // max(1, numbers_of_row))
+    for start in range(0, rows, step):
+        chunk = slice(start, start + step)
+        if not _have_equal_numbers(first[chunk], second[chunk]):
+            return False
+    return True
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _have_equal_numbers(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.allclose(first.double(), second.double(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -249,16 +315,24 @@ def _loader_of(target: Target) -> Callable[..., None] | None:
     return loader
 
 
-def _fill_all(plan: _Plan, hooks: _Hooks, progress: bool) -> list[str]:
-    """Fill what a plan says, which is used up, and call hooks on the way; return what is wrong."""
+def _fill_all(fills: _Fills, hooks: _Hooks, progress: bool) -> list[str]:
+    """Fill all targets and call the hooks of modules that are complete.
+
+    The list ``fills`` is empty afterwards, so that it holds no weights.
+
+    Returns:
+        A line for each tensor that does not fit. After the first, no hook is called.
+    """
     problems: list[str] = []
-    plan.reverse()
-    heap = _Heap(plan)
-    with _bar(progress, len(plan)) as step:
-        while plan:
-            target, loaded = plan.pop()
+    fills.reverse()
+    heap = _Heap(fills)
+    with _bar(progress, len(fills)) as step:
+        while fills:
+            target, loaded = fills.pop()
             problems += _fill(target, loaded)
-            name, size = target.name, _size(target, loaded)
+            name = target.name
+            size = _bytes_of(target, loaded)
+            # The hook may release the weight.
             del target
             step()
             if not problems:
@@ -269,32 +343,34 @@ def _fill_all(plan: _Plan, hooks: _Hooks, progress: bool) -> list[str]:
 
 
 def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
-    """Hand a tensor to its loader; return what is wrong with it."""
+    """Hand a tensor to its loader. The result is a list of one line if the tensor does not fit."""
     loader = _loader_of(target) or default_weight_loader
+    shard = () if target.shard_id is None else (target.shard_id,)
     try:
-        loader(target.tensor, loaded, *(() if target.shard_id is None else (target.shard_id,)))
+        loader(target.tensor, loaded, *shard)
     except WeightError as error:
-        return [_refused(target, loaded, error.fault)]
-    except (
-        OpgraftError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ) as error:  # of torch, where a part does not fit
-        return [_refused(target, loaded, described(error))]
+        return [_refusal(target, loaded, error.fault)]
+    # torch raises all but the first if a part does not fit.
+    except (OpgraftError, ValueError, IndexError, RuntimeError) as error:
+        return [_refusal(target, loaded, described(error))]
     return []
 
 
-def _refused(target: Target, loaded: LoadedTensor, words: str) -> str:
-    return f"{target.source!r:.200} of shape {list(loaded.shape)} does not fit {list(target.tensor.shape)}: {words}"
+def _refusal(target: Target, loaded: LoadedTensor, reason: str) -> str:
+    shape = list(target.tensor.shape)
+    return f"{target.source!r:.200} of shape {list(loaded.shape)} does not fit {shape}: {reason}"
 
 
 class _Heap:
-    """Releases what packed weights have left free in the heap: the plain ones, in gaps that others do not fit into."""
+    """Gives memory of plain weights back to the system once packed weights have replaced them.
 
-    def __init__(self, plan: _Plan) -> None:
+    The heap would keep the memory: in gaps that the next weights do not fit into.
+    """
+
+    def __init__(self, fills: _Fills) -> None:
         self._kept = bool(host_state().settings().config.cpu_keep_memory)
-        self._step = max(_LEAST_RELEASED, sum(_size(*each) for each in plan) // _RELEASES)
+        total = sum(_bytes_of(target, loaded) for target, loaded in fills)
+        self._step = max(_LEAST_RELEASED, total // _RELEASES)
         self._bytes = 0
 
     def filled(self, size: int) -> None:
@@ -309,15 +385,16 @@ class _Heap:
             release_free_memory()
 
 
-def _size(target: Target, loaded: LoadedTensor) -> int:
+def _bytes_of(target: Target, loaded: LoadedTensor) -> int:
     count: int = math.prod(loaded.shape)
     return count * target.tensor.itemsize
 
 
 class _Hooks:
-    """Calls the hook of each module once all tensors at and below it are filled, the inner ones first.
+    """Calls the hook of each module once all tensors in and below the module are filled.
 
-    A module without tensors has its turn with the next one above it that has some and a hook, or in the end.
+    Inner modules are first. A module without tensors is called with the next module above it that
+    has tensors and a hook, or in the end.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -325,10 +402,13 @@ class _Hooks:
         self._waiting = {
             path for path, module in self._modules.items() if has_post_load_hook(module)
         }
-        self._unfilled = Counter(path for name in names for path in _above(name))
+        self._unfilled: Counter[str] = Counter()
+        for name in names:
+            self._unfilled.update(_paths_above(name))
 
     def filled(self, name: str) -> None:
-        for path in _above(name):
+        """Note that a tensor is filled, and call the hooks of modules that are complete."""
+        for path in _paths_above(name):
             self._unfilled[path] -= 1
             if not self._unfilled[path] and path in self._waiting:
                 self._call_below(path)
@@ -338,15 +418,19 @@ class _Hooks:
         self._call_below("")
 
     def _call_below(self, top: str) -> None:
-        """Call the hooks of a module and of those below it that wait still."""
+        """Call the hooks of a module and of modules below that have not been called."""
+        # named_modules yields outer modules first.
         for path, _ in reversed(list(self._modules[top].named_modules(prefix=top))):
             if path in self._waiting:
                 self._waiting.remove(path)
                 call_post_load_hook(path, self._modules[path])
 
 
-def _above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that have a tensor: the innermost first, the empty path of the model last."""
+def _paths_above(name: str) -> Iterator[str]:
+    """Yield the paths of the modules around a tensor, the innermost first.
+
+    ``"layers.0.norm.weight"`` yields ``"layers.0.norm"``, ``"layers.0"``, ``"layers"`` and ``""``.
+    """
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -356,8 +440,7 @@ def _above(name: str) -> Iterator[str]:
 def _bar(wanted: bool, total: int) -> Iterator[Callable[[], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("loading weights"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not (wanted and console.is_terminal)
-    ) as bar:
+    is_hidden = not (wanted and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as bar:
         task = bar.add_task("", total=total)
         yield lambda: bar.advance(task)

@@ -1,11 +1,11 @@
-"""``Model``, the base of models that are written against the layers, and their registry by architecture."""
+"""``Model``, the base of models made of opgraft's layers, and the registry by architecture."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 
 
 class Model(PluggableClass, nn.Module):
-    """A model that is made for one config: a shard of it on each rank, quantized as it is made.
+    """A model for one config: each rank constructs its own shard, with quantized layers.
 
-    A class serves the architecture that it is registered for by ``@PluggableClass.register("LlamaForCausalLM")``. A
-    plugin adds architectures so, and replaces one by ``register_oot``. Parameters have the names that checkpoints use;
-    layers that hold several one after another stand in ``packed_modules_mapping``.
+    ``@PluggableClass.register("LlamaForCausalLM")`` registers a class for an architecture. A plugin
+    adds an architecture in this way, and replaces one by ``register_oot``. Parameters have the
+    names of checkpoints. ``packed_modules_mapping`` lists the merged layers.
 
     Args:
-        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
-        prefix: the path of this model in a larger one, as checkpoints of that one have it.
+        opgraft_config: the ``model`` section names the checkpoint with the architecture's config.
+        prefix: the path of this model in a larger one, as in checkpoints of the larger one.
 
     Attributes:
-        config: of the architecture, from the checkpoint; ``None`` where ``opgraft_config`` names none.
+        config: the config of the architecture, from the checkpoint; ``None`` if ``opgraft_config``
+            names no checkpoint.
         max_position: tokens of the longest context.
-        dtype: of activations, and so of caches.
-        fitted_ropes: ropes that depend on the length of the context, with ``trained_positions``, ``gradual`` and
-            ``fit_tokens`` of ``DynamicNTKScalingRotaryEmbedding``.
+        dtype: the dtype of activations and caches.
+        fitted_ropes: ropes that depend on the length of the context, with ``trained_positions``,
+            ``gradual`` and ``fit_tokens`` of ``DynamicNTKScalingRotaryEmbedding``.
     """
 
     config: Any
@@ -45,119 +46,142 @@ class Model(PluggableClass, nn.Module):
     fitted_ropes: Sequence[Any] = ()
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
-    """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
+    """Name of a merged layer → name of a layer of the checkpoint → id of the shard."""
+
     ignored_weights: Sequence[str] = ()
-    """Patterns of tensors that checkpoints have and this model does not read."""
+    """Patterns of tensors in checkpoints that this model does not read."""
+
     embedding_weight: ClassVar[str] = ""
-    """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
+    """The checkpoint's name of the embedding. The config's sizes are compared with its shape."""
+
     plain_config: ClassVar[bool] = False
-    """Reads no more of its config than a ``PlainConfig`` has, which spares the import of transformers."""
+    """The model reads only settings of a ``PlainConfig``, so that transformers is not imported."""
+
     stage_streams: ClassVar[int] = 0
-    """Tensors ``[tokens, hidden_size]`` that a stage of a pipeline passes to the next; 0: it is not cut into stages."""
+    """Tensors ``[tokens, hidden_size]`` between stages of a pipeline; 0 without stages."""
+
     weights_mapper: WeightsMapper = WeightsMapper()
-    """Changes of the names that checkpoints have to those of this model."""
+    """Changes of names in checkpoints to names of this model."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
-        named = opgraft_config.model.name is not None
-        self.config = (
-            architecture_config(opgraft_config, plain=self.plain_config) if named else None
-        )
-        longest = (
-            None
-            if self.config is None
-            else getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        )
+        self.config = None
+        longest = None
+        if opgraft_config.model.name is not None:
+            self.config = architecture_config(opgraft_config, plain=self.plain_config)
+            text_config = self.config.get_text_config()
+            longest = getattr(text_config, "max_position_embeddings", None)
         self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
         self.dtype = torch.get_default_dtype()
 
 
 @runtime_checkable
 class HasLogits(Protocol):
-    """A model that generates: of hidden states it makes logits ``[rows, vocab_size]``."""
+    """A model that generates tokens: logits ``[rows, vocab_size]`` follow from hidden states."""
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return the logits; ``None`` on ranks that do not gather them."""
+        """Return the logits; ``None`` on ranks that do not gather the logits."""
 
 
 _HEAD = re.compile(
     r"For(MaskedLM|PreTraining|(Sequence|Token)Classification|QuestionAnswering|MultipleChoice)$"
 )
-"""The end of the name of a model whose head embeddings do not use."""
+"""The end of the name of a model with a head that embeddings do not use."""
 
 
 def model_classes() -> dict[str, type[Model]]:
-    """Return the classes that are registered for architectures, those of plugins with them."""
+    """Return architecture → registered class, with the classes of plugins."""
     load_plugins()
     records = host_state().registry.classes
     return {name: record.cls for name, record in records.items() if issubclass(record.cls, Model)}
 
 
 def model_class(architectures: Iterable[str], implementation: str = "auto") -> type[Model]:
-    """Return the class for the first of the architectures, as a config lists them, that has one.
+    """Return the class for the first architecture with a class.
 
     Args:
-        architectures: names of classes.
-        implementation: ``model.implementation``: ``"auto"`` takes the class of transformers, within one of ours, where
-            none is registered; ``"opgraft"`` and ``"transformers"`` take one of that kind only.
+        architectures: names of classes, as in a config.
+        implementation: ``model.implementation``. ``"auto"`` takes a registered class, else the
+            class of transformers within a class of ours. ``"opgraft"`` and ``"transformers"`` take
+            only a class of that kind.
 
     Raises:
-        ModelError: none has; the message has near matches. Or a class is registered for one, and is no ``Model``.
+        ModelError: there is no class, and the message has near matches. Or the registered class
+            is no ``Model``.
     """
-    wanted, known = list(architectures), model_classes()
-    # A head for another task is not used: the base model embeds texts, as AutoModel does.
+    wanted = list(architectures)
+    known = model_classes()
+    # As AutoModel does: the base model embeds texts, and a head for another task is not used.
     wanted += [_HEAD.sub("Model", name) for name in wanted if _HEAD.search(name)]
     if implementation != "transformers":
         for architecture in wanted:
             if architecture in known:
                 return known[architecture]
+    # Before transformers is imported, which takes seconds.
     _expect_models(wanted)
     foreign = {} if implementation == "opgraft" else _classes_of_transformers()
     for architecture in wanted:
         if architecture in foreign:
             return known[foreign[architecture]]
-    name, all_names = wanted[0] if wanted else "", {**known, **foreign}
-    # Transformers has hundreds.
+    raise _no_class(wanted, known, foreign, implementation)
+
+
+def _no_class(
+    wanted: Sequence[str],
+    known: Mapping[str, type[Model]],
+    foreign: Mapping[str, str],
+    implementation: str,
+) -> ModelError:
+    """Make the error for architectures without a class."""
+    name = wanted[0] if wanted else ""
+    all_names = {**known, **foreign}
+    # Transformers has hundreds of names. Without a near match, only our own are listed.
     near = close_matches(name, all_names if near_matches(name, all_names) else known)
     further = "transformers has no decoder or base model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"
-    raise ModelError(
-        f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: {near} A plugin adds "
-        f"one by @PluggableClass.register; {further}"
+    return ModelError(
+        f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: "
+        f"{near} A plugin adds one by @PluggableClass.register; {further}"
     )
 
 
 def _expect_models(architectures: Iterable[str]) -> None:
-    """Raise where an architecture's name is that of a registered class that is no model."""
+    """Refuse an architecture with a registered class that is no model.
+
+    Raises:
+        ModelError: there is such a class.
+    """
     records = host_state().registry.classes
     for architecture in architectures:
         record = records.get(architecture)
         if record is not None and not issubclass(record.cls, Model):
             raise ModelError(
-                f"{architecture} is registered for {record.cls.__qualname__} at {location_of(record.cls)}, which is no "
-                "model: derive the class from opgraft.models.Model"
+                f"{architecture} is registered for {record.cls.__qualname__} at "
+                f"{location_of(record.cls)}, which is no model: derive the class from "
+                "opgraft.models.Model"
             )
 
 
 def _classes_of_transformers() -> dict[str, str]:
-    """Return the architectures that run through transformers, to the name of the class of ours around them."""
+    """Return architecture of transformers → the architecture of our class around such a model."""
     try:
         auto = importlib.import_module("transformers.models.auto.modeling_auto")
     except ImportError:
         return {}
-    bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _as_names(names))
-    decoders = (
-        name
-        for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        for name in _as_names(names)
-    )
     return {
-        **dict.fromkeys(bases, "TransformersModel"),
-        **dict.fromkeys(decoders, "TransformersForCausalLM"),
+        **dict.fromkeys(_all_names(auto.MODEL_MAPPING_NAMES), "TransformersModel"),
+        **dict.fromkeys(
+            _all_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "TransformersForCausalLM"
+        ),
     }
 
 
-def _as_names(names: str | Sequence[str]) -> Sequence[str]:
-    return (names,) if isinstance(names, str) else names
+def _all_names(mapping: Mapping[str, str | Sequence[str]]) -> Iterator[str]:
+    """Yield the names in a mapping of transformers. Each value is a name or several names."""
+    for names in mapping.values():
+        if isinstance(names, str):
+            yield names
+        else:
+            yield from names

@@ -1,4 +1,4 @@
-"""The way from a name in a checkpoint to the parameter that takes the tensor, told by tables of the model."""
+"""From the name of a tensor in a checkpoint to the parameter of the model, by tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 ShardId = str | int | tuple[int, str]
+"""The part of a merged parameter, such as ``"q"`` or ``0``."""
 
 CACHE_SCALES: Sequence[str] = (
     "*attn*.k_scale",
@@ -19,7 +20,7 @@ CACHE_SCALES: Sequence[str] = (
     "*attn*.k_proj.output_scale",
     "*attn*.v_proj.output_scale",
 )
-"""Patterns of fixed scales for a layer's cache, as ModelOpt, AutoFP8, Quark and compressed-tensors name them."""
+"""Fixed scales for a layer's cache: patterns for ModelOpt, AutoFP8, Quark, compressed-tensors."""
 
 IGNORED: Sequence[str] = (
     "*rotary_emb.inv_freq",
@@ -28,19 +29,21 @@ IGNORED: Sequence[str] = (
     "*embeddings.position_ids",
     *CACHE_SCALES,
 )
-"""Patterns of tensors that models compute themselves: tables, positions, scales of 8-bit caches."""
+"""Patterns of tensors that models compute: tables, positions, scales of 8-bit caches."""
 
 
 @dataclass(frozen=True)
 class WeightsMapper:
-    """Changes of names by data, applied in this order; a part that is changed to None drops the tensor.
+    """Changes of names as data: prefixes first, then substrings, then suffixes.
+
+    A change to ``None`` drops the tensor. Example: ``WeightsMapper(prefixes={"bert.": "model."})``.
 
     Attributes:
-        prefixes: the first that a name begins with is changed.
-        substrings: each is changed wherever it occurs.
-        suffixes: the first that a name ends with is changed.
-        base: the path of the base model. A checkpoint of the base model alone has names without it,
-            and a model that is a base model is also loaded from a checkpoint that has it.
+        prefixes: the first prefix that matches is changed.
+        substrings: each is changed at each place.
+        suffixes: the first suffix that matches is changed.
+        base: the path of the base model. Names in a checkpoint of the base model alone lack the
+            path. If the model is the base model, names may still have the path.
     """
 
     prefixes: Mapping[str, str | None] = field(default_factory=dict)
@@ -49,39 +52,44 @@ class WeightsMapper:
     base: str = ""
 
     def spellings(self, name: str) -> Sequence[str]:
-        """Return the names that a tensor may have in the model, none if it is dropped."""
+        """Return the possible names of a tensor in the model; no name if the tensor is dropped."""
         names = [name]
         if self.base:
             prefix = f"{self.base}."
-            names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+            without = name.removeprefix(prefix)
+            names.append(without if without != name else prefix + name)
         mapped = [self.map(each) for each in names]
         if mapped[0] is None:
             return ()
+        # A dictionary drops a name that occurs twice, and keeps the order.
         return list(dict.fromkeys(each for each in mapped if each is not None))
 
     def map(self, name: str) -> str | None:
-        """Return the name in the model, or None for a tensor that is dropped."""
-        changed: str | None = name
+        """Return the name in the model; ``None`` for a tensor that is dropped."""
         for old, new in self.prefixes.items():
             if name.startswith(old):
-                changed = None if new is None else new + name[len(old) :]
+                if new is None:
+                    return None
+                name = new + name[len(old) :]
                 break
         for old, new in self.substrings.items():
-            if changed is not None and old in changed:
-                changed = None if new is None else changed.replace(old, new)
+            if old in name:
+                if new is None:
+                    return None
+                name = name.replace(old, new)
         for old, new in self.suffixes.items():
-            if changed is not None and changed.endswith(old):
-                return None if new is None else changed.removesuffix(old) + new
-        return changed
+            if name.endswith(old):
+                return None if new is None else name.removesuffix(old) + new
+        return name
 
 
 @runtime_checkable
 class HasPackedModules(Protocol):
-    """A module that keeps several layers of the checkpoint as one.
+    """A module with merged layers, each made of several layers of the checkpoint.
 
-    ``packed_modules_mapping`` has, by the name of such a layer, the names in the checkpoint and the ``shard_id`` under
-    which each reaches ``weight_loader``: ``{"qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"}}``. Skip lists of
-    quantization read the same table.
+    ``packed_modules_mapping`` has merged layer → layer of the checkpoint → ``shard_id`` for the
+    ``weight_loader``: ``{"qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"}}``. Skip lists
+    of quantization read the same table.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId | None]]]
@@ -89,21 +97,21 @@ class HasPackedModules(Protocol):
 
 @runtime_checkable
 class HasPartsElsewhere(Protocol):
-    """A module of which other ranks have some parts, whole."""
+    """A module with whole parts on other ranks, such as the layers of another stage."""
 
     def parts_elsewhere(self) -> Collection[str]:
-        """Return the names of these parts below the module."""
+        """Return the names of these parts, relative to the module."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter or buffer by its name in the model.
+    """A parameter or buffer, or a part, that one tensor of a checkpoint fills.
 
     Attributes:
         name: the name in the model.
         tensor: the tensor to be filled.
-        shard_id: the part of it that is meant; None for all.
-        source: the name of that part in the checkpoint, as the model knows it.
+        shard_id: the part of the tensor; ``None`` for the whole.
+        source: the name of the part in the checkpoint, after the changes of the ``WeightsMapper``.
     """
 
     name: str
@@ -113,54 +121,52 @@ class Target:
 
 
 class Targets:
-    """The parameters and persistent buffers of a model, and the names under which a checkpoint may have them."""
+    """The parameters and persistent buffers of a model, with their possible names in checkpoints.
+
+    Attributes:
+        tensors: name in the model → tensor.
+        by_source: name in the checkpoint → target.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        # The parameters themselves: their attributes have the loaders.
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        self._tables = [
-            (f"{path}." if path else "", module.packed_modules_mapping)
-            for path, module in model.named_modules()
-            if isinstance(module, HasPackedModules)
-        ]
-        self._elsewhere = {
-            f"{path}.{part}" if path else part
-            for path, module in model.named_modules()
-            if isinstance(module, HasPartsElsewhere)
-            for part in module.parts_elsewhere()
-        }
-        self.by_source = {
-            target.source: target for name in self.tensors for target in self._parts(name)
-        }
-
+        self._tables: list[tuple[str, Mapping[str, Mapping[str, ShardId | None]]]] = []
+        self._elsewhere: set[str] = set()
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            if isinstance(module, HasPackedModules):
+                self._tables.append((prefix, module.packed_modules_mapping))
+            if isinstance(module, HasPartsElsewhere):
+                self._elsewhere.update(prefix + part for part in module.parts_elsewhere())
+        self.by_source: dict[str, Target] = {}
+        for name in self.tensors:
+            self.by_source.update((target.source, target) for target in self._targets_of(name))
         self._layers = {source.rpartition(".")[0] for source in self.by_source}
 
-    def _parts(self, name: str) -> Iterator[Target]:
-        """Yield the whole, and the parts that a checkpoint may have in its place."""
-        yield Target(name, self.tensors[name], None, name)
-        layer = name.rpartition(".")[0]
-        for part, shard in getattr(self.tensors[name], "checkpoint_parts", {}).items():
-            yield Target(name, self.tensors[name], shard, ".".join(filter(None, (layer, part))))
+    def _targets_of(self, name: str) -> Iterator[Target]:
+        """Yield the whole parameter or buffer, and the parts that a checkpoint may have instead."""
+        tensor = self.tensors[name]
+        yield Target(name, tensor, None, name)
+        layer, _, last = name.rpartition(".")
+        for part, shard in getattr(tensor, "checkpoint_parts", {}).items():
+            yield Target(name, tensor, shard, _path(layer, part))
+        outer, _, layer_name = layer.rpartition(".")
         for prefix, table in self._tables:
-            layer, _, last = name.rpartition(".")
-            outer, _, layer_name = layer.rpartition(".")
-            if name.startswith(prefix) and layer_name in table:
-                for part, shard_id in table[layer_name].items():
-                    yield Target(
-                        name,
-                        self.tensors[name],
-                        shard_id,
-                        ".".join(filter(None, (outer, part, last))),
-                    )
+            if not name.startswith(prefix) or layer_name not in table:
+                continue
+            for part, shard_id in table[layer_name].items():
+                yield Target(name, tensor, shard_id, _path(outer, part, last))
 
     def has_layer(self, layer: str) -> bool:
         """Return True if this rank takes tensors of the checkpoint's layer ``layer``."""
         return layer in self._layers
 
     def spelled(self, names: Sequence[str]) -> str | None:
-        """Return the first name that this rank's part of the model has, or another's; else the first.
+        """Return the first name that the model has, on this rank or on others.
 
         Returns:
-            The name, ``None`` for no names.
+            Such a name; else the first of ``names``, or ``None`` if there are no names.
         """
         for name in names:
             if name in self.by_source or self.is_elsewhere(name):
@@ -169,32 +175,41 @@ class Targets:
 
     def is_elsewhere(self, name: str) -> bool:
         """Return True if a tensor of that name is for other ranks."""
+        # Most models have no parts elsewhere, and checkpoints have many thousands of names.
         parts = name.split(".") if self._elsewhere else ()
         return any(".".join(parts[:end]) in self._elsewhere for end in range(1, len(parts)))
 
     def missing(self, found: Sequence[Target]) -> list[str]:
-        """Return the names in the checkpoint of what ``found`` leaves unfilled."""
+        """Return the checkpoint's names of the tensors and parts that ``found`` leaves unfilled.
+
+        A merged tensor is missing by its parts. Two names of one tensor are one name in the list.
+        """
         whole = {id(target.tensor) for target in found if target.shard_id is None}
         parts = {(id(target.tensor), target.shard_id) for target in found}
-        packed = {
-            id(target.tensor) for target in self.by_source.values() if target.shard_id is not None
-        }
         started = {tensor for tensor, _ in parts}
+        merged = set()
+        for target in self.by_source.values():
+            if target.shard_id is not None:
+                merged.add(id(target.tensor))
         missing: dict[tuple[int, ShardId | None], str] = {}
         for source, target in self.by_source.items():
-            key = id(target.tensor)
-            by_parts = target.shard_id is not None
-            if (
-                key not in whole
-                and (key, target.shard_id) not in parts
-                and by_parts == (key in packed)
-            ):
-                missing.setdefault(
-                    (key, target.shard_id), source + (" (a part)" if key in started else "")
-                )
+            tensor = id(target.tensor)
+            part = (tensor, target.shard_id)
+            if tensor in whole or part in parts:
+                continue
+            # A merged tensor has a name as a whole, too. Users know the names of the parts.
+            is_part = target.shard_id is not None
+            if is_part == (tensor in merged):
+                remark = " (a part)" if tensor in started else ""
+                missing.setdefault(part, source + remark)
         return list(missing.values())
 
 
+def _path(*names: str) -> str:
+    """Join names with dots, without the empty names of the whole model."""
+    return ".".join(name for name in names if name)
+
+
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a name matches one of the patterns."""
+    """Return True if a name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

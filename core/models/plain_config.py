@@ -1,6 +1,7 @@
-"""Configurations that are read without transformers: of common decoders, as its import takes seconds, and of others.
+"""Configurations that opgraft reads without transformers.
 
-The others are those that transformers has no class for.
+These are the configurations of common decoders, as the import of transformers takes seconds, and
+of architectures without a class in transformers.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ _QWEN: Mapping[str, Any] = {
     "num_key_value_heads": 32,
 }
 _WINDOWED = ("mistral",)
-"""The others' ``sliding_window`` holds for no layer without ``use_sliding_window``."""
+"""Types with a window in all layers. Other types need ``use_sliding_window`` beside the window."""
+
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
 }
-"""By ``model_type``: what transformers takes where a checkpoint does not say it."""
+"""By ``model_type``: the values of transformers for settings that a checkpoint leaves out."""
+
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "plamo2": {
         "attention_window_size": 2048,
@@ -65,7 +68,8 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 32000,
     }
 }
-"""By ``model_type`` of which transformers has no class: what its published configuration takes, likewise."""
+"""The same for types without a class in transformers: the values of the published code."""
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -83,46 +87,43 @@ _UNUSUAL = (
     "per_layer_config",
     "use_sliding_window",
 )
-"""Settings that transformers makes others of."""
+"""Settings that transformers derives other settings from."""
 
 
 class PlainConfig:
-    """The configuration of a decoder, with the attributes of transformers' class that the written decoders read.
+    """The configuration of a decoder, with the attributes that opgraft's decoders read.
 
     Args:
-        values: by the names in ``config.json``.
+        values: the settings by their names in ``config.json``.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         vars(self).update(values)
 
     def get_text_config(self) -> PlainConfig:
-        """Return itself: it is that of a decoder of text."""
+        """Return this object, as the whole model is a decoder of text."""
         return self
 
 
 def plain_config(given: Mapping[str, Any]) -> PlainConfig | None:
-    """Return the configuration that settings describe, if each is one of the usual ones.
+    """Return the configuration of a common decoder, if all settings are usual and sound.
 
     Args:
-        given: by the names in ``config.json``.
+        given: the settings by their names in ``config.json``.
 
     Returns:
-        The configuration; ``None`` where transformers is to read it, or to say what is wrong with it.
+        The configuration; ``None`` if transformers has to read the settings, or to name a fault.
     """
     kind = str(given.get("model_type"))
+    # Whatever is not plainly right is left to transformers, with its messages.
     if kind not in _DEFAULTS or any(given.get(name) for name in _UNUSUAL):
         return None
     values = {**_DEFAULTS[kind], **given}
-    rope, dtype = (
-        _rope(values),
-        getattr(torch, str(values["dtype"] or values.get("torch_dtype")), None),
-    )
-    if (
-        rope is None
-        or not isinstance(dtype, torch.dtype | None)
-        or not _sound(values, _DEFAULTS[kind])
-    ):
+    rope = _rope_parameters(values)
+    dtype = getattr(torch, str(values["dtype"] or values.get("torch_dtype")), None)
+    if rope is None or not isinstance(dtype, torch.dtype | None):
+        return None
+    if not _are_sound(values, _DEFAULTS[kind]):
         return None
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values["num_key_value_heads"] or heads
@@ -132,58 +133,80 @@ def plain_config(given: Mapping[str, Any]) -> PlainConfig | None:
 
 
 def own_config(given: Mapping[str, Any], where: object) -> PlainConfig | None:
-    """Return the configuration of an architecture that transformers has no class for and opgraft has.
+    """Return the configuration of an architecture without a class in transformers.
 
     Args:
-        given: by the names in ``config.json``.
-        where: it is from, for errors.
+        given: the settings by their names in ``config.json``.
+        where: the file, for errors.
+
+    Returns:
+        The configuration; ``None`` for other architectures.
 
     Raises:
-        CheckpointError: a value is of another type than it should be.
+        CheckpointError: a value has a wrong type.
     """
     kind = str(given.get("model_type"))
     if kind not in _OWN:
         return None
-    usual = _OWN[kind]
-    values = {**usual, "dtype": given.get("torch_dtype"), **given}
-    for name, value in usual.items():
-        kinds = (int, float) if isinstance(value, float) else (type(value),)
-        if value is not None and not name.endswith("_token_id") and type(values[name]) not in kinds:
-            raise CheckpointError(
-                f"{where}: {name} is {values[name]!r:.80}, expected one like {value!r}"
-            )
-    dtype = None if values["dtype"] is None else getattr(torch, str(values["dtype"]), None)
+    values = {**_OWN[kind], "dtype": given.get("torch_dtype"), **given}
+    _expect_types(values, _OWN[kind], where)
+    dtype = None
+    if values["dtype"] is not None:
+        dtype = getattr(torch, str(values["dtype"]), None)
+    has_dtype = values["dtype"] is None or isinstance(dtype, torch.dtype)
     whole = values["full_attention_idx"] or []
-    if not isinstance(whole, list) or (
-        values["dtype"] is not None and not isinstance(dtype, torch.dtype)
-    ):
+    if not isinstance(whole, list) or not has_dtype:
         raise CheckpointError(
-            f"{where}: full_attention_idx is {whole!r:.80} and dtype {values['dtype']!r:.80}, expected a list of "
-            "layers and the name of a dtype of torch"
+            f"{where}: full_attention_idx is {whole!r:.80} and dtype {values['dtype']!r:.80}, "
+            "expected a list of layers and the name of a dtype of torch"
         )
-    architectures = [f"{kind.capitalize()}ForCausalLM"]  # checkpoints have two names for one
+    # Checkpoints have two names for this architecture.
+    architectures = [f"{kind.capitalize()}ForCausalLM"]
     return PlainConfig(
         {**values, "full_attention_idx": whole, "dtype": dtype, "architectures": architectures}
     )
 
 
-def _sound(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Tell whether the values are there, of the right types, and fit each other."""
-    sizes = all(type(values.get(name)) is int and values[name] > 0 for name in _SIZES)
-    optional = all(type(values[name]) in (int, type(None)) for name in _OPTIONAL if name in values)
-    same = all(
-        type(values[name]) is type(usual)
-        for name, usual in defaults.items()
-        if isinstance(usual, bool | str)
-    )
-    fits = sizes and values["hidden_size"] % values["num_attention_heads"] == 0
-    return fits and optional and same and type(values.get("rms_norm_eps")) is float
+def _expect_types(
+    values: Mapping[str, Any], usual_values: Mapping[str, Any], where: object
+) -> None:
+    """Refuse values of other types than the usual values.
+
+    Raises:
+        CheckpointError: a value has another type.
+    """
+    for name, usual in usual_values.items():
+        # Ids of tokens may be lists, and None tells no type.
+        if usual is None or name.endswith("_token_id"):
+            continue
+        types = (int, float) if isinstance(usual, float) else (type(usual),)
+        if type(values[name]) not in types:
+            raise CheckpointError(
+                f"{where}: {name} is {values[name]!r:.80}, expected one like {usual!r}"
+            )
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the parameters of the rope, in which older checkpoints leave out the base; ``None`` for unusual ones."""
+def _are_sound(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+    """Return True if no value is missing, the types are right, and the values fit each other."""
+    for name in _SIZES:
+        if type(values.get(name)) is not int or values[name] <= 0:
+            return False
+    for name in _OPTIONAL:
+        if name in values and type(values[name]) not in (int, type(None)):
+            return False
+    for name, usual in defaults.items():
+        if isinstance(usual, bool | str) and type(values[name]) is not type(usual):
+            return False
+    if values["hidden_size"] % values["num_attention_heads"]:
+        return False
+    return type(values.get("rms_norm_eps")) is float
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the parameters of the rope; ``None`` for an unusual rope."""
     given = values.get("rope_scaling") or values.get("rope_parameters") or {"rope_type": "default"}
     if not isinstance(given, Mapping) or given.get("rope_type") not in _ROPES:
         return None
+    # Older checkpoints have the base beside the parameters.
     rope = {"rope_theta": values.get("rope_theta", 10_000.0), **given}
     return rope if type(rope["rope_theta"]) in (int, float) else None

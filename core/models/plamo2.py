@@ -1,4 +1,4 @@
-"""PLaMo 2: mixers of its own, attention in some layers, and norms before and after each part."""
+"""PLaMo 2: special mixers, attention in some layers, and norms before and after each part."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from opgraft.ops.state_space import Plamo2MambaMixer
 from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
-AFTER_MIXER, AFTER_MLP = 1 / 5, 1 / 5**1.5
-"""Offsets of the weights of the norms behind the parts; those of the others have one."""
+AFTER_MIXER = 1 / 5
+"""Offset of the weight of the norm after the mixer. Norms before the parts have the offset 1."""
+
+AFTER_MLP = 1 / 5**1.5
+"""Offset of the weight of the norm after the feed-forward layer."""
 
 
 class Plamo2Layer(HybridLayer):
-    """One layer, whose parts are normalised behind them too."""
+    """One layer with a norm before and after each part."""
 
     mlp: nn.Module
 
@@ -42,12 +45,12 @@ class Plamo2Layer(HybridLayer):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the feed-forward layer, and the residual stream that it is still to be added to.
+        """Return the output of the feed-forward layer, and the residual stream without that output.
 
         Args:
             positions: ``[tokens]``.
             hidden_states: ``[tokens, hidden_size]``.
-            residual: the same, ``None`` before the first layer.
+            residual: ``[tokens, hidden_size]``, ``None`` before the first layer.
         """
         hidden_states, residual = normalised(self.mixer_norm, hidden_states, residual)
         mixed = self.after_mixer(self.mixed(positions, hidden_states))
@@ -56,7 +59,7 @@ class Plamo2Layer(HybridLayer):
 
 
 def _shift(norm: RMSNorm, offset: float) -> None:
-    """Have a norm load its weight from a checkpoint that has the distance from ``offset``."""
+    """Set the loader of a norm's weight: a checkpoint has the weight minus ``offset``."""
 
     def load(param: Tensor, loaded: LoadedTensor) -> None:
         copy_weight(param.data, loaded, "the weight of a norm")
@@ -66,7 +69,10 @@ def _shift(norm: RMSNorm, offset: float) -> None:
 
 
 def _by_heads(load: Callable[..., None], heads: int) -> Callable[..., None]:
-    """Return a loader of gates and inputs, of a weight that has both of the first head, then of the second, and on."""
+    """Return a loader for a weight with the rows of gate and input of each head in turn.
+
+    The loader gives ``load`` all gates first and then all inputs.
+    """
 
     def load_by_heads(param: Any, loaded: LoadedTensor) -> None:
         dim = getattr(param, "output_dim", None)
@@ -80,7 +86,7 @@ def _by_heads(load: Callable[..., None], heads: int) -> Callable[..., None]:
 
 @PluggableClass.register("Plamo2ForCausalLM")
 class Plamo2ForCausalLM(HybridForCausalLM):
-    """PLaMo 2 (arXiv:2509.04897), whose settings and tensors have the names that its checkpoints give them."""
+    """PLaMo 2 (arXiv:2509.04897). Settings and tensors have the names of its checkpoints."""
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
@@ -109,42 +115,48 @@ class Plamo2ForCausalLM(HybridForCausalLM):
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
-        """Return the layers, of which one in ``mamba_step`` attends.
+        """Return the layers. One layer of ``mamba_step`` attends.
 
         Raises:
-            ModelError: the config describes experts, or no layers as these.
+            ModelError: the config describes experts or other mixers.
         """
         _expect_sizes(config)
         family = DecoderFamily(qk_norm="each")
-        shape = DecoderShape.of(
-            config, family, self.opgraft_config.model.max_model_len, **_as_decoder(config)
-        )
+        longest = self.opgraft_config.model.max_model_len
+        shape = DecoderShape.of(config, family, longest, **_settings_of_decoder(config))
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
-        given = SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=config), quant_config=quant_config
-        )
         layers: list[HybridLayer] = []
         for number in self.stage.layers:
             path = f"{prefix}.{number}"
+            mixer: nn.Module
             if attends(config, number):
-                mixer: nn.Module = DecoderAttention(
-                    shape, family, number, rope, quant_config, f"{path}.mixer"
-                )
+                mixer = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.mixer")
             else:
-                mixer = Plamo2MambaMixer(given, prefix=f"{path}.mixer")
-                parameter: Any
-                for parameter in mixer.in_proj.parameters():
-                    parameter.weight_loader = _by_heads(
-                        parameter.weight_loader, config.mamba_num_heads
-                    )
+                mixer = _mixer(config, quant_config, f"{path}.mixer")
             mlp = DecoderMLP(shape, quant_config, f"{path}.mlp")
             layers.append(Plamo2Layer(mixer, mlp, shape.hidden_size, shape.eps))
         return layers, shape.eps
 
 
+def _mixer(config: Any, quant_config: QuantizationConfig | None, prefix: str) -> Plamo2MambaMixer:
+    """Make a mixer with a state."""
+    # The mixer has the signature of vLLM's, and reads these two attributes.
+    given = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config), quant_config=quant_config
+    )
+    mixer = Plamo2MambaMixer(given, prefix=prefix)
+    parameter: Any
+    for parameter in mixer.in_proj.parameters():
+        parameter.weight_loader = _by_heads(parameter.weight_loader, config.mamba_num_heads)
+    return mixer
+
+
 def attends(config: Any, layer: int) -> bool:
-    """Tell whether a layer attends: one in the middle of each ``mamba_step``, or the last one of few layers."""
+    """Return True if a layer attends: the middle one of each ``mamba_step`` layers.
+
+    Of few layers, the last one attends.
+    """
     if not config.mamba_enabled:
         return True
     middle = config.mamba_step // 2
@@ -160,18 +172,23 @@ def _expect_sizes(config: Any) -> None:
     experts = getattr(config, "n_expert", None)
     if experts or config.mamba_step < 2:
         raise ModelError(
-            f"PLaMo 2: n_expert is {experts!r:.40} and mamba_step {config.mamba_step!r:.40}, expected no experts and a "
-            "step of at least 2: other models of this type are not written here"
+            f"PLaMo 2: n_expert is {experts!r:.40} and mamba_step {config.mamba_step!r:.40}, "
+            "expected no experts and a step of at least 2: other models of this type are not "
+            "written here"
         )
 
 
-def _as_decoder(config: Any) -> dict[str, Any]:
-    """Return the settings by the names that decoders have; a window has the token itself beside those before it."""
-    whole = [number in config.full_attention_idx for number in range(config.num_hidden_layers)]
+def _settings_of_decoder(config: Any) -> dict[str, Any]:
+    """Return the settings by the names in configs of decoders."""
+    kinds = []
+    for number in range(config.num_hidden_layers):
+        is_whole = number in config.full_attention_idx
+        kinds.append("full_attention" if is_whole else "sliding_attention")
     return {
         "head_dim": config.hidden_size_per_head,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        # PLaMo counts the tokens before a token. Decoders count the token itself, too.
         "sliding_window": config.attention_window_size + 1,
-        "layer_types": ["full_attention" if each else "sliding_attention" for each in whole],
+        "layer_types": kinds,
     }

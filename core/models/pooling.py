@@ -1,4 +1,4 @@
-"""From the states of a sentence's tokens to one vector, by the settings of sentence-transformers."""
+"""Pool the states of a sentence's tokens to one vector, as sentence-transformers does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from torch import Tensor
 
 
 def _first(states: Tensor, mask: Tensor) -> Tensor:
-    return _picked(states, mask.argmax(1))
+    # Padding may be at either end. argmax returns the first of equal numbers.
+    return _states_at(states, mask.argmax(1))
 
 
 def _last(states: Tensor, mask: Tensor) -> Tensor:
-    return _picked(states, mask.shape[1] - 1 - mask.flip(1).argmax(1))
+    places_from_end = mask.flip(1).argmax(1)
+    return _states_at(states, mask.shape[1] - 1 - places_from_end)
 
 
-def _picked(states: Tensor, positions: Tensor) -> Tensor:
-    return states[torch.arange(len(states), device=states.device), positions]
+def _states_at(states: Tensor, positions: Tensor) -> Tensor:
+    """Return the state ``[batch, size]`` at one position of each sentence."""
+    rows = torch.arange(len(states), device=states.device)
+    return states[rows, positions]
 
 
 def _max(states: Tensor, mask: Tensor) -> Tensor:
@@ -35,9 +39,9 @@ def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weighted_mean(states: Tensor, mask: Tensor) -> Tensor:
-    weights = mask * (
-        torch.arange(1, mask.shape[1] + 1, device=mask.device) - mask.argmax(1, keepdim=True)
-    )
+    # The first token of a sentence weighs 1, the second 2, and so on.
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    weights = mask * (places - mask.argmax(1, keepdim=True))
     return _sum(states, weights) / weights.sum(1, keepdim=True)
 
 
@@ -55,7 +59,7 @@ POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
         "lasttoken": _last,
     }
 )
-"""By mode: a function of states ``[batch, tokens, size]`` and a mask ``[batch, tokens]``, both float32."""
+"""Mode → function of states ``[batch, tokens, size]`` and mask ``[batch, tokens]``, float32."""
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -68,7 +72,7 @@ _FLAGS = {
 
 
 def pooled(states: Tensor, mask: Tensor, modes: Sequence[str]) -> Tensor:
-    """Pool to one vector per sentence, those of several modes one behind the other.
+    """Pool states to one vector per sentence. The vectors of several modes are concatenated.
 
     Args:
         states: ``[batch, tokens, size]``.
@@ -78,30 +82,29 @@ def pooled(states: Tensor, mask: Tensor, modes: Sequence[str]) -> Tensor:
     Returns:
         float32 ``[batch, len(modes) * size]``.
     """
-    return torch.cat([POOLINGS[mode](states.float(), mask.float()) for mode in modes], dim=-1)
+    vectors = [POOLINGS[mode](states.float(), mask.float()) for mode in modes]
+    return torch.cat(vectors, dim=-1)
 
 
 def pooling_modes(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the modes that the settings of a pooling module name: by ``pooling_mode``, else by flags, else ``mean``.
+    """Return the modes in the settings of a pooling module.
+
+    ``pooling_mode`` counts first, then flags such as ``pooling_mode_max_tokens``. Without both, the
+    mode is ``mean``.
 
     Raises:
-        ValueError: they name one that is not known, or none.
+        ValueError: a mode is not known, or there is none.
     """
     stated = settings.get("pooling_mode")
     if stated is None:
         stated = [mode for flag, mode in _FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = [stated] if isinstance(stated, str) else stated
-    if (
-        not isinstance(modes, list)
-        or not modes
-        or not all(isinstance(m, str) and m in POOLINGS for m in modes)
-    ):
+    are_known = isinstance(modes, list) and all(
+        isinstance(mode, str) and mode in POOLINGS for mode in modes
+    )
+    if not are_known or not modes:
         raise ValueError(f"the pooling mode {stated!r:.80} is none of {', '.join(POOLINGS)}")
-    unknown = [
-        name
-        for name in settings
-        if name.startswith("pooling_mode_") and settings[name] and name not in _FLAGS
-    ]
-    if unknown:
-        raise ValueError(f"the pooling setting {unknown[0]!r:.80} is not known")
+    for name, value in settings.items():
+        if name.startswith("pooling_mode_") and value and name not in _FLAGS:
+            raise ValueError(f"the pooling setting {name!r:.80} is not known")
     return tuple(modes)

@@ -1,4 +1,4 @@
-"""Reading a safetensors file in pieces.
+"""Read a safetensors file in pieces.
 
 The format: https://github.com/huggingface/safetensors#format
 """
@@ -49,7 +49,10 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class SafetensorsFile:
-    """An open file. It is mapped, and mapped anew from time to time, so that it takes little memory."""
+    """An open file in memory.
+
+    The file is mapped anew after ``MAPPED_BYTES``, which frees the pages that were read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,20 +70,22 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"{self._path} is no whole safetensors file ({reason}): {_ADVICE}"
             ) from error
-        except RuntimeError as error:  # torch's, which maps the file
+        # torch maps the file.
+        except RuntimeError as error:
             raise CheckpointError(
                 f"{self._path} cannot be mapped into memory: {described(error)}"
             ) from error
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Return the tensors by name. None is read.
+        """Return the tensors by name. No tensor is read.
 
         Raises:
-            CheckpointError: torch has no dtype for some of them.
+            CheckpointError: torch has no dtype for some tensors.
         """
         found: dict[str, LazyTensor] = {}
         problems = []
-        for name in self._open.keys():  # noqa: SIM118  # not a mapping
+        # The library's object is no mapping.
+        for name in self._open.keys():  # noqa: SIM118
             part = self._open.get_slice(name)
             dtype = DTYPES.get(part.get_dtype())
             if dtype is None:
@@ -95,14 +100,15 @@ class SafetensorsFile:
     def read(self, name: str, bounds: Bounds, dtype: torch.dtype) -> torch.Tensor:
         """Read a part of one tensor."""
         if self._read > MAPPED_BYTES:
-            self._open, self._read = self._opened(), 0
+            self._open = self._opened()
+            self._read = 0
         self._read += math.prod(map(len, bounds)) * dtype.itemsize
+        # The library cannot slice a scalar.
         if not bounds:
             tensor: torch.Tensor = self._open.get_tensor(name)
             return tensor
-        part: torch.Tensor = self._open.get_slice(name)[
-            tuple(slice(one.start, one.stop) for one in bounds)
-        ]
+        index = tuple(slice(one.start, one.stop) for one in bounds)
+        part: torch.Tensor = self._open.get_slice(name)[index]
         return part
 
 
@@ -111,9 +117,11 @@ class _Stored(StoredTensor):
         self, file: SafetensorsFile, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> None:
         super().__init__(shape, dtype)
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
 
     def read(self, bounds: Bounds) -> torch.Tensor:
+        # An empty range is false.
         if not all(bounds):
             return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
         return self._file.read(self._name, bounds, self.dtype)
@@ -123,13 +131,17 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Open a file and return its tensors by name. No tensor is read.
 
     Raises:
-        CheckpointError: it is no whole and sound safetensors file, or torch lacks a dtype.
+        CheckpointError: the file is no whole and sound safetensors file, or torch lacks a dtype.
     """
     return SafetensorsFile(path).tensors()
 
 
 def _expect_regular(path: Path) -> None:
-    """Raise ``CheckpointError`` for a pipe or a device; the library would wait."""
+    """Refuse a pipe or a device. The library would wait for data.
+
+    Raises:
+        CheckpointError: the file is a pipe or a device, or cannot be opened.
+    """
     try:
         with open(path, "rb", opener=without_waiting) as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -144,7 +156,7 @@ def _expect_regular(path: Path) -> None:
 
 
 def _cut_short(path: Path) -> str:
-    """Say how much of a file is there if its end is missing, or return ""."""
+    """Return a description of a file without its end; empty if the file has another fault."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -153,5 +165,6 @@ def _cut_short(path: Path) -> str:
         header.pop("__metadata__", None)
         ends = sorted((row["data_offsets"][1], name) for name, row in header.items())
         return next(cut_short([(name, end) for end, name in ends], size), "")
+    # The header is damaged, too.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return ""  # not a header either
+        return ""

@@ -1,4 +1,4 @@
-"""The settings of an encoder of sentences, as sentence-transformers writes them beside the weights."""
+"""Read the settings of an encoder of sentences in the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from opgraft.models.settings_keys import (
 )
 
 _KINDS = ("Transformer", "Pooling", "Normalize")
-_NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
+_NO_LIMIT = 10**9
+"""Numbers from here on are no limit. Transformers writes 10**30 for a tokenizer without a limit."""
+
 _TRANSFORMER_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""The settings of the model, of which the first file counts. Older versions named it after the family."""
+"""Files with the settings of the model. The first file counts. Older versions have other names."""
 
 _GENERAL_FILE = "config_sentence_transformers.json"
 _USUAL_PROMPTS = {"query": "", "document": ""}
@@ -35,15 +37,15 @@ _KNOWN_ARGUMENTS = {"model_max_length", "padding_side", "use_fast", "trust_remot
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The settings by which a text becomes tokens, and the states of the tokens one vector.
+    """The settings for making tokens from a text, and one vector from the states of the tokens.
 
     Attributes:
-        pooling: names of ``opgraft.models.pooling.POOLINGS``.
-        normalize: make vectors of unit length, as if the checkpoint does not say.
-        max_tokens: of a sentence, if the checkpoint says.
+        pooling: names in ``opgraft.models.pooling.POOLINGS``.
+        normalize: make vectors of unit length. This is the default without a list of modules.
+        max_tokens: tokens of a sentence at most; ``None`` if the checkpoint has no limit.
         lower_case: put texts in lower case.
-        prompt: put before each text.
-        size: the numbers of a vector that are returned; ``None`` for all.
+        prompt: a text before each text.
+        size: the length of the returned vector; ``None`` for the whole vector.
     """
 
     pooling: tuple[str, ...]
@@ -58,38 +60,41 @@ class SentenceSettings:
         """Read the settings of a checkpoint.
 
         Raises:
-            CheckpointError: they cannot be read, or ask for what is not known.
+            CheckpointError: the settings cannot be read, or have a value that is not known.
         """
         folder = weights.path if weights.path.is_dir() else weights.path.parent
         outer = weights.outer or folder
+        general_file = outer / _GENERAL_FILE
+        pooling_folder = "1_Pooling"
+        normalize = True
+        given: Mapping[str, Any] = {}
+        general: Mapping[str, Any] = {}
+        # sentence-transformers reads its files only if there is a list of modules.
         listed = (outer / MODULES).is_file()
-        pooling_folder, normalize = _steps(outer) if listed else ("1_Pooling", True)
-        given = _transformer_settings(folder) if listed else {}
-        general = (
-            _settings_of_module(outer / _GENERAL_FILE, CONFIG_SENTENCE_TRANSFORMERS)
-            if listed
-            else {}
-        )
-        prompt = _prompt(outer / _GENERAL_FILE, general)
+        if listed:
+            pooling_folder, normalize = _steps(outer)
+            given = _transformer_settings(folder)
+            general = _settings_of_module(general_file, CONFIG_SENTENCE_TRANSFORMERS)
+        prompt = _prompt(general_file, general)
         return cls(
-            _pooling(outer / pooling_folder / "config.json", listed, prompt),
-            normalize,
-            _max_tokens(folder, given),
-            bool(given.get("do_lower_case")),
-            prompt,
-            _size(outer / _GENERAL_FILE, general),
+            pooling=_pooling(outer / pooling_folder / "config.json", listed, prompt),
+            normalize=normalize,
+            max_tokens=_max_tokens(folder, given),
+            lower_case=bool(given.get("do_lower_case")),
+            prompt=prompt,
+            size=_size(general_file, general),
         )
 
 
 def _steps(outer: Path) -> tuple[str, bool]:
-    """Return the folder of the pooling, and whether a later module makes vectors of unit length.
+    """Return the folder of the pooling, and True if a later module makes vectors of unit length.
 
     sentence-transformers applies the modules in the order of the list. A ``Normalize`` before the
     pooling finds no vector and changes nothing.
 
     Raises:
-        CheckpointError: the list has a module that opgraft does not know, or an order that gives
-            no vector.
+        CheckpointError: the list has a module that opgraft does not know, or the order gives no
+            vector.
     """
     file = outer / MODULES
     rows = sentence_modules(outer)
@@ -100,6 +105,7 @@ def _steps(outer: Path) -> tuple[str, bool]:
                 f"{file} lists a module {kind!r:.80}, which cannot be applied: use "
                 "sentence-transformers, or graft the model in a program of your own"
             )
+    # Vectors of unit length may be asked for at several places.
     others = [kind for kind in kinds if kind != "Normalize"]
     if others != ["Transformer", "Pooling"] or kinds[0] != "Transformer":
         raise CheckpointError(
@@ -116,10 +122,10 @@ def _steps(outer: Path) -> tuple[str, bool]:
 
 
 def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
-    """Return the settings in a file, none if it is not there.
+    """Return the settings in a file; none without a file.
 
     Raises:
-        CheckpointError: it cannot be read, or has settings that are refused.
+        CheckpointError: the file cannot be read, or has settings that are refused.
     """
     found = read_json(file) if file.is_file() else {}
     problems = refusals(keys, found)
@@ -133,8 +139,9 @@ def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
 
 
 def _transformer_settings(folder: Path) -> dict[str, Any]:
-    files = [folder / name for name in _TRANSFORMER_FILES]
-    file = next((file for file in files if file.is_file()), files[0])
+    """Return the settings of the module ``Transformer``."""
+    present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
+    file = folder / (present[0] if present else _TRANSFORMER_FILES[0])
     found = _settings_of_module(file, SENTENCE_BERT_CONFIG)
     for name in _OF_TOKENIZER:
         unread = set(found.get(name) or {}) - _KNOWN_ARGUMENTS
@@ -147,7 +154,7 @@ def _transformer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _prompt(file: Path, general: Mapping[str, Any]) -> str:
-    """Return the prompt that sentence-transformers puts before a text if none is asked for."""
+    """Return the default prompt, which sentence-transformers puts before a text."""
     name = general.get("default_prompt_name")
     prompts = {**_USUAL_PROMPTS, **(general.get("prompts") or {})}
     if name is None:
@@ -160,6 +167,7 @@ def _prompt(file: Path, general: Mapping[str, Any]) -> str:
 
 
 def _size(file: Path, general: Mapping[str, Any]) -> int | None:
+    """Return the length of the returned vector; ``None`` for the whole vector."""
     size = general.get("truncate_dim")
     if size is not None and (type(size) is not int or size < 1):
         raise CheckpointError(f"{file}: truncate_dim is {size!r:.80}, expected a number from 1")
@@ -167,6 +175,13 @@ def _size(file: Path, general: Mapping[str, Any]) -> int | None:
 
 
 def _pooling(file: Path, listed: bool, prompt: str) -> tuple[str, ...]:
+    """Return the modes of pooling.
+
+    Args:
+        file: the settings of the module ``Pooling``.
+        listed: the list of modules names the folder of the file.
+        prompt: the default prompt.
+    """
     if listed and not file.is_file():
         raise CheckpointError(
             f"{file} is missing, and {MODULES} names its folder: download the checkpoint again"
@@ -174,8 +189,8 @@ def _pooling(file: Path, listed: bool, prompt: str) -> tuple[str, ...]:
     settings = read_json(file) if file.is_file() else {}
     if prompt and settings.get("include_prompt") is False:
         raise CheckpointError(
-            f"{file}: include_prompt is false, and the default prompt {prompt!r:.80} would be pooled: use "
-            "sentence-transformers, or take default_prompt_name out"
+            f"{file}: include_prompt is false, and the default prompt {prompt!r:.80} would be "
+            "pooled: use sentence-transformers, or take default_prompt_name out"
         )
     try:
         return pooling_modes(settings)
@@ -184,13 +199,17 @@ def _pooling(file: Path, listed: bool, prompt: str) -> tuple[str, ...]:
 
 
 def _max_tokens(folder: Path, given: Mapping[str, Any]) -> int | None:
-    """Return the longest sentence: as the first of the settings says that sentence-transformers looks at."""
+    """Return the limit of a sentence in tokens; ``None`` without a limit.
+
+    The first setting with a limit counts, in the order of sentence-transformers.
+    """
     file = folder / "tokenizer_config.json"
     tokenizer = read_json(file) if file.is_file() else {}
     arguments = [(given.get(name) or {}).get("model_max_length") for name in _OF_TOKENIZER]
     stated = [*arguments, given.get("max_seq_length")]
     stated += [tokenizer.get(name) for name in ("model_max_length", "max_len")]
     for limit in stated:
+        # A missing setting, or null, is no limit.
         if type(limit) is int and limit > 0:
             return None if limit >= _NO_LIMIT else limit
     return None

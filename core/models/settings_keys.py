@@ -17,8 +17,8 @@ class Key:
     """One key of a settings file.
 
     Attributes:
-        name: of the key, or a pattern that ``*`` stands in.
-        fate: "read"; "refused", for every value but ``harmless``; or "irrelevant".
+        name: the name of the key, or a pattern with ``*``.
+        fate: "read"; "refused", except for ``harmless`` values; or "irrelevant".
         why: the meaning of the key, or the reason for its fate.
         harmless: values of a refused key that change nothing.
     """
@@ -75,7 +75,7 @@ SHAPING = (
     "fix_mistral_regex",
     "auto_map",
 )
-"""Keys of ``tokenizer_config.json`` by which classes of transformers change what ``tokenizer.json`` says."""
+"""Keys of ``tokenizer_config.json`` for changes that transformers makes to ``tokenizer.json``."""
 
 _NO_PADDING = "each text is computed without padding"
 _NO_PYTHON = "only tokenizers that are written in Python read it, and these are refused"
@@ -212,7 +212,8 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         "word_tokenizer_type",
     ),
     *_refused(
-        "transformers then reads one of these files by its version, and opgraft reads tokenizer.json",
+        "transformers then reads one of these files by its version, and opgraft reads "
+        "tokenizer.json",
         "fast_tokenizer_files",
         harmless=(None, [], ["tokenizer.json"]),
     ),
@@ -225,7 +226,7 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         harmless=(None,),
     ),
 )
-"""Of ``tokenizer_config.json``, beside a ``tokenizer.json``. Without that file transformers reads all of them."""
+"""``tokenizer_config.json`` beside ``tokenizer.json``; without the latter, transformers reads all."""
 
 _TEXT_ONLY = "opgraft embeds plain texts"
 _OF_TASKS = (
@@ -259,7 +260,7 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
     ),
     *_refused(_TEXT_ONLY, "module_output_name", harmless=(None, "token_embeddings")),
 )
-"""Of ``sentence_bert_config.json``, and of the files that older versions had in its place."""
+"""``sentence_bert_config.json``, and the files with this purpose in older versions."""
 
 NORMALIZE_CONFIG: tuple[Key, ...] = (
     *_refused(
@@ -269,7 +270,7 @@ NORMALIZE_CONFIG: tuple[Key, ...] = (
         harmless=(None, "sentence_embedding"),
     ),
 )
-"""Of ``config.json`` in the folder of a module ``Normalize``."""
+"""``config.json`` in the folder of a module ``Normalize``."""
 
 CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_keys("texts that are put before a text, by name", "prompts"),
@@ -281,7 +282,7 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_irrelevant("comparing vectors is left to who asked for them", "similarity_fn_name"),
     *_irrelevant("it is of other libraries", "__version__", "requirements"),
 )
-"""Of ``config_sentence_transformers.json``."""
+"""``config_sentence_transformers.json``."""
 
 _ID = "the id of a special token"
 
@@ -346,11 +347,12 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
     ),
     *_refused("which is not known", "tokenizer.ggml.*"),
 )
-"""Of GGUF metadata, about text. Keys of the architecture are in ``opgraft.models.gguf_names``."""
+"""GGUF metadata about text. Keys of the architecture are in ``opgraft.models.gguf_names``."""
 
 _ADAPTER = (
     "a LoRA adapter",
-    "Merge the adapter into its base model, as llama-export-lora of llama.cpp does, and load the result",
+    "Merge the adapter into its base model, as llama-export-lora of llama.cpp does, and load the "
+    "result",
 )
 _PROJECTOR = (
     "the projector of a model that sees or hears",
@@ -367,7 +369,7 @@ GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "controlvector": _CONTROL,
     }
 )
-"""By ``general.type``, ``general.architecture`` or the beginning of keys: contents, and the next step."""
+"""Contents and next step by ``general.type``, ``general.architecture`` or the start of keys."""
 
 GGUF_GENERAL: tuple[Key, ...] = (
     *_keys("the family of the model", "general.architecture"),
@@ -384,11 +386,11 @@ GGUF_GENERAL: tuple[Key, ...] = (
     *_irrelevant("the names of the files say so", "split.*"),
     *_refused("opgraft loads models", *(f"{name}.*" for name in GGUF_NO_MODELS)),
 )
-"""Of GGUF metadata, about the file."""
+"""GGUF metadata about the file."""
 
 
 def row_of(keys: Sequence[Key], name: str) -> Key | None:
-    """Return the first row for a key; None if nobody reads the key."""
+    """Return the first row for a key; ``None`` if nobody reads the key."""
     for row in keys:
         if fnmatchcase(name, row.name):
             return row
@@ -396,7 +398,7 @@ def row_of(keys: Sequence[Key], name: str) -> Key | None:
 
 
 def refusals(keys: Sequence[Key], settings: Mapping[str, Any]) -> list[str]:
-    """Return words for each setting that is refused, with its name and value."""
+    """Return a message for each setting that is refused, with name, value and reason."""
     problems = []
     for name, value in settings.items():
         row = row_of(keys, name)

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 
 
 def sinks_of_rank(first: int, heads: int) -> nn.Parameter:
-    """Make a score for each of so many heads of this rank; loading takes those from its first on of all ranks'."""
+    """Make a parameter with a score for each head of this rank.
+
+    Args:
+        first: the number of this rank's first head among the heads of all ranks.
+        heads: the number of heads of this rank.
+    """
     sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
 
     def load(param: Tensor, loaded: LoadedTensor) -> None:

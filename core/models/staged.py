@@ -1,9 +1,8 @@
-"""Decoders that are cut into stages: the stack of layers as far as a rank has it, and the model around it."""
+"""Decoders in stages: the part of the stack on this rank, and the model around the stack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,15 +16,15 @@ from torch import Tensor, nn
 
 
 class DecoderStack(nn.Module):
-    """Embedding, layers and last norm of a decoder, of which a stage has its own.
+    """The part of a decoder's embedding, layers and last norm that a stage has.
 
-    Between layers go the hidden states, ``[tokens, hidden_size]``, and the residual stream that they are still to be
-    added to; between stages both as one tensor ``[2, tokens, hidden_size]``.
+    A layer passes on the hidden states, ``[tokens, hidden_size]``, and the residual stream without
+    these. A stage passes both on as one tensor ``[2, tokens, hidden_size]``.
 
     Args:
-        stage: of this rank.
-        embedding: makes the embedding; the last stage has it too where its weight is the head's.
-        tied: whether that is so.
+        stage: the stage of this rank.
+        embedding: makes the embedding.
+        tied: the head has the embedding's weight, so that the last stage needs the embedding, too.
         layer: makes the layer of a number.
         norm: makes the last norm.
     """
@@ -41,62 +40,74 @@ class DecoderStack(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.embed_tokens: Any = embedding() if stage.is_first or (stage.is_last and tied) else None
+        has_embedding = stage.is_first or (stage.is_last and tied)
+        self.embed_tokens: Any = embedding() if has_embedding else None
         self.layers = nn.ModuleList()
         for number in stage.layers:
-            # By its number in the whole, as in checkpoints.
+            # Checkpoints have the number in the whole model.
             self.layers.add_module(str(number), layer(number))
         self.norm: Any = norm() if stage.is_last else None
 
     def parts_elsewhere(self) -> Collection[str]:
-        """Return the names of the parts that other stages have."""
-        parts = [
-            f"layers.{number}"
-            for number in range(self.stage.num_layers)
-            if number not in self.stage.layers
-        ]
-        return parts + [name for name in ("embed_tokens", "norm") if getattr(self, name) is None]
+        """Return the names of the parts on other stages."""
+        parts = []
+        for number in range(self.stage.num_layers):
+            if number not in self.stage.layers:
+                parts.append(f"layers.{number}")
+        if self.embed_tokens is None:
+            parts.append("embed_tokens")
+        if self.norm is None:
+            parts.append("norm")
+        return parts
 
     def entered(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states and the residual stream, if there is one, that the first layer is called with.
+        """Return the hidden states and the residual stream for the first layer.
+
+        The first stage has no residual stream yet.
 
         Args:
             input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
-            inputs_embeds: embeddings ``[tokens, hidden_size]``; on a later stage what the one before has returned.
+            inputs_embeds: embeddings ``[tokens, hidden_size]``; on a later stage, the output of the
+                stage before.
 
         Raises:
-            ModelError: a later stage is given none.
+            ModelError: a later stage has no ``inputs_embeds``.
         """
         if not self.stage.is_first:
             hidden_states, residual = expect_given(self.stage, inputs_embeds).unbind(0)
             return hidden_states, residual
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds, None
+        if inputs_embeds is None:
+            return self.embed_tokens(input_ids), None
+        return inputs_embeds, None
 
     def left(self, hidden_states: Tensor, residual: Tensor, compiled: bool = True) -> Tensor:
-        """Return what comes of the last layer's outputs: the last norm of their sum, or both for the next stage.
+        """Return the output of this stage: on the last stage, the last norm of the sum.
+
+        Other stages return ``[2, tokens, hidden_size]``: both tensors, for the next stage.
 
         Args:
-            hidden_states: of the layer.
-            residual: to which they are still to be added.
-            compiled: whether this is in the graph of a model that a compiler has; else its norm has a kernel there too.
+            hidden_states: the output of the last layer, ``[tokens, hidden_size]``.
+            residual: the residual stream without that output, ``[tokens, hidden_size]``.
+            compiled: False calls the norm's own kernel, even if the op is left to a compiler.
         """
         if not self.stage.is_last:
             return torch.stack((hidden_states, residual))
-        outputs = (self.norm if compiled else partial(call_uncompiled, self.norm))(
-            hidden_states, residual
-        )
+        if compiled:
+            outputs = self.norm(hidden_states, residual)
+        else:
+            outputs = call_uncompiled(self.norm, hidden_states, residual)
         return outputs[0]  # type: ignore[no-any-return]
 
 
 class StagedForCausalLM(Model):
-    """A stack with its logits, cut into stages.
+    """A stack with logits, cut into stages.
 
     Attributes:
-        stage: of this rank.
+        stage: the stage of this rank.
         model: the stack.
-        lm_head: the head, which the last stage has.
+        lm_head: the head on the last stage; ``None`` on other stages.
     """
 
     stage_streams: ClassVar[int] = 2
@@ -106,8 +117,9 @@ class StagedForCausalLM(Model):
     logits_processor: LogitsProcessor
 
     def stage_of_rank(self, num_layers: int, prefix: str) -> Stage:
-        """Return the stage of this rank, of so many layers below ``model``."""
-        heads = joined(prefix, "lm_head.weight"), joined(prefix, "model.embed_tokens.weight")
+        """Return the stage of this rank in a model of ``num_layers`` layers."""
+        # A tied head has the second name.
+        heads = (joined(prefix, "lm_head.weight"), joined(prefix, "model.embed_tokens.weight"))
         return Stage.of(self, joined(prefix, "model.layers"), num_layers, heads)
 
     def head(
@@ -119,33 +131,35 @@ class StagedForCausalLM(Model):
         *,
         tied: bool,
     ) -> nn.Module | None:
-        """Make the head of the stack, whose embedding has its weight where they are tied; ``None`` on other stages."""
+        """Make the head; ``None`` on stages before the last.
+
+        A tied head has the embedding's weight, so that ``model`` must be set before.
+        """
         if not self.stage.is_last:
             return None
-        made = ParallelLMHead(
-            vocab_size, hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
-        )
+        path = joined(prefix, "lm_head")
+        made = ParallelLMHead(vocab_size, hidden_size, quant_config=quant_config, prefix=path)
         return made.tie_weights(self.model.embed_tokens) if tied else made
 
     def parts_elsewhere(self) -> Collection[str]:
-        """Return the names of the parts that other stages have, save those of the stack."""
+        """Return the names of the parts on other stages. The stack has further parts."""
         return () if self.stage.is_last else ("lm_head",)
 
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
+        """Return hidden states ``[tokens, hidden_size]`` for ``compute_logits``.
 
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none. A stage that is
-        not the last returns what the next one is given as ``inputs_embeds``.
+        The tokens belong to the current ``AttentionBatch``, or to one sequence without a batch. A
+        stage that is not the last returns the ``inputs_embeds`` of the next stage.
         """
         hidden_states: Tensor = self.model(input_ids, positions, inputs_embeds)
         return hidden_states
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them.
+        """Return logits ``[rows, vocab_size]``, on the last stage only.
 
-        Only the last stage computes them.
+        ``None`` on ranks that do not gather the logits.
         """
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits

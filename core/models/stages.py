@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which of a model's layers a rank has."""
+"""The stages of a pipeline: the share of a model's layers on each rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that a rank of a pipeline has.
+    """The part of a model on a rank of a pipeline.
 
     Attributes:
-        layers: the numbers of its layers.
-        num_layers: of the whole model.
+        layers: the numbers of the layers of this stage.
+        num_layers: the number of layers of the whole model.
     """
 
     layers: range
@@ -29,59 +29,61 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """True where token ids come in."""
+        """True if the stage takes token ids."""
         return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
-        """True where logits come out."""
+        """True if the stage computes logits."""
         return self.layers.stop == self.num_layers
 
     @classmethod
     def of(cls, model: Any, layers: str, num_layers: int, heads: Sequence[str]) -> Stage:
-        """Return the stage of this rank: as ``parallel.stage_layers`` says, else about as many bytes on each.
+        """Return the stage of this rank.
 
-        Counted is what a step reads: the weights of layers, and on the last stage those of the head.
+        ``parallel.stage_layers`` decides. Without this setting, each stage reads about as many
+        bytes in a step: the weights of layers, and on the last stage the weight of the head.
 
         Args:
-            model: that is constructed, a ``Model``.
-            layers: path of the layers.
-            num_layers: how many there are.
-            heads: names of the weight of the head; the first that the checkpoint has counts.
+            model: the ``Model`` that is constructed.
+            layers: the path of the list of layers.
+            num_layers: the number of layers.
+            heads: names of the head's weight. The first name in the checkpoint counts.
 
         Raises:
-            DistributedError: there are more stages than layers, or ``parallel.stage_layers`` are others.
+            DistributedError: there are more stages than layers, or ``parallel.stage_layers`` does
+                not fit the stages and layers.
         """
         group = get_pp_group()
+        # No checkpoint is opened then.
         if group.world_size == 1:
             return cls(range(num_layers), num_layers)
         if group.world_size > num_layers:
             raise DistributedError(
-                f"the pipeline has {group.world_size} stages, and {type(model).__name__} has {num_layers} layers, one "
-                "for each at least: lower parallel.pipeline"
+                f"the pipeline has {group.world_size} stages, and {type(model).__name__} has "
+                f"{num_layers} layers, one for each at least: lower parallel.pipeline"
             )
-        chosen = model.opgraft_config.resolved().parallel.stage_layers
-        if chosen:
-            _expect_whole(chosen, group.world_size, num_layers)
-        ends = [
-            0,
-            *accumulate(
-                chosen or evenly(_bytes(model, layers, num_layers, heads), group.world_size)
-            ),
-        ]
-        return cls(range(*ends[group.rank_in_group :][:2]), num_layers)
+        counts = model.opgraft_config.resolved().parallel.stage_layers
+        if counts:
+            _expect_whole(counts, group.world_size, num_layers)
+        else:
+            sizes = _bytes_of_layers(model, layers, num_layers, heads)
+            counts = evenly(sizes, group.world_size)
+        ends = [0, *accumulate(counts)]
+        rank = group.rank_in_group
+        return cls(range(ends[rank], ends[rank + 1]), num_layers)
 
 
 def expect_given(stage: Stage, inputs_embeds: Tensor | None) -> Tensor:
-    """Return what a later stage is given.
+    """Return the input of a later stage.
 
     Raises:
-        ModelError: that is nothing.
+        ModelError: there is no input.
     """
     if inputs_embeds is None:
         raise ModelError(
-            f"this rank has the layers from {stage.layers.start} on, and was given token ids: give it what the stage "
-            "before returns as inputs_embeds, or let the engine run the model"
+            f"this rank has the layers from {stage.layers.start} on, and was given token ids: give "
+            "it what the stage before returns as inputs_embeds, or let the engine run the model"
         )
     return inputs_embeds
 
@@ -89,40 +91,64 @@ def expect_given(stage: Stage, inputs_embeds: Tensor | None) -> Tensor:
 def _expect_whole(chosen: Sequence[int], stages: int, num_layers: int) -> None:
     if len(chosen) != stages or sum(chosen) != num_layers or min(chosen) < 1:
         raise DistributedError(
-            f"parallel.stage_layers is {', '.join(map(str, chosen))}, and {num_layers} layers go to {stages} stages: "
-            "give the number of layers of each stage, at least 1, or leave it out"
+            f"parallel.stage_layers is {', '.join(map(str, chosen))}, and {num_layers} layers go "
+            f"to {stages} stages: give the number of layers of each stage, at least 1, or leave it "
+            "out"
         )
 
 
 def evenly(sizes: Sequence[int], stages: int) -> Sequence[int]:
-    """Return how many layers of some sizes each stage takes so that the squares of their totals add up to the least."""
+    """Return the number of layers for each stage.
+
+    The sum of the squares of the stages' bytes is the least possible.
+
+    Args:
+        sizes: the bytes of each layer.
+        stages: the number of stages.
+    """
     ends = [0, *accumulate(sizes)]
+    # Number of layers → the least cost of the stages so far with these layers, and their counts.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
-        best = {
-            end: min(
-                (cost + (ends[end] - ends[start]) ** 2, (*counts, end - start))
-                for start, (cost, counts) in best.items()
-                if start < end
-            )
-            for end in range(stage, len(sizes) - stages + stage + 1)
-        }
+        before = best
+        best = {}
+        # Each stage still to come needs a layer.
+        for end in range(stage, len(sizes) - stages + stage + 1):
+            choices = []
+            for start, (cost, counts) in before.items():
+                if start < end:
+                    square = (ends[end] - ends[start]) ** 2
+                    choices.append((cost + square, (*counts, end - start)))
+            best[end] = min(choices)
     return best[len(sizes)][1]
 
 
-def _bytes(model: Any, layers: str, num_layers: int, heads: Sequence[str]) -> list[int]:
-    """Return the bytes of each layer in the checkpoint, the head's with the last; all alike where it does not tell."""
-    sizes, outer = [0] * num_layers, dict.fromkeys(heads, 0)
-    name, numbered = model.opgraft_config.model.name, re.compile(rf"{re.escape(layers)}\.(\d+)\.")
-    for stored, tensor in open_weights(name).tensors.items() if name is not None else ():
+def _bytes_of_layers(
+    model: Any, layers: str, num_layers: int, heads: Sequence[str]
+) -> Sequence[int]:
+    """Return the bytes of each layer in the checkpoint. The last layer's include the head's.
+
+    All numbers are equal if the checkpoint does not tell. The arguments are those of ``Stage.of``.
+    """
+    name = model.opgraft_config.model.name
+    stored = {} if name is None else open_weights(name).tensors
+    numbered = re.compile(rf"{re.escape(layers)}\.(\d+)\.")
+    sizes = [0] * num_layers
+    head_sizes = dict.fromkeys(heads, 0)
+    for stored_name, tensor in stored.items():
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
-        for mapped in model.weights_mapper.spellings(stored):
+        for mapped in model.weights_mapper.spellings(stored_name):
             found = numbered.match(mapped)
-            if found and int(found[1]) < num_layers:
-                sizes[int(found[1])] += size
-            elif mapped in outer:
-                outer[mapped] = size
+            number = int(found[1]) if found else num_layers
+            if number < num_layers:
+                sizes[number] += size
+            elif mapped in head_sizes:
+                head_sizes[mapped] = size
+    # Without a checkpoint, or with layers of other names.
     if not all(sizes):
         return [1] * num_layers
-    sizes[-1] += next(filter(None, outer.values()), 0)
+    for size in head_sizes.values():
+        if size:
+            sizes[-1] += size
+            break
     return sizes

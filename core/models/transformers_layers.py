@@ -1,4 +1,7 @@
-"""Layers of ours in a model of transformers: parallel ones by the plan that its config has, the rest replicated."""
+"""Put layers of ours into a model of transformers.
+
+The config's tensor-parallel plan tells the parallel layers. The other layers are replicated.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,23 @@ STYLES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = MappingProxyTy
         "rowwise_rep": _SPLITTING,
     }
 )
-"""Styles of linear layers in the plans of transformers, with the layers that do the same."""
+"""Style of a linear layer in plans of transformers → class with the same effect, options."""
 
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
-"""Styles under which every rank has the whole weight."""
+"""Styles with the whole weight on every rank."""
 
 
 class ParametersOnMeta(TorchFunctionMode):
-    """Makes what ``torch.empty`` makes, as constructors make their parameters, without memory; tables are computed."""
+    """Gives tensors of ``torch.empty`` no memory, such as the parameters of a new layer.
+
+    Constructors compute tables by other functions. Tables therefore keep their numbers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        return func(*args, **({**options, "device": "meta"} if func is torch.empty else options))
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            options["device"] = "meta"
+        return func(*args, **options)
 
 
 def _pattern(path: str) -> str:
@@ -64,14 +72,17 @@ class Cut:
 
 @dataclass(eq=False)
 class Replacer:
-    """Replaces the linear layers and embeddings of one model, which is on meta.
+    """Replaces the linear layers and embeddings of a model without memory.
 
     Attributes:
         model: the model of transformers.
-        plan: pattern of a path → style, as ``base_model_tp_plan`` with the paths of the whole model.
-        kept_whole: paths of modules whose layers are not cut, with the reason.
+        plan: pattern of a path → style: ``base_model_tp_plan`` with the paths of the whole model.
+        kept_whole: path of a module → the reason why the layers below are not cut.
         quant_config: chooses the weight methods.
         prefix: the path of the model in a larger one.
+        untouched: module → the reason why the module stays.
+        cuts: the modules that were replaced.
+        left: the modules that stay, or are whole though the plan cuts them.
         experts_paths: paths of the layers of experts, once they are replaced.
     """
 
@@ -89,18 +100,18 @@ class Replacer:
         self.untouched = read_by_parents(self.model)
 
     def style(self, path: str) -> str | None:
-        """Return the style that the plan has for a module or a parameter."""
+        """Return the plan's style for a module or a parameter."""
         return self.plan.get(_pattern(path))
 
     def is_cut(self, path: str) -> bool:
-        """Say whether the outputs of a projection right below a module stay cut."""
+        """Return True if a rank has a part only of the outputs of a projection in the module."""
         module = self.model.get_submodule(path)
-        return self._whole_because(path) is None and any(
-            self.style(f"{path}.{name}") == "colwise" for name, _ in module.named_children()
-        )
+        if self._whole_because(path) is not None:
+            return False
+        return any(self.style(f"{path}.{name}") == "colwise" for name, _ in module.named_children())
 
     def linears(self) -> None:
-        """Replace every ``nn.Linear``; report those that the plan cuts and that stay whole."""
+        """Replace every ``nn.Linear``. Report layers that stay whole though the plan cuts them."""
         for path, module in list(self.model.named_modules()):
             if type(module) is nn.Linear and module not in self.untouched:
                 self.put(path, module, self._linear(path, module))
@@ -116,6 +127,7 @@ class Replacer:
         served = {_pattern(path) for path in self.experts_paths}
         if {pattern, pattern.rpartition(".")[0]} & served:
             return True
+        # embeddings() replaces the embedding, whatever its style is.
         return style in STYLES or style in WHOLE or style.startswith("embedding")
 
     def experts(self, choices: Mapping[str, int], layers: ExpertLayers) -> None:
@@ -143,11 +155,13 @@ class Replacer:
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
         served = STYLES.get(self.style(path) or "")
         reason = self._whole_because(path.rpartition(".")[0])
-        cls, options = (ReplicatedLinear, {}) if reason or served is None else served
-        if reason and served is not None:
-            self.left.append(
-                LeftAlone(path, type(linear).__name__, f"whole on every rank: {reason}")
-            )
+        cls: type[nn.Module] = ReplicatedLinear
+        options: Mapping[str, Any] = {}
+        if served is not None and reason:
+            remark = f"whole on every rank: {reason}"
+            self.left.append(LeftAlone(path, type(linear).__name__, remark))
+        elif served is not None:
+            cls, options = served
         return cls(
             linear.in_features,
             linear.out_features,
@@ -160,41 +174,59 @@ class Replacer:
         )
 
     def _whole_because(self, parent: str) -> str | None:
-        """Say why layers below ``parent`` are not cut: those beside them cannot be."""
+        """Return the reason why layers below ``parent`` are not cut; ``None`` if they may be cut.
+
+        Layers share a cut: if one of them cannot be cut, none is cut.
+        """
         if parent in self.kept_whole:
             return self.kept_whole[parent]
-        children = self.model.get_submodule(parent)
-        names = [*dict(children.named_children()), *children._parameters]
+        module = self.model.get_submodule(parent)
+        names = [*dict(module.named_children()), *module._parameters]
         styles = {self.style(joined(parent, name)) for name in names} - {None, *STYLES, *WHOLE}
-        return f"the plan has {', '.join(map(repr, styles))} beside it" if styles else None
+        if not styles:
+            return None
+        return f"the plan has {', '.join(map(repr, styles))} beside it"
 
     def embeddings(self, embedding: Any, head: Any) -> None:
-        """Replace the embedding of the ids, and the output layer where it stands right below the model."""
-        tied = head is not None and embedding is not None and head.weight is embedding.weight
-        paths = {module: path for path, module in self.model.named_modules()}
-        plain = type(embedding) is nn.Embedding
-        outer = type(head) is nn.Linear and "." not in paths[head]
-        if tied and not (plain and outer):
-            reason = "embedding and output layer share a weight, and one of them is of another kind: whole"
-            self.untouched[head] = self.untouched[embedding] = reason
-        for module in filter(None, (embedding, head)):
-            if module in self.untouched:
-                self.left.append(
-                    LeftAlone(paths[module], type(module).__name__, self.untouched[module])
-                )
-        replaced = None
-        if plain and embedding not in self.untouched:
-            replaced = self._vocabulary(VocabParallelEmbedding, paths[embedding], embedding.weight)
-            self.put(paths[embedding], embedding, replaced)
-        if outer and head not in self.untouched:
-            made: Any = self._vocabulary(
-                ParallelLMHead, paths[head], head.weight, bias=head.bias is not None
-            )
-            self.put(paths[head], head, made.tie_weights(replaced) if tied else made)
+        """Replace the embedding of ids, and the output layer if it is a child of the model itself.
 
-    def _vocabulary(
+        Args:
+            embedding: the embedding, or ``None``.
+            head: the output layer, or ``None``.
+        """
+        are_tied = head is not None and embedding is not None and head.weight is embedding.weight
+        paths = {module: path for path, module in self.model.named_modules()}
+        is_plain = type(embedding) is nn.Embedding
+        is_outer = type(head) is nn.Linear and "." not in paths[head]
+        if are_tied and not (is_plain and is_outer):
+            reason = (
+                "embedding and output layer share a weight, and one of them is of another kind: "
+                "whole"
+            )
+            self.untouched[head] = reason
+            self.untouched[embedding] = reason
+        self._report_untouched(paths, embedding, head)
+        replaced = None
+        if is_plain and embedding not in self.untouched:
+            path = paths[embedding]
+            replaced = self._over_vocabulary(VocabParallelEmbedding, path, embedding.weight)
+            self.put(path, embedding, replaced)
+        if is_outer and head not in self.untouched:
+            path = paths[head]
+            has_bias = head.bias is not None
+            made: Any = self._over_vocabulary(ParallelLMHead, path, head.weight, bias=has_bias)
+            self.put(path, head, made.tie_weights(replaced) if are_tied else made)
+
+    def _report_untouched(self, paths: Mapping[Any, str], *modules: nn.Module | None) -> None:
+        for module in modules:
+            if module is not None and module in self.untouched:
+                reason = self.untouched[module]
+                self.left.append(LeftAlone(paths[module], type(module).__name__, reason))
+
+    def _over_vocabulary(
         self, cls: type[nn.Module], path: str, weight: Tensor, **options: Any
     ) -> nn.Module:
+        """Make a layer with a weight ``[vocab_size, hidden_size]``."""
         return cls(
             *weight.shape,
             params_dtype=weight.dtype,
@@ -204,19 +236,25 @@ class Replacer:
         )
 
     def put(self, path: str, module: nn.Module, layer: nn.Module) -> None:
-        """Put a layer in a module's place."""
+        """Replace a module by a layer, and note the replacement."""
         parent, _, name = path.rpartition(".")
         self.model.get_submodule(parent)._modules[name] = layer
         self.cuts.append(Cut(path, type(module).__name__, type(layer).__name__))
 
 
 def materialise(model: nn.Module) -> Iterator[str]:
-    """Give memory to the parameters and buffers that have none; yield the names of buffers that nothing fills."""
+    """Give memory to parameters and buffers without memory.
+
+    Yields:
+        The names of non-persistent buffers: no tensor of the checkpoint fills such a buffer.
+    """
+    # The model is only described.
     if torch.get_default_device().type == "meta":
-        return  # a model that is described only
+        return
+    # Tied parameters stay tied.
     made: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
-        # They have memory, but for a weight that is quantized as it is loaded.
+        # Our layers have memory. Weights to quantize on loading get memory by their loader.
         if isinstance(module, (LinearBase, FusedMoE)):
             continue
         for registry in (module._parameters, module._buffers):
@@ -224,10 +262,14 @@ def materialise(model: nn.Module) -> Iterator[str]:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in made:
-                    empty = torch.empty_like(tensor, device=torch.get_default_device())
-                    made[tensor] = (
-                        nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-                    )
+                    made[tensor] = _with_memory(tensor)
                 registry[name] = made[tensor]
                 if name in module._non_persistent_buffers_set:
                     yield f"{path}.{name}"
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device=torch.get_default_device())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, False)
+    return empty

@@ -1,4 +1,7 @@
-"""Names in checkpoints of transformers' models: those that older versions gave, and those without the base model's."""
+"""Names in checkpoints of transformers' models.
+
+Older versions of transformers gave other names, and checkpoints of a base model lack its path.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from opgraft.models.names import WeightsMapper
 
 @dataclass(frozen=True)
 class TransformersNames(WeightsMapper):
-    """Changes names as transformers does when it loads.
+    """Changes names as transformers does on loading.
 
     Attributes:
-        renamings: of transformers, applied in turn.
-        computing: those of transformers that compute a tensor of several, which are not served.
+        renamings: changes of names by transformers, applied in turn.
+        computing: conversions by transformers that compute one tensor of several. Only layers of
+            experts load the several tensors themselves.
         known: the names of the model.
         experts: paths of layers of experts, which load the tensors of each expert themselves.
     """
@@ -29,10 +33,9 @@ class TransformersNames(WeightsMapper):
 
     @classmethod
     def of(cls, model: Any) -> TransformersNames:
-        """Return those of a model of transformers."""
-        transforms = import_extra("transformers.conversion_mapping").get_model_conversion_mapping(
-            model
-        )
+        """Return the changes of names for a model of transformers."""
+        conversions = import_extra("transformers.conversion_mapping")
+        transforms = conversions.get_model_conversion_mapping(model)
         computing = tuple(one for one in transforms if hasattr(one, "operations"))
         renamings = tuple(one for one in transforms if one not in computing)
         known = frozenset(model.state_dict())
@@ -44,18 +47,19 @@ class TransformersNames(WeightsMapper):
         """Return the name in the model.
 
         Raises:
-            CheckpointError: transformers computes a tensor of this one and others.
+            CheckpointError: transformers computes a tensor of this tensor and others.
         """
         renamed = name
         for one in self.renamings:
             renamed, _ = one.rename_source_key(renamed)
         for one in self.computing:
             target, matched = one.rename_source_key(renamed)
+            # A checkpoint may have the computed tensor already.
             if matched is None or renamed in self.known or self._loads_itself(one, target):
                 continue
             raise CheckpointError(
-                f"transformers computes {target!r:.200} of {name!r:.200} and others when it loads, which is not "
-                "served: save the model with the weights as they are computed"
+                f"transformers computes {target!r:.200} of {name!r:.200} and others when it loads, "
+                "which is not served: save the model with the weights as they are computed"
             )
         return renamed
 

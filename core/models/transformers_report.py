@@ -1,8 +1,9 @@
-"""The report of a model that runs through transformers: what became of its modules, and what stayed as it was."""
+"""The report of a model of transformers: the modules that were replaced, and those that stayed."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +17,14 @@ _OURS = "already an op"
 
 @dataclass(frozen=True)
 class TransformersReport:
-    """The layers that took the places of modules, and what stayed as it was and why.
+    """The layers in the place of modules, and the modules that stayed, each with the reason.
 
     Attributes:
-        layers: linear layers, embeddings and the output layer that are ours now.
-        kept: what is whole on every rank though the plan cuts it, and what has no cache.
+        layers: replaced linear layers, embeddings and output layer.
+        kept: layers that are whole on every rank though the plan cuts them, and attention without
+            a cache.
         attention: paths of the modules that call our attention layers.
-        grafted: what ``graft`` did with the rest.
+        grafted: the report of ``graft`` on the other modules.
     """
 
     layers: tuple[Cut, ...]
@@ -32,13 +34,14 @@ class TransformersReport:
 
     @property
     def left_alone(self) -> tuple[LeftAlone, ...]:
-        """All that stayed as it was."""
-        inside = f".{CHILD}."  # parts of our own layers
-        rows = self.grafted.left_alone
-        return (
-            *self.kept,
-            *(row for row in rows if row.reason != _OURS and inside not in row.path),
-        )
+        """The modules that stayed, without those that are ours."""
+        # The parts of our attention layers have such a path.
+        inside = f".{CHILD}."
+        rows = list(self.kept)
+        for row in self.grafted.left_alone:
+            if row.reason != _OURS and inside not in row.path:
+                rows.append(row)
+        return tuple(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for ``json.dumps``."""
@@ -50,14 +53,19 @@ class TransformersReport:
         }
 
     def __str__(self) -> str:
-        counted = Counter((row.source, row.layer) for row in self.layers).most_common()
-        rows = [(str(count), source, layer) for (source, layer), count in counted]
-        replaced = Counter((row.source, row.op) for row in self.grafted.replaced).most_common()
-        rows += [(str(count), source, op) for (source, op), count in replaced]
-        text = [f"{len(self.attention)} modules call our attention layers", ""]
-        text += table([("count", "module", "became"), *rows], WIDTH)
-        stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
+        replaced = [
+            *_counted((row.source, row.layer) for row in self.layers),
+            *_counted((row.source, row.op) for row in self.grafted.replaced),
+        ]
+        lines = [f"{len(self.attention)} modules call our attention layers", ""]
+        lines += table([("count", "module", "became"), *replaced], WIDTH)
+        stayed = _counted((row.source, row.reason) for row in self.left_alone)
         if stayed:
-            kept = [(str(count), source, reason) for (source, reason), count in stayed]
-            text += ["", *table([("count", "left alone", "reason"), *kept], WIDTH)]
-        return "\n".join(text)
+            lines += ["", *table([("count", "left alone", "reason"), *stayed], WIDTH)]
+        return "\n".join(lines)
+
+
+def _counted(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    """Return count, first and second of each different pair, the most frequent pair first."""
+    counts = Counter(pairs).most_common()
+    return [(str(count), first, second) for (first, second), count in counts]

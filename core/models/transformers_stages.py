@@ -1,25 +1,31 @@
-"""Stages of models of transformers: their layers are found by a call without memory, and those of others left out."""
+"""Cut models of transformers into stages.
+
+A call without memory finds the layers. Layers of other stages are left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from opgraft.models.stages import Stage, expect_given
 from torch import Tensor, nn
 
 _SHARED = ("attention_mask", "position_embeddings", "position_ids", "cache_position")
-"""Arguments with tensors that are the same for all layers of a kind, whatever the tokens are."""
+"""Arguments with tensors that are the same for all layers of a kind."""
 
 
 @dataclass(frozen=True)
 class LayerChain:
-    """The layers of a model, each of which is called with what the one before has returned.
+    """The layers of a model, if each is called with the hidden states of the layer before.
 
     Attributes:
-        path: of their list.
-        results: how many things a layer returns, the hidden states first; 0 where it returns these alone.
-        uncut: why there is no such list, empty if there is.
+        path: the path of the list of layers.
+        results: the length of the tuple that a layer returns, with the hidden states first; 0 if a
+            layer returns the hidden states alone.
+        uncut: the reason why there is no such list; empty if there is one.
     """
 
     path: str = ""
@@ -29,18 +35,28 @@ class LayerChain:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
+    """A call of a layer.
+
+    ``others`` are the names of further tensors that belong to this layer's tokens.
+    """
+
     layer: nn.Module
     hidden_states: Any
     others: tuple[str, ...]
     result: Any
 
+    @property
+    def states_after(self) -> Any:
+        """The hidden states that the layer returns."""
+        return self.result[0] if isinstance(self.result, tuple) else self.result
+
 
 class LayerRecorder:
-    """Notes the calls of layers in the lists of a model that have one for each that its config names.
+    """Notes the calls of layers in each list with as many modules as the config has layers.
 
     Args:
-        model: without memory.
-        mask: that it is called with, which is no tensor of one layer.
+        model: a model without memory.
+        mask: the mask that the model is called with. All layers share the mask.
     """
 
     def __init__(self, model: Any, mask: Tensor | None) -> None:
@@ -59,57 +75,60 @@ class LayerRecorder:
     def _note(
         self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any
     ) -> None:
+        # The hook must not change the caller's arguments.
         named = dict(named)
         hidden_states, *rest = given or [named.pop("hidden_states", None)]
-        unnamed = [
-            "a tensor without a name"
-            for each in rest
-            if isinstance(each, Tensor) and each is not self.mask
-        ]
-        others = [
-            name for name, value in named.items() if name not in _SHARED and _has_tensor(value)
-        ]
-        self.calls.append(_Call(layer, hidden_states, (*unnamed, *others), result))
+        others = []
+        for each in rest:
+            if isinstance(each, Tensor) and each is not self.mask:
+                others.append("a tensor without a name")
+        for name, value in named.items():
+            if name not in _SHARED and _has_tensor(value):
+                others.append(name)
+        self.calls.append(_Call(layer, hidden_states, tuple(others), result))
 
     def chain(self) -> LayerChain:
-        """Return the layers, or why they are none that stages can share."""
-        reason = f"it has no list of {self.count} layers, each called once with what the one before returned"
+        """Return the layers, or the reason why stages cannot share them."""
+        reason = (
+            f"it has no list of {self.count} layers, each called once with what the one before "
+            "returned"
+        )
         for path, layers in self.lists.items():
-            calls = [call for call in self.calls if any(call.layer is layer for layer in layers)]
+            own = set(map(id, layers))
+            calls = [call for call in self.calls if id(call.layer) in own]
             if [id(call.layer) for call in calls] != list(map(id, layers)):
                 continue
-            if any(call.others for call in calls):
-                name = next(call.others[0] for call in calls if call.others)
-                reason = f"its layers take {name}, which only the first stage would know"
+            others = [name for call in calls for name in call.others]
+            if others:
+                reason = f"its layers take {others[0]}, which only the first stage would know"
                 continue
-            results = [
-                call.result[0] if isinstance(call.result, tuple) else call.result for call in calls
-            ]
-            if all(
-                call.hidden_states is before
-                for call, before in zip(calls[1:], results, strict=False)
-            ):
-                return LayerChain(
-                    path, len(calls[0].result) if isinstance(calls[0].result, tuple) else 0
-                )
+            if not _follow_each_other(calls):
+                continue
+            first = calls[0].result
+            return LayerChain(path, len(first) if isinstance(first, tuple) else 0)
         return LayerChain(uncut=reason)
 
 
+def _follow_each_other(calls: Sequence[_Call]) -> bool:
+    """Return True if each layer gets the very tensor that the layer before has returned."""
+    return all(after.hidden_states is before.states_after for before, after in pairwise(calls))
+
+
 def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, list | tuple) and any(map(_has_tensor, value))
-    )
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
 
 
 class Gate:
-    """The ends of a stage: what came from the stage before, and what goes to the next.
+    """The two ends of a stage: the input from the stage before, and the output for the next stage.
 
-    Whatever the model does before its layers is done with zeros on later stages, and what it does behind them is done
-    in vain on earlier ones.
+    A later stage calls the code before the layers with zeros. An earlier stage calls the code
+    after the layers in vain.
 
     Args:
-        stage: of this rank.
-        embedding_dim: of the embedding.
+        stage: the stage of this rank.
+        embedding_dim: elements of an embedding.
     """
 
     def __init__(self, stage: Stage, embedding_dim: int) -> None:
@@ -119,38 +138,45 @@ class Gate:
         self.passed: Tensor | None = None
 
     def enter(self, inputs_embeds: Tensor | None) -> Tensor | None:
-        """Return the embeddings that the model is called with; on a later stage keep what is given for its layers.
+        """Return the embeddings to call the model with. A later stage keeps its own input here.
 
         Raises:
-            ModelError: a later stage is given nothing.
+            ModelError: a later stage has no input.
         """
         if self.stage.is_first:
             return inputs_embeds
-        self.received = given = expect_given(self.stage, inputs_embeds)
-        return given.new_zeros(given.shape[1], self.embedding_dim)
+        received = expect_given(self.stage, inputs_embeds)
+        self.received = received
+        return received.new_zeros(received.shape[1], self.embedding_dim)
 
     def leave(self, output: Tensor) -> Tensor:
-        """Return what goes to the next stage, or the output of the model on the last one."""
-        passed, self.received, self.passed = self.passed, None, None
+        """Return the input of the next stage; on the last stage, the output of the model."""
+        passed = self.passed
+        # The tensors would stay in memory until the next step.
+        self.received = None
+        self.passed = None
         return output if self.stage.is_last or passed is None else passed
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a layer that another stage has.
+    """Stands in the place of a layer on another stage.
 
     Args:
-        layer: whose attributes its model may look at.
-        gate: of the stage.
-        results: as of ``LayerChain``.
-        place: "before" stands right before the stage, "behind" right behind it.
+        layer: the layer. The model may read its attributes.
+        gate: the ends of this stage.
+        results: see ``LayerChain``.
+        place: "before" is right before the stage, "behind" right behind the stage.
     """
 
     def __init__(self, layer: nn.Module, gate: Gate, results: int, place: str) -> None:
         super().__init__()
-        self.__dict__.update(
-            {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        )
-        self.gate, self.results, self.place = gate, results, place
+        # Parameters and children, which take memory, are in attributes with an underscore.
+        for name, value in vars(layer).items():
+            if not name.startswith("_"):
+                self.__dict__[name] = value
+        self.gate = gate
+        self.results = results
+        self.place = place
 
     def forward(self, *given: Any, **named: Any) -> Any:
         hidden_states = given[0] if given else named["hidden_states"]
@@ -158,11 +184,20 @@ class _Elsewhere(nn.Module):
             hidden_states = self.gate.received
         elif self.place == "behind":
             self.gate.passed = hidden_states
-        return (hidden_states, *[None] * (self.results - 1)) if self.results else hidden_states
+        if not self.results:
+            return hidden_states
+        return (hidden_states, *[None] * (self.results - 1))
 
 
 def leave_out(layers: nn.ModuleList, stage: Stage, results: int, embedding_dim: int) -> Gate:
-    """Replace the layers that other stages have, and return the ends of this one; for arguments see ``Gate``."""
+    """Replace the layers of other stages, and return the ends of this stage.
+
+    Args:
+        layers: all layers of the model.
+        stage: the stage of this rank.
+        results: see ``LayerChain``.
+        embedding_dim: elements of an embedding.
+    """
     gate = Gate(stage, embedding_dim)
     places = {stage.layers.start - 1: "before", stage.layers.stop: "behind"}
     for number, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Short texts that a loaded encoder computes in two ways, and the difference between the ways."""
+"""Short texts for a loaded encoder, to compare the results of two ways to compute them."""
 
 from __future__ import annotations
 
@@ -11,50 +11,68 @@ from opgraft.base.text import described
 from torch import Tensor
 
 _LENGTHS = (11, 7)
+"""Tokens of each text."""
+
 _STEP = 7919
 """A prime, so that the tokens of the texts lie far apart in the vocabulary."""
+
+_CANDIDATES = 40
+"""More tokens than the texts need, as special tokens are left out."""
+
 _SPECIAL = ("mask_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
 _COARSE = 0.05
-"""The tolerance of narrower dtypes, which round each layer's results to three digits or fewer."""
+"""The tolerance of narrower dtypes: each layer's results are rounded to three digits or fewer."""
 
 
 def trial_texts(config: Any, longest: int, device: torch.device) -> list[Tensor]:
-    """Make two texts without a token in common, the first with the special tokens that the config names.
+    """Make two texts without a common token. The first has the special tokens of the config.
 
     Args:
-        config: of a model of transformers.
-        longest: tokens that a text has at most.
-        device: where the ids go.
+        config: the config of a model of transformers.
+        longest: tokens of a text at most.
+        device: the device of the ids.
     """
-    size, padding = int(config.vocab_size), getattr(config, "pad_token_id", None)
-    named = (getattr(config, name, None) for name in _SPECIAL)
-    special = [each for each in named if isinstance(each, int) and 0 <= each < size]
-    plain = (number * _STEP % size for number in range(1, size))
-    ordinary = [each for each, _ in zip(plain, range(40), strict=False)]
-    ordinary = [each for each in ordinary if each not in special and each != padding]
-    texts, start = [], 0
-    for number, length in enumerate(_LENGTHS):
+    size = int(config.vocab_size)
+    padding = getattr(config, "pad_token_id", None)
+    special = []
+    for name in _SPECIAL:
+        token = getattr(config, name, None)
+        if isinstance(token, int) and 0 <= token < size:
+            special.append(token)
+    ordinary = []
+    for number in range(1, min(size, _CANDIDATES + 1)):
+        token = number * _STEP % size
+        if token not in special and token != padding:
+            ordinary.append(token)
+    # Padding is no part of a text.
+    special = [token for token in special if token != padding]
+    texts = []
+    start = 0
+    for length in _LENGTHS:
         count = min(length, longest)
-        first = [each for each in special if each != padding] if number == 0 else []
-        ids = [ordinary[start], *first, *ordinary[start + 1 : start + count]][:count]
+        first, *others = ordinary[start : start + count]
+        ids = [first, *special, *others][:count]
         texts.append(torch.tensor(ids, device=device))
         start += count
+        special = []
     return texts
 
 
 def fault_of(compute: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> str:
-    """Compute states and say how they differ from those that are expected; empty if within rounding.
+    """Compute states and compare them with the expected states.
 
     Args:
         compute: returns the states ``[tokens, size]`` of each text.
-        expected: the same, computed as transformers does.
+        expected: the states of each text as transformers computes them.
+
+    Returns:
+        A description of the difference; empty if the difference is rounding.
     """
     try:
         found = compute()
-    except (
-        Exception
-    ) as error:  # whatever the code of the model raises for a mask or positions of ours
+    # The code of the model may raise anything for our mask or positions.
+    except Exception as error:
         return f"the model raises {described(error)}"
     worst = max(_difference(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     if worst <= _TOLERANCES.get(expected[0].dtype, _COARSE):
@@ -63,9 +81,13 @@ def fault_of(compute: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest distance of a token's states from the expected ones, relative to these."""
+    """Return the largest distance of a token's states from the expected states.
+
+    The distance is relative to the norm of the expected states.
+    """
     apart = (found.float() - expected.float()).norm(dim=-1)
     norms = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    known = expected.isfinite().all(dim=-1)  # a model that computes NaN itself is named later
-    distances = (apart / norms).masked_fill(~known, 0.0)
+    # If transformers itself computes NaN, a later check names the model.
+    is_known = expected.isfinite().all(dim=-1)
+    distances = (apart / norms).masked_fill(~is_known, 0.0)
     return float(distances.nan_to_num(math.inf).max())

@@ -1,1 +1,1 @@
-"""Plans of how a model may be split over devices: what fits, what is sent, and how long a step takes at best."""
+"""Plans for a model on several devices: splits that fit, bytes sent, best time of a step."""

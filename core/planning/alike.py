@@ -1,4 +1,4 @@
-"""Layers of a stack that are alike, of which one is computed for all: a large model has a hundred of them."""
+"""Compute one of many equal layers for all of them. A large model has a hundred equal layers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from opgraft.distributed.groups import Parallelism
 from opgraft.planning.imagined import Transfer, noted_by
 from torch import Tensor, nn
 
+_Calls = dict[Any, tuple[Any, list[list[Transfer]]]]
+"""Kind of a call → the result, and the transfers by communicator."""
+
 
 @contextmanager
 def computed_once(model: nn.Module, parallelism: Parallelism) -> Iterator[None]:
-    """Within the block compute the first of layers that are alike, and count its collectives for each of the others.
+    """Compute one of each kind of layers within the block.
 
-    Tensors have no memory, so that what the first returns is as good as what another would. Layers are alike whose
-    modules have the same classes, and parameters of the same shapes.
+    The collectives of that layer count for each other layer of the kind. Layers are of one kind if
+    their modules have the same classes, and parameters of the same shapes. As tensors have no
+    memory, the layers return equal results.
 
     Args:
-        model: whose stacks of layers are ``nn.ModuleList``.
-        parallelism: whose collectives are counted.
+        model: each stack of layers is a ``nn.ModuleList``.
+        parallelism: the groups that count collectives.
     """
-    known: dict[Any, tuple[Any, list[list[Transfer]]]] = {}
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = {layer: _structure(layer) for stack in stacks if len(stack) > 1 for layer in stack}
+    calls: _Calls = {}
+    layers: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            layers.update((layer, _structure(layer)) for layer in module)
     for layer, structure in layers.items():
-        layer.forward = partial(_forward, layer.forward, structure, known, noted_by(parallelism))
+        # An attribute of the object hides the method of the class until it is deleted.
+        layer.forward = partial(_forward, layer.forward, structure, calls, noted_by(parallelism))
     try:
         yield
     finally:
@@ -38,32 +45,43 @@ def computed_once(model: nn.Module, parallelism: Parallelism) -> Iterator[None]:
 def _forward(
     forward: Callable[..., Any],
     structure: Any,
-    known: dict[Any, tuple[Any, list[list[Transfer]]]],
+    calls: _Calls,
     noted: list[list[Transfer]],
     *args: Any,
     **named: Any,
 ) -> Any:
-    key = (
-        structure,
-        tuple(map(_shape, args)),
-        tuple((name, _shape(value)) for name, value in named.items()),
-    )
-    if key not in known:
-        before = [len(each) for each in noted]
+    """Call a layer, or repeat the transfers of an equal call and return its result.
+
+    Args:
+        forward: the layer's own method.
+        structure: the kind of the layer.
+        calls: the calls so far.
+        noted: the transfers that each communicator has noted.
+        *args: arguments of the layer.
+        **named: arguments of the layer by name.
+    """
+    shapes = tuple(_shape(value) for value in args)
+    shapes_by_name = tuple((name, _shape(value)) for name, value in named.items())
+    key = (structure, shapes, shapes_by_name)
+    if key not in calls:
+        counts = [len(transfers) for transfers in noted]
         result = forward(*args, **named)
-        known[key] = result, [each[start:] for each, start in zip(noted, before, strict=True)]
+        added = [transfers[count:] for transfers, count in zip(noted, counts, strict=True)]
+        calls[key] = (result, added)
         return result
-    result, made = known[key]
-    for each, more in zip(noted, made, strict=True):
-        each += more
+    result, added = calls[key]
+    for transfers, more in zip(noted, added, strict=True):
+        transfers += more
     return result
 
 
 def _structure(layer: nn.Module) -> Any:
+    """Return a value that is equal for layers of one kind."""
     classes = tuple((name, type(module)) for name, module in layer.named_modules())
-    return classes, tuple(
+    parameters = tuple(
         (name, tensor.shape, tensor.dtype) for name, tensor in layer.named_parameters()
     )
+    return classes, parameters
 
 
 def _shape(value: Any) -> Any:

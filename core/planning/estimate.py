@@ -1,4 +1,4 @@
-"""Estimates of the time that a step takes at best: reading, computing and sending, as fast as a device can."""
+"""Estimate the best time of a step: reading, computing and sending at the speed of the device."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ _SENT: Mapping[str, Callable[[float, int], float]] = MappingProxyType(
         "recv": lambda nbytes, ranks: nbytes,
     }
 )
-"""Collective → the bytes through the busiest rank's link, in the direction that has more, by the fewest there can be
-(Thakur et al., 2005, doi:10.1177/1094342005051521)."""
+"""Collective → the least bytes through the link of the busiest rank, in the busier direction.
+
+Thakur et al., 2005, doi:10.1177/1094342005051521.
+"""
 
 _IN_PARTS = frozenset({"all_reduce", "reduce_scatter", "all_to_all"})
-"""Collectives between hosts in which each device of a host has a part of the tensor."""
+"""Collectives between hosts with a part of the tensor on each device of a host."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a rank's part of a step, by what it goes to."""
+    """The time of a rank's part of a step, in seconds.
+
+    Attributes:
+        weights: reading weights, or computing with them.
+        cache: reading the cache, or computing with it.
+        collectives: sending.
+        layers: the time that each layer takes in any case, such as launches.
+    """
 
     weights: float
     cache: float
@@ -43,12 +52,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The sum: one is waited for after the other."""
+        """The sum: nothing overlaps."""
         return self.weights + self.cache + self.collectives + self.layers
 
 
 def sent_bytes(transfers: Iterable[Transfer], layout: ParallelLayout) -> dict[str, float]:
-    """Sum the bytes that a rank sends or receives, whichever is more, by the kind of group."""
+    """Return kind of group → bytes that a rank sends or receives, in the busier direction."""
     sums: dict[str, float] = {}
     for (kind, operation, nbytes), times in Counter(transfers).items():
         ranks = len(layout.groups(kind)[0])
@@ -62,44 +71,62 @@ def seconds_of(
     """Estimate the time of a rank's part of a step.
 
     Args:
-        shard: of the rank.
-        step: its part.
-        layout: of all ranks.
-        rank: of the job; neighbours fill one host after the other.
-        device: on which each rank runs.
+        shard: the shard of the rank.
+        step: the rank's part of the step.
+        layout: the layout of all ranks.
+        rank: the number of the rank in the job. Ranks fill one host after the other.
+        device: the figures of each rank's device.
     """
-    flops = device.flops.get(str(shard.dtype).removeprefix("torch."), device.flops.get(""))
-    kinds = {kind for kind, _, _ in step.transfers}
-    groups = {kind: next(each for each in layout.groups(kind) if rank in each) for kind in kinds}
-    collectives = Counter(step.transfers)
+    dtype = str(shard.dtype).removeprefix("torch.")
+    flops = device.flops.get(dtype, device.flops.get(""))
+    collectives = 0.0
+    for transfer, times in Counter(step.transfers).items():
+        [group] = [each for each in layout.groups(transfer.kind) if rank in each]
+        collectives += times * _seconds_of_transfer(transfer, group, device)
     return Seconds(
-        weights=_roof(step.weights, device.bandwidth, flops),
-        cache=_roof(step.cache, device.bandwidth, flops),
-        collectives=sum(
-            times * _seconds(each, groups[each.kind], device) for each, times in collectives.items()
-        ),
+        weights=_seconds_of_work(step.weights, device.bandwidth, flops),
+        cache=_seconds_of_work(step.cache, device.bandwidth, flops),
+        collectives=collectives,
         layers=shard.layers * device.layer_seconds,
     )
 
 
-def _roof(work: Work, bandwidth: float, flops: float | None) -> float:
-    """Return the time of what limits some work (Williams et al., 2009, doi:10.1145/1498765.1498785)."""
-    return max(work.nbytes / bandwidth, work.flops / flops if flops else 0.0)
+def _seconds_of_work(work: Work, bandwidth: float, flops: float | None) -> float:
+    """Return the time of reading or computing: the longer one limits the work.
+
+    This is the roofline model (Williams et al., 2009, doi:10.1145/1498765.1498785).
+    """
+    reading = work.nbytes / bandwidth
+    computing = work.flops / flops if flops else 0.0
+    return max(reading, computing)
 
 
-def _seconds(transfer: Transfer, ranks: Sequence[int], device: DeviceFigures) -> float:
-    """Return the time of a collective: within each host, and between them."""
+def _seconds_of_transfer(transfer: Transfer, ranks: Sequence[int], device: DeviceFigures) -> float:
+    """Return the time of a collective: within each host, then between hosts."""
+    operation = transfer.operation
+    # A host has as many devices as have links to each other.
     hosts = len({rank // device.linked for rank in ranks})
-    within = ceil(len(ranks) / hosts)
+    ranks_of_host = ceil(len(ranks) / hosts)
     network = device.network or device.link
-    nbytes = transfer.nbytes / within if transfer.operation in _IN_PARTS else transfer.nbytes
-    return _flat(transfer.operation, transfer.nbytes, within, device.link, device.latency) + _flat(
-        transfer.operation, nbytes, hosts, network, device.network_latency
+    network_bytes: float = transfer.nbytes
+    if operation in _IN_PARTS:
+        network_bytes /= ranks_of_host
+    within = _seconds_in_network(
+        operation, transfer.nbytes, ranks_of_host, device.link, device.latency
     )
+    between = _seconds_in_network(operation, network_bytes, hosts, network, device.network_latency)
+    return within + between
 
 
-def _flat(operation: str, nbytes: float, ranks: int, bandwidth: float, latency: float) -> float:
+def _seconds_in_network(
+    operation: str, nbytes: float, ranks: int, bandwidth: float, latency: float
+) -> float:
+    """Return the time of a collective between ranks with equal links."""
     if ranks == 1:
         return 0.0
-    rounds = ceil(log2(ranks)) * (2 if operation == "all_reduce" else 1)
-    return rounds * latency + (_SENT[operation](nbytes, ranks) / bandwidth if bandwidth else 0.0)
+    rounds = ceil(log2(ranks))
+    # A reduction, and the distribution of the result.
+    if operation == "all_reduce":
+        rounds *= 2
+    sending = _SENT[operation](nbytes, ranks) / bandwidth if bandwidth else 0.0
+    return rounds * latency + sending

@@ -1,4 +1,4 @@
-"""Imagined ranks: a model that is constructed as one of them has its shard, and its collectives are counted."""
+"""Imagined ranks of a job that does not run: construct a shard, and count its collectives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class Transfer(NamedTuple):
-    """A collective that a rank takes part in.
+    """A collective of a rank.
 
     Attributes:
-        kind: of its group, one of ``KINDS``.
+        kind: the kind of group, one of ``KINDS``.
         operation: the method of ``Communicator``.
-        nbytes: of the tensor that the rank gives; of the one that it receives for ``recv``.
+        nbytes: the bytes of the rank's input; for ``recv``, of the result.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
 
 
 class ImaginedCommunicator(Communicator):
-    """Notes what is asked of it, and returns tensors of the right shapes. Nobody else takes part.
+    """Notes collectives, and returns tensors of the right shapes. There are no other ranks.
 
     Args:
         ranks: the global ranks of the group.
@@ -38,7 +38,9 @@ class ImaginedCommunicator(Communicator):
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
-        self.ranks, self.rank, self.name = tuple(ranks), rank, name
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.name = name
         self.transfers: list[Transfer] = []
 
     def _note(self, operation: str, x: Tensor) -> None:
@@ -48,17 +50,18 @@ class ImaginedCommunicator(Communicator):
         self._note("all_reduce", x)
         return torch.empty_like(x)
 
+    def _gathered(self, x: Tensor, dim: int) -> Tensor:
+        # torch.cat takes no scalars.
+        part = x if x.dim() else x.reshape(1)
+        return torch.cat([part] * self.world_size, dim)
+
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         self._note("all_gather", x)
-        return torch.cat([x if x.dim() else x.reshape(1)] * self.world_size, dim)
+        return self._gathered(x, dim)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         self._note("gather", x)
-        return (
-            torch.cat([x if x.dim() else x.reshape(1)] * self.world_size, dim)
-            if self.rank == dst
-            else None
-        )
+        return self._gathered(x, dim) if self.rank == dst else None
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
         self._note("reduce_scatter", x)
@@ -85,7 +88,7 @@ class ImaginedCommunicator(Communicator):
 
 @contextmanager
 def imagined_rank(layout: ParallelLayout, rank: int) -> Iterator[Parallelism]:
-    """Have the groups of this process be those of a rank of a job that there is not, within the block."""
+    """Give this process the groups of a rank of an imagined job within the block."""
     former = PARALLELISM.get()
     imagined = Parallelism(layout, {kind: _group(layout, kind, rank) for kind in KINDS})
     PARALLELISM.set(imagined)
@@ -96,45 +99,52 @@ def imagined_rank(layout: ParallelLayout, rank: int) -> Iterator[Parallelism]:
 
 
 def _group(layout: ParallelLayout, kind: str, rank: int) -> ParallelGroup:
-    ranks = next(ranks for ranks in layout.groups(kind) if rank in ranks)
-    alone = len(ranks) == 1
-    return ParallelGroup(
-        kind, ranks, rank, None if alone else ImaginedCommunicator(ranks, ranks.index(rank), kind)
-    )
+    [ranks] = [each for each in layout.groups(kind) if rank in each]
+    communicator = None
+    # A rank alone sends nothing.
+    if len(ranks) > 1:
+        communicator = ImaginedCommunicator(ranks, ranks.index(rank), kind)
+    return ParallelGroup(kind, ranks, rank, communicator)
 
 
 def noted_by(parallelism: Parallelism) -> list[list[Transfer]]:
-    """Return what each communicator of an imagined rank has noted, in lists that grow."""
-    each = (group.communicator for group in parallelism.groups.values())
-    return [
-        communicator.transfers
-        for communicator in each
-        if isinstance(communicator, ImaginedCommunicator)
-    ]
+    """Return the list of transfers of each communicator of an imagined rank. The lists grow."""
+    lists = []
+    for group in parallelism.groups.values():
+        if isinstance(group.communicator, ImaginedCommunicator):
+            lists.append(group.communicator.transfers)
+    return lists
 
 
 class ExpectedExchange:
-    """Stands for the ``ExpertExchange`` of an imagined rank: each expert is chosen as often as the others.
+    """Replaces the ``ExpertExchange`` of an imagined rank: all experts are chosen equally often.
 
     Args:
-        experts: of the layer.
-        local: of each rank.
+        experts: the number of experts of the layer.
+        local: the number of experts of each rank.
     """
 
     def __init__(self, experts: int, local: int) -> None:
-        self.experts, self.local = experts, local
+        self.experts = experts
+        self.local = local
 
     def __call__(
         self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Any
     ) -> Tensor:
-        """Exchange as many rows as are to be expected of ``x`` ``[tokens, hidden_size]``."""
+        """Exchange the expected number of rows of ``x`` ``[tokens, hidden_size]``."""
         group = get_dp_group()
-        size, topk = group.world_size, ids.shape[1]
+        size = group.world_size
+        topk = ids.shape[1]
+        # The probability that none of a token's experts is on a certain rank.
         spared = comb(self.experts - self.local, topk) / comb(self.experts, topk)
-        each = [round(len(x) * (1 - spared))] * size
-        rows = sum(each)
-        group.all_to_all(x.new_empty(size, dtype=torch.int64), [1] * size, [1] * size)
-        group.all_to_all(x.new_empty(rows, 2 * topk, dtype=torch.float32), each, each)
-        arrived = group.all_to_all(x.new_empty(rows, x.shape[1]), each, each)
-        group.all_to_all(arrived, each, each)
+        rows_of_rank = [round(len(x) * (1 - spared))] * size
+        rows = sum(rows_of_rank)
+        # The collectives of ExpertExchange: counts, routing, rows, and the way back.
+        counts = x.new_empty(size, dtype=torch.int64)
+        group.all_to_all(counts, [1] * size, [1] * size)
+        routing = x.new_empty(rows, 2 * topk, dtype=torch.float32)
+        group.all_to_all(routing, rows_of_rank, rows_of_rank)
+        sent = x.new_empty(rows, x.shape[1])
+        arrived = group.all_to_all(sent, rows_of_rank, rows_of_rank)
+        group.all_to_all(arrived, rows_of_rank, rows_of_rank)
         return torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""``Shard``, the part of a model on one rank of a split, and that rank's part of a step."""
+"""``Shard``, the part of a model on one rank of a split, with the rank's part of a step."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from opgraft.planning.imagined import ExpectedExchange, Transfer, imagined_rank,
 from torch import nn
 
 _NATIVE = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("none",)))
-"""Tensors without memory are for no kernel."""
+"""Kernels cannot compute with tensors without memory, so that definitions run."""
 
 
 class _ImaginedLink(StageLink):
-    """Passes tensors without memory on, which cannot tell that a stage has failed."""
+    """Passes tensors without memory on."""
 
     def _expect_computed(self) -> None:
-        """Take it that the stage before has computed."""
+        """Skip the check of the stage before, which needs numbers."""
 
 
 class Work(NamedTuple):
-    """Bytes that a step reads, and operations that it computes.
+    """The bytes and operations of a step.
 
     Attributes:
-        nbytes: read from the memory of the device, or written there.
-        flops: a multiplication and an addition being two.
+        nbytes: bytes that are read from the memory of the device, or written there.
+        flops: operations. A multiplication and an addition are two.
     """
 
     nbytes: float = 0.0
@@ -57,11 +57,11 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardStep:
-    """A rank's part of a step in which each sequence gets a token.
+    """A rank's part of a step with one new token for each sequence.
 
     Attributes:
-        weights: read and computed with.
-        cache: likewise, of keys, values and states.
+        weights: the work on weights.
+        cache: the work on keys, values and states.
         transfers: collectives in the order of the step.
     """
 
@@ -71,43 +71,49 @@ class ShardStep:
 
 
 class Shard:
-    """The part of a model that one rank has, constructed as its loader does, of tensors without memory.
+    """The part of a model on one rank, constructed as for loading, with tensors without memory.
 
     Args:
-        config: resolved; its section ``parallel`` is that of the split.
-        layout: of all ranks.
-        rank: of the job.
+        config: resolved. The section ``parallel`` describes the split.
+        layout: the layout of all ranks.
+        rank: the number of the rank in the job.
 
     Attributes:
-        weight_bytes: of parameters and buffers, as they are loaded.
-        dtype: of activations.
-        cache: the layout of its cache.
-        experts: of all ranks, in the layer that has most.
+        weight_bytes: bytes of parameters and buffers after loading.
+        dtype: the dtype of activations.
+        cache: the layout of the rank's cache.
+        experts: experts of all ranks in the layer with the most experts.
 
     Raises:
-        OpgraftError: the model cannot be split so.
+        OpgraftError: the model cannot be split in this way.
     """
 
     def __init__(self, config: OpgraftConfig, layout: ParallelLayout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
+        self._layout = layout
+        self._rank = rank
         with imagined_rank(layout, rank), set_config(_NATIVE):
             self._model: Any = describe_model(config)
-            self._expect_exchange()
+            self._imagine_exchange()
         self.dtype: torch.dtype = self._model.dtype
-        self.weight_bytes = sum(
-            tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers())
-        )
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors)
         dtype = cache_dtype(config.cache.dtype, self.dtype)
-        layers, states = attention_layers(self._model), state_layers(self._model)
+        layers = attention_layers(self._model)
+        states = state_layers(self._model)
         self.cache = CacheLayout.of(layers, config.cache.block_size, dtype, states)
-        self.experts = max((each.num_experts for each in self._experts()), default=0)
+        self.experts = max((layer.num_experts for layer in self._layers_of_experts()), default=0)
 
     def layer_bytes(self) -> list[int]:
-        """Return the bytes of each layer of the stack, those of the head with the last; of a rank that has all."""
+        """Return the bytes of each layer of the stack, on a rank with all layers.
+
+        The last layer's bytes include those of the head.
+        """
         sizes: dict[int, int] = {}
         for name, parameter in self._model.named_parameters():
-            if found := re.search(r"\blayers\.(\d+)\.", name):
-                sizes[int(found[1])] = sizes.get(int(found[1]), 0) + parameter.nbytes
+            found = re.search(r"\blayers\.(\d+)\.", name)
+            if found:
+                number = int(found[1])
+                sizes[number] = sizes.get(number, 0) + parameter.nbytes
         head = getattr(self._model, "lm_head", None)
         if sizes and head is not None:
             sizes[max(sizes)] += sum(parameter.nbytes for parameter in head.parameters())
@@ -119,92 +125,93 @@ class Shard:
         return len(self.cache.layers) + len(self.cache.states)
 
     def step(self, rows: int, context: int) -> ShardStep:
-        """See what a step does.
+        """Return this rank's part of a step.
 
         Args:
-            rows: sequences, each of which gets a token.
-            context: tokens of each.
+            rows: the number of sequences. Each gets a token.
+            context: tokens of each sequence.
         """
+        # A state is read and written.
+        states = Work(2.0 * rows * self.cache.bytes_per_state)
+        transfers = self._transfers(rows) if self._layout.world > 1 else ()
         return ShardStep(
-            weights=sum(_reading(self._model, rows, self._layout.data), Work()),
-            cache=sum(
-                _attending(self.cache, rows, context), Work(2.0 * rows * self.cache.bytes_per_state)
-            ),
-            transfers=self._transfers(rows) if self._layout.world > 1 else (),
+            weights=sum(_work_on_weights(self._model, rows, self._layout.data), Work()),
+            cache=sum(_work_on_cache(self.cache, rows, context), states),
+            transfers=transfers,
         )
 
     @torch.inference_mode()
     def _transfers(self, rows: int) -> tuple[Transfer, ...]:
-        """Run a step, and return the collectives in it."""
-        with (
-            imagined_rank(self._layout, self._rank) as parallelism,
-            set_config(_NATIVE),
-            torch.device("meta"),
-        ):
-            link = _ImaginedLink.of(self._model, torch.device("meta"))
+        """Run a step without memory, and return the collectives."""
+        meta = torch.device("meta")
+        with imagined_rank(self._layout, self._rank) as parallelism, set_config(_NATIVE), meta:
+            link = _ImaginedLink.of(self._model, meta)
+            given = None
             if link is not None:
                 link.begin(rows)
-            given = None if link is None else link.receive()
+                given = link.receive()
+            ids = torch.zeros(rows, dtype=torch.int64)
             with computed_once(self._model, parallelism):
-                hidden = self._model(
-                    torch.zeros(rows, dtype=torch.int64), torch.arange(rows), given
-                )
+                hidden = self._model(ids, torch.arange(rows), given)
             if link is not None:
                 link.pass_on(hidden)
             if get_pp_group().is_last_rank and isinstance(self._model, HasLogits):
                 self._model.compute_logits(hidden)
             return tuple(chain.from_iterable(noted_by(parallelism)))
 
-    def _experts(self) -> Iterator[FusedMoE]:
-        return (each for each in self._model.modules() if isinstance(each, FusedMoE))
+    def _layers_of_experts(self) -> Iterator[FusedMoE]:
+        return (module for module in self._model.modules() if isinstance(module, FusedMoE))
 
-    def _expect_exchange(self) -> None:
-        """Have experts of several replicas exchange what is to be expected."""
-        for layer in self._experts():
+    def _imagine_exchange(self) -> None:
+        """Make experts of several replicas exchange the expected numbers of rows."""
+        for layer in self._layers_of_experts():
             if layer.exchange is not None and layer.placement is not None:
                 expected: Any = ExpectedExchange(layer.num_experts, layer.placement.per_rank)
                 layer.exchange = expected
 
 
-def _reading(model: nn.Module, rows: int, replicas: int) -> Iterator[Work]:
-    """Yield what each module reads of its weights, and computes with them."""
+def _work_on_weights(model: nn.Module, rows: int, replicas: int) -> Iterator[Work]:
+    """Yield the work of each module on its weights."""
     head = getattr(model, "lm_head", None)
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         nbytes = sum(parameter.nbytes for parameter in own)
-        elements = sum(parameter.numel() for parameter in own if parameter.dim() > 1)
         if isinstance(module, FusedMoE):
-            yield _routed(module, nbytes, rows, replicas)
+            yield _work_of_experts(module, nbytes, rows, replicas)
         elif isinstance(module, VocabParallelEmbedding) and module is not head:
+            # A row of the embedding for each token.
             yield Work(rows * nbytes / len(own[0]))
         elif isinstance(module, LinearBase):
-            linear: Any = module  # whose sizes are those of subclasses
-            yield Work(
-                nbytes,
-                2.0 * rows * linear.input_size_per_partition * linear.output_size_per_partition,
-            )
+            # Subclasses have the sizes. A quantized weight tells them no more.
+            linear: Any = module
+            elements = linear.input_size_per_partition * linear.output_size_per_partition
+            yield Work(nbytes, 2.0 * rows * elements)
         elif own:
+            # Vectors, such as weights of norms, take next to no time.
+            elements = sum(parameter.numel() for parameter in own if parameter.dim() > 1)
             yield Work(nbytes, 2.0 * rows * elements)
 
 
-def _routed(layer: FusedMoE, nbytes: int, rows: int, replicas: int) -> Work:
-    """Return what experts do of which each is chosen equally often."""
-    local, moe = len(layer.local_experts), layer.moe_config
-    tokens = rows * (replicas if layer.exchange is not None else 1)
-    touched = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
-    places = layer.num_experts + (0 if layer.placement is None else layer.placement.redundant)
-    visits = tokens * layer.top_k * local / places
-    return Work(
-        nbytes * touched, visits * 6.0 * moe.hidden_dim * moe.intermediate_size_per_partition
-    )
+def _work_of_experts(layer: FusedMoE, nbytes: int, rows: int, replicas: int) -> Work:
+    """Return the expected work of experts if all are chosen equally often."""
+    moe = layer.moe_config
+    tokens = rows if layer.exchange is None else rows * replicas
+    # An expert that no token visits is not read.
+    visited_share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
+    places = layer.num_experts
+    if layer.placement is not None:
+        places += layer.placement.redundant
+    visits = tokens * layer.top_k * len(layer.local_experts) / places
+    # Three matrices: gate, up and down.
+    flops_of_visit = 6.0 * moe.hidden_dim * moe.intermediate_size_per_partition
+    return Work(nbytes * visited_share, visits * flops_of_visit)
 
 
-def _attending(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
-    """Yield what each attention layer reads of its cache, and computes with it."""
+def _work_on_cache(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
+    """Yield the work of each attention layer on its cache."""
     for layer in layout.layers.values():
-        elements = prod(cache_shape(layer, 1, layout.block_size, layout.dtype)) / layout.block_size
+        block = prod(cache_shape(layer, 1, layout.block_size, layout.dtype))
+        elements_of_token = block / layout.block_size
         seen = rows * min(context, layer.sliding_window or context)
-        yield Work(
-            seen * elements * layout.dtype.itemsize,
-            2.0 * seen * elements * layer.num_queries_per_kv,
-        )
+        elements = seen * elements_of_token
+        yield Work(elements * layout.dtype.itemsize, 2.0 * elements * layer.num_queries_per_kv)

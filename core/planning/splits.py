@@ -1,4 +1,4 @@
-"""The splits of a model over devices: which fit, what each rank holds and sends, and how fast they are at best."""
+"""Find the splits of a model over devices that fit, with memory, bytes sent and the best speed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from opgraft.planning.units import in_bytes
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Devices and sequences that a plan is for.
+    """The devices and the sequences of a plan.
 
     Attributes:
-        devices: how many there are.
-        batch: sequences that generate at once, of all replicas.
-        context: tokens of each.
-        fixed: sizes of ``parallel`` that every split has, by their names.
+        devices: the number of devices.
+        batch: the number of sequences that generate at once, on all replicas.
+        context: tokens of each sequence.
+        fixed: sizes of ``parallel`` by name that every split must have.
     """
 
     devices: int
@@ -48,11 +48,12 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Split:
-    """A way to share a model, and what became of it.
+    """A way to share a model between ranks.
 
     Attributes:
-        layout: of the ranks.
-        expert: ranks that have different experts; 1 where each has a part of all.
+        layout: the layout of the ranks.
+        expert: the number of ranks with different experts; 1 if each rank has a part of every
+            expert.
     """
 
     layout: ParallelLayout
@@ -60,11 +61,10 @@ class Split:
 
     @property
     def name(self) -> str:
-        """The settings that make it, such as ``tensor 8, pipeline 2``."""
+        """The settings of the split, such as ``tensor 8, pipeline 2``."""
         sizes = {**dataclasses.asdict(self.layout), "expert": self.expert}
-        return (
-            ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
-        )
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return ", ".join(parts) or "one device"
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Fitting(Split):
     """A split that fits.
 
     Attributes:
-        weight_bytes: of the rank that has most.
-        cache_tokens: that the cache of one replica holds.
-        sent: bytes that the busiest rank sends or receives in a step, by the kind of group.
+        weight_bytes: bytes of the weights of the fullest rank.
+        cache_tokens: tokens in the cache of one replica.
+        sent: kind of group → bytes that the busiest rank sends or receives in a step.
         stages: the time of each pipeline stage.
-        step: seconds from one token of a sequence to its next.
-        tokens_per_second: of all sequences.
-        batch: sequences of one call of a stage.
+        step: seconds between two tokens of a sequence.
+        tokens_per_second: tokens of all sequences in a second.
+        batch: the number of sequences of one call of a stage.
     """
 
     weight_bytes: int = 0
@@ -92,7 +92,7 @@ class Fitting(Split):
 
 @dataclass(frozen=True)
 class RefusedSplit(Split):
-    """A split that cannot be, and why."""
+    """A split that is not possible, with the reason."""
 
     reason: str = ""
 
@@ -101,7 +101,7 @@ class Planner:
     """Tries splits of one model on one kind of device.
 
     Args:
-        config: resolved; it names the model.
+        config: resolved, with the name of the model.
         device: figures of each device.
     """
 
@@ -114,80 +114,94 @@ class Planner:
             self._config_only = not open_weights(config.model.name or "").tensors
 
     def plan(self, wanted: PlanRequest) -> tuple[list[Fitting], list[RefusedSplit]]:
-        """Return the splits that fit, the fastest first, and the others.
+        """Return the splits that fit, the fastest first, and the other splits.
 
         Raises:
             InputError: fixed sizes do not divide the devices.
-            OpgraftError: the model cannot be made, however it is split.
+            OpgraftError: the model cannot be constructed on one rank.
         """
-        whole = self._shard(Split(ParallelLayout()), 0)
-        tried = [self._tried(split, wanted, whole) for split in self._splits(wanted, whole)]
-        if not tried:
+        whole = self._whole()
+        fitting: list[Fitting] = []
+        refused: list[RefusedSplit] = []
+        for split in self._splits(wanted, whole):
+            reason = self._obstacle(split, wanted, whole)
+            if reason:
+                refused.append(RefusedSplit(split.layout, split.expert, reason))
+            else:
+                fitting.append(self._fitting(split, wanted))
+        if not fitting and not refused:
             sizes = ", ".join(f"{name} {size}" for name, size in wanted.fixed.items())
             raise InputError(
-                f"{wanted.devices} devices cannot be split with {sizes}: fix sizes whose product divides the number of "
-                "devices, or leave one open"
+                f"{wanted.devices} devices cannot be split with {sizes}: fix sizes whose product "
+                "divides the number of devices, or leave one open"
             )
-        fitting = [each for each in tried if isinstance(each, Fitting)]
         fitting.sort(key=lambda each: (-each.tokens_per_second, each.step))
-        return fitting, [each for each in tried if isinstance(each, RefusedSplit)]
+        return fitting, refused
 
     def least_devices(self, wanted: PlanRequest) -> int | None:
-        """Return the least number of devices, more than are wanted, on which a split fits; ``None`` if none does."""
-        whole = self._shard(Split(ParallelLayout()), 0)
-        cache = (
-            whole.cache.blocks(wanted.context) * whole.cache.bytes_per_block
-            + whole.cache.bytes_per_state
-        )
-        needed = ceil((whole.weight_bytes + wanted.batch * cache) / self.device.memory)
-        first = max(wanted.devices + 1, needed)
-        open_sizes = dataclasses.replace(wanted, fixed={})
-        numbers = [number for number in range(first, 4 * first) if number <= 32 or not number % 8]
-        return next((number for number in numbers if self._fits(open_sizes, number)), None)
+        """Return the least number of devices with a split that fits.
 
-    def _fits(self, wanted: PlanRequest, devices: int) -> bool:
-        tried = dataclasses.replace(wanted, devices=devices)
-        whole = self._shard(Split(ParallelLayout()), 0)
-        return any(not self._obstacle(each, tried, whole) for each in self._splits(tried, whole))
+        The number is greater than ``wanted.devices``. Fixed sizes do not count.
+
+        Returns:
+            The number; ``None`` if there is none below four times the necessary memory.
+        """
+        whole = self._whole()
+        cache = whole.cache
+        bytes_of_sequence = (
+            cache.blocks(wanted.context) * cache.bytes_per_block + cache.bytes_per_state
+        )
+        total = whole.weight_bytes + wanted.batch * bytes_of_sequence
+        first = max(wanted.devices + 1, ceil(total / self.device.memory))
+        for number in range(first, 4 * first):
+            # Beyond 32, whole hosts of eight devices.
+            if number > 32 and number % 8:
+                continue
+            tried = dataclasses.replace(wanted, fixed={}, devices=number)
+            for split in self._splits(tried, whole):
+                if not self._obstacle(split, tried, whole):
+                    return number
+        return None
+
+    def _whole(self) -> Shard:
+        """Return the model on one rank."""
+        return self._shard(Split(ParallelLayout()), 0)
 
     def _splits(self, wanted: PlanRequest, whole: Shard) -> Iterator[Split]:
-        """Yield the products of sizes that make the number of devices, with the fixed ones."""
+        """Yield the splits with the number of devices and the fixed sizes."""
         fixed = wanted.fixed
         for data in _divisors(wanted.devices):
             for pipeline in _divisors(wanted.devices // data):
-                layout = ParallelLayout(wanted.devices // data // pipeline, pipeline, data)
+                tensor = wanted.devices // data // pipeline
+                layout = ParallelLayout(tensor, pipeline, data)
                 sizes = dataclasses.asdict(layout)
                 if any(sizes[name] != size for name, size in fixed.items() if name in sizes):
                     continue
-                experts = sorted({1, data * layout.tensor} if whole.experts else {1})
-                yield from (
-                    Split(layout, each) for each in experts if fixed.get("expert", each) == each
-                )
-
-    def _tried(self, split: Split, wanted: PlanRequest, whole: Shard) -> Fitting | RefusedSplit:
-        reason = self._obstacle(split, wanted, whole)
-        return (
-            RefusedSplit(split.layout, split.expert, reason)
-            if reason
-            else self._fitting(split, wanted)
-        )
+                experts = {1, data * tensor} if whole.experts else {1}
+                for expert in sorted(experts):
+                    if fixed.get("expert", expert) == expert:
+                        yield Split(layout, expert)
 
     def _obstacle(self, split: Split, wanted: PlanRequest, whole: Shard) -> str:
-        """Return why a split cannot be; empty where it fits."""
+        """Return the reason why a split is not possible; empty if the split fits.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
         layout = split.layout
-        held = layout.world if split.expert > 1 else layout.tensor * layout.pipeline
-        if whole.weight_bytes > held * self.device.memory:
-            there = (
-                f"{held} devices have {in_bytes(held * self.device.memory)}"
-                if held > 1
-                else "a device has less"
-            )
-            return f"the weights take {in_bytes(whole.weight_bytes)}, and {there}"
+        # Without expert parallelism, each replica has all weights.
+        devices = layout.world if split.expert > 1 else layout.tensor * layout.pipeline
+        memory = devices * self.device.memory
+        # This spares the construction of a model that cannot fit.
+        if whole.weight_bytes > memory:
+            weights = in_bytes(whole.weight_bytes)
+            if devices == 1:
+                return f"the weights take {weights}, and a device has less"
+            return f"the weights take {weights}, and {devices} devices have {in_bytes(memory)}"
+        sequences = ceil(wanted.batch / layout.data)
         try:
             for rank in self._ranks(layout):
-                self._cache_tokens(
-                    self._shard(split, rank), wanted, ceil(wanted.batch / layout.data)
-                )
+                self._cache_tokens(self._shard(split, rank), wanted, sequences)
         except CheckpointError:
             raise
         except OpgraftError as error:
@@ -195,64 +209,75 @@ class Planner:
         return ""
 
     def _ranks(self, layout: ParallelLayout) -> list[int]:
-        """Return a rank of each stage of the first replica: the first, which has most where others have less."""
+        """Return the first rank of each stage of the first replica.
+
+        If ranks of a stage have different shares, the first rank has the largest.
+        """
         return [stage * layout.tensor for stage in range(layout.pipeline)]
 
     def _fitting(self, split: Split, wanted: PlanRequest) -> Fitting:
-        layout, device = split.layout, self.device
+        """Return the figures of a split that fits."""
+        layout = split.layout
         rows = ceil(wanted.batch / (layout.data * layout.pipeline))
-        ranks = self._ranks(layout)
-        shards = [self._shard(split, rank) for rank in ranks]
-        tokens = [
-            self._cache_tokens(shard, wanted, ceil(wanted.batch / layout.data)) for shard in shards
-        ]
-        steps = [shard.step(rows, wanted.context) for shard in shards]
-        stages = tuple(
-            seconds_of(shard, step, layout, rank, device)
-            for shard, step, rank in zip(shards, steps, ranks, strict=True)
-        )
-        step = max(
-            sum(each.total for each in stages), layout.pipeline * max(each.total for each in stages)
-        )
-        sent = [sent_bytes(each.transfers, layout) for each in steps]
+        sequences = ceil(wanted.batch / layout.data)
+        shards = []
+        stages = []
+        tokens = []
+        sent = []
+        for rank in self._ranks(layout):
+            shard = self._shard(split, rank)
+            step = shard.step(rows, wanted.context)
+            shards.append(shard)
+            stages.append(seconds_of(shard, step, layout, rank, self.device))
+            tokens.append(self._cache_tokens(shard, wanted, sequences))
+            sent.append(sent_bytes(step.transfers, layout))
+        totals = [stage.total for stage in stages]
+        # The slowest stage limits a full pipeline.
+        seconds = max(sum(totals), layout.pipeline * max(totals))
         return Fitting(
             layout,
             split.expert,
             weight_bytes=max(shard.weight_bytes for shard in shards),
             cache_tokens=min(tokens),
             sent=max(sent, key=lambda each: sum(each.values())),
-            stages=stages,
-            step=step,
-            tokens_per_second=wanted.batch / step,
+            stages=tuple(stages),
+            step=seconds,
+            tokens_per_second=wanted.batch / seconds,
             batch=rows,
         )
 
     def _shard(self, split: Split, rank: int) -> Shard:
-        layout = split.layout if split.expert > 1 else dataclasses.replace(split.layout, data=1)
-        key = layout, split.expert, rank
+        """Return the shard of a rank. Replicas without expert parallelism share a shard."""
+        layout = split.layout
+        if split.expert == 1:
+            layout = dataclasses.replace(layout, data=1)
+        key = (layout, split.expert, rank)
         if key not in self._shards:
             sizes = {**dataclasses.asdict(layout), "expert": split.expert}
-            parallel = dataclasses.replace(
-                self.config.parallel, **sizes, **self._stages(layout.pipeline)
-            )
+            stages = self._stages(layout.pipeline)
+            parallel = dataclasses.replace(self.config.parallel, **sizes, **stages)
             config = dataclasses.replace(self.config, parallel=parallel)
             self._shards[key] = Shard(config, layout, rank)
         return self._shards[key]
 
     def _stages(self, count: int) -> dict[str, Any]:
-        """Return the layers of each stage where only weights would tell which these are, and there are none."""
+        """Return ``stage_layers`` for a checkpoint without weights; nothing for other checkpoints.
+
+        ``Stage.of`` would count the bytes of layers in the checkpoint. The described model has as
+        many bytes.
+        """
         if count == 1 or self.config.parallel.stage_layers or not self._config_only:
             return {}
         if count not in self._stage_layers:
-            layers = self._shard(Split(ParallelLayout()), 0).layer_bytes()
+            layers = self._whole().layer_bytes()
             self._stage_layers[count] = evenly(layers, count) if len(layers) >= count else ()
         return {"stage_layers": self._stage_layers[count]}
 
     def _cache_tokens(self, shard: Shard, wanted: PlanRequest, sequences: int) -> int:
-        """Return the tokens that the cache of a rank holds, of which as many sequences as are wanted have room.
+        """Return the number of tokens in the cache of a rank.
 
         Raises:
-            ConfigError: they have not, or the weights alone are too large.
+            ConfigError: the weights are too large, or the cache is too small for the sequences.
         """
         left = self.device.memory - shard.weight_bytes
         memory = in_bytes(self.device.memory)
@@ -261,40 +286,35 @@ class Planner:
                 f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}"
             )
         cache = self.config.cache
-        room = room_for(
-            shard.cache.sizes(),
-            self.config,
-            lambda: cache.memory_bytes or int(left * (cache.memory_share or DEVICE_SHARE)),
-        )
-        held = (
-            room.num_blocks // shard.cache.blocks(wanted.context)
-            if shard.cache.layers
-            else room.num_states
-        )
+        free = cache.memory_bytes or int(left * (cache.memory_share or DEVICE_SHARE))
+        room = room_for(shard.cache.sizes(), self.config, lambda: free)
+        held = room.num_states
+        if shard.cache.layers:
+            held = room.num_blocks // shard.cache.blocks(wanted.context)
         if held < sequences:
             raise ConfigError(
-                f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}, and the cache in the rest has "
-                f"room for {held} sequences of {wanted.context} tokens, and not for {sequences}"
+                f"the weights of a rank take {in_bytes(shard.weight_bytes)} of {memory}, and the "
+                f"cache in the rest has room for {held} sequences of {wanted.context} tokens, and "
+                f"not for {sequences}"
             )
         return shard.cache.tokens(room.num_blocks)
 
 
 def expect_split(config: OpgraftConfig) -> None:
-    """Expect that a model can be shared as ``parallel`` says, which its config tells before a worker starts.
+    """Refuse a section ``parallel`` that the model cannot be shared by, before a worker starts.
 
-    What else is wrong with the model is left to its loading. No engine may compute in this process meanwhile.
+    The loading of the model finds other faults. No engine may compute in this process meanwhile.
 
     Args:
-        config: resolved; it names the model.
+        config: resolved, with the name of the model.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model cannot be shared in this way.
     """
-    parallel = (
-        config.parallel
-        if config.parallel.expert > 1
-        else dataclasses.replace(config.parallel, data=1)
-    )
+    parallel = config.parallel
+    # Replicas without expert parallelism have equal shards.
+    if parallel.expert == 1:
+        parallel = dataclasses.replace(parallel, data=1)
     layout = ParallelLayout(parallel.tensor, parallel.pipeline, parallel.data)
     if layout.world == 1:
         return
@@ -304,7 +324,8 @@ def expect_split(config: OpgraftConfig) -> None:
         name = printable(config.model.name or "")
         raise ConfigError(
             f"parallel: {name} cannot be shared by {Split(layout, parallel.expert).name}: {error}. "
-            f"'opgraft plan {name} --devices {layout.world}', with the figures of a device, shows what can be"
+            f"'opgraft plan {name} --devices {layout.world}', with the figures of a device, shows "
+            "what can be"
         ) from error
     except OpgraftError:
         return

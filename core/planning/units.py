@@ -9,10 +9,14 @@ from types import MappingProxyType
 
 from opgraft.errors import InputError
 
-_PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3} | {
-    letter: 1e3**n for n, letter in enumerate("KMGTPE", 1)
+_PREFIXES = {
+    "": 1.0,
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    **{letter: 1e3**power for power, letter in enumerate("KMGTPE", 1)},
+    **{f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", 1)},
 }
-_PREFIXES |= {f"{letter}i": 1024.0**n for n, letter in enumerate("KMGTPE", 1)}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-zA-Z/]*)\s*")
 
 UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
@@ -23,7 +27,7 @@ UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "seconds": {"s": 1.0},
     }
 )
-"""Kind of quantity → its units, each with what one of it is."""
+"""Kind of quantity → unit → the size of the unit in the first unit."""
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
@@ -36,41 +40,50 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
 
 
 def parse_quantity(text: str, kind: str, what: str) -> float:
-    """Return a quantity in the basic unit of its kind.
+    """Return a quantity in the first unit of its kind. ``"3us"`` gives 3e-6 seconds.
 
     Args:
-        text: a number with a unit, which may have a prefix such as ``G`` for a thousand million or ``Gi`` for 2³⁰.
+        text: a number with a unit. The unit may have a prefix, such as ``G`` for a thousand million
+            or ``Gi`` for 2³⁰.
         kind: one of ``UNITS``.
-        what: the option that has it, for messages.
+        what: the name of the option, for messages.
 
     Raises:
-        InputError: it is no such quantity, or not above zero.
+        InputError: the text is no such quantity, or is not above zero.
     """
     found = _QUANTITY.fullmatch(text)
+    number = float(found[1]) if found else 0.0
     factor = _factor(found[2], UNITS[kind]) if found else None
-    if found is None or factor is None or not float(found[1]):
+    if factor is None or not number:
         raise InputError(
-            f"{what} is {text!r:.60}, expected {kind} above zero with their unit, such as {EXAMPLES[kind]}: units are "
-            f"{', '.join(UNITS[kind])}, with prefixes such as G (10⁹) and Gi (2³⁰)"
+            f"{what} is {text!r:.60}, expected {kind} above zero with their unit, such as "
+            f"{EXAMPLES[kind]}: units are {', '.join(UNITS[kind])}, with prefixes such as G (10⁹) "
+            "and Gi (2³⁰)"
         )
-    return float(found[1]) * factor
+    return number * factor
 
 
 def _factor(unit: str, units: Mapping[str, float]) -> float | None:
+    """Return the size of a unit with its prefix; ``None`` for a unit that is not known."""
     for name, factor in units.items():
-        if unit.endswith(name) and unit.removesuffix(name) in _PREFIXES:
-            return _PREFIXES[unit.removesuffix(name)] * factor
+        # "GB/s" has the unit "B/s" and the prefix "G".
+        prefix = unit.removesuffix(name)
+        if unit.endswith(name) and prefix in _PREFIXES:
+            return _PREFIXES[prefix] * factor
     return None
 
 
 def in_bytes(count: float) -> str:
-    """Return a number of bytes with a unit that suits it, such as ``1.5 GiB``."""
-    power = min(4, max(0, int(log2(count)) // 10)) if count >= 1 else 0
-    return f"{count / 1024**power:.4g} {('', 'Ki', 'Mi', 'Gi', 'Ti')[power]}B"
+    """Return a number of bytes with a suitable prefix, such as ``1.5 GiB``."""
+    prefixes = ("", "Ki", "Mi", "Gi", "Ti")
+    power = 0
+    if count >= 1:
+        power = min(len(prefixes) - 1, int(log2(count)) // 10)
+    return f"{count / 1024**power:.4g} {prefixes[power]}B"
 
 
 def in_seconds(seconds: float) -> str:
-    """Return a time in the unit that suits it, such as ``1.5 ms``."""
+    """Return a time with a suitable prefix, such as ``1.5 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -47,7 +47,8 @@ class AWQConfig(CheckpointConfig):
 
     def __init__(self, group_size: int, ignore: Sequence[str] = (), *, head: bool = False) -> None:
         super().__init__(ignore)
-        self.group_size, self.head = group_size, head
+        self.group_size = group_size
+        self.head = head
 
     def get_name(self) -> str:
         return "awq"
@@ -58,8 +59,9 @@ class AWQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make the config from a checkpoint's ``bits``, ``group_size``, layout and list of plain
-        layers.
+        """Make the config from the checkpoint's settings.
+
+        These are ``bits``, ``group_size``, the layout and the list of plain layers.
 
         The layout is ``version``, or ``format`` in newer checkpoints.
 
@@ -67,21 +69,20 @@ class AWQConfig(CheckpointConfig):
             QuantizationError: a setting cannot be read.
         """
         expect_settings("awq", config)
-        # quant_config.json has older names
+        # quant_config.json has older names.
         bits = "bits" if config.get("bits") is not None else "w_bit"
         size = "group_size" if config.get("group_size") is not None else "q_group_size"
         layout = "version" if config.get("version") is not None else "format"
         setting("awq", config, bits, (BITS,), BITS)
         setting("awq", config, "zero_point", (True,), True)
         setting("awq", config, layout, ("gemm",), "gemm")
-        # llm-awq packs words in another order
+        # llm-awq packs words in another order.
         if str(config.get("backend")).lower() == "llm-awq":
             setting("awq", config, "backend", ("auto", "autoawq"))
 
         inputs = group_size("awq", config, size, GROUP)
-        return cls(
-            inputs, parts_not_converted("awq", config), head=head_is_quantized("awq", config)
-        )
+        ignore = parts_not_converted("awq", config)
+        return cls(inputs, ignore, head=head_is_quantized("awq", config))
 
     def quantizes_head(self, prefix: str) -> bool:
         return self.head
@@ -115,11 +116,13 @@ class AWQLinearMethod(GroupLinearMethod):
         groups = expect_groups(layer, input_size_per_partition, self.group_size)
         expect_words(layer, output_partition_sizes, IN_WORD, "outputs")
         rows = sum(output_partition_sizes)
+        words_of_row = rows // IN_WORD
         words = {"output_dim": 1, "packed_dim": 1, "packed_factor": IN_WORD, **extra_weight_attrs}
+        # One group of all inputs is the same on every rank.
         cut = {} if self.group_size == -1 else {"input_dim": 0, "input_unit": self.group_size}
-        shape = (input_size_per_partition, rows // IN_WORD)
+        shape = (input_size_per_partition, words_of_row)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, **words)
-        create_parameter(layer, "qzeros", (groups, rows // IN_WORD), torch.int32, **cut, **words)
+        create_parameter(layer, "qzeros", (groups, words_of_row), torch.int32, **cut, **words)
         create_parameter(
             layer,
             "scales",
@@ -131,11 +134,14 @@ class AWQLinearMethod(GroupLinearMethod):
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        numbers, zeros = _in_order(layer.qweight.data), _in_order(layer.qzeros.data)
+        numbers = _unpacked(layer.qweight.data)
+        zeros = _unpacked(layer.qzeros.data)
         codes = codes_of(numbers.T, zeros.T, layer.scales.data.T, BITS)
         replace(layer, ["qweight", "qzeros"], stored([codes]))
 
 
-def _in_order(words: Tensor) -> Tensor:
+def _unpacked(words: Tensor) -> Tensor:
+    """Return the numbers ``[rows, outputs]`` of words ``[rows, outputs / 8]``, in order."""
     numbers = unpack_words(words, 1, BITS)
-    return numbers.reshape(len(numbers), -1, IN_WORD)[..., PLACES].flatten(1)
+    by_word = numbers.reshape(len(numbers), -1, IN_WORD)
+    return by_word[..., PLACES].flatten(1)

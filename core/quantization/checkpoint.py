@@ -66,18 +66,22 @@ class CheckpointConfig(QuantizationConfig):
         Raises:
             QuantizationError: the checkpoint quantizes some experts of the layer, and not all.
         """
-        experts = [expert_path(layer, expert) for expert in range(layer.num_experts)]
-        names = [f"{path}.{which}" for path in experts for which in ("gate_up_proj", "down_proj")]
-        quantized = [self._of_linear(name) is not None for name in names]
-        if any(quantized) and not all(quantized):
+        plain = []
+        quantized = []
+        for expert in range(layer.num_experts):
+            for projection in ("gate_up_proj", "down_proj"):
+                name = f"{expert_path(layer, expert)}.{projection}"
+                if self._method_of_linear(name) is None:
+                    plain.append(name)
+                else:
+                    quantized.append(name)
+        if plain and quantized:
             raise QuantizationError(
-                f"{names[quantized.index(False)]} is plain in the checkpoint, and "
-                f"{names[quantized.index(True)]} is quantized, but the experts of a layer are kept "
-                "as one: take a checkpoint that has all or none of a layer's experts among those "
-                "that it does not quantize"
+                f"{plain[0]} is plain in the checkpoint, and {quantized[0]} is quantized, but the "
+                "experts of a layer are kept as one: take a checkpoint that has all or none of a "
+                "layer's experts among those that it does not quantize"
             )
-
-        return CheckpointExperts(self) if all(quantized) else None
+        return None if plain else CheckpointExperts(self)
 
     def get_quant_method(
         self, layer: nn.Module, prefix: str
@@ -86,24 +90,25 @@ class CheckpointConfig(QuantizationConfig):
             weights = self.expert_weights(layer)
             return None if weights is None else QuantizedFusedMoEMethod(layer.moe_config, weights)
         if isinstance(layer, LinearBase):
-            return self._of_linear(prefix)
+            return self._method_of_linear(prefix)
         if isinstance(layer, ParallelLMHead):
-            return self._of_head(prefix)
+            return self._method_of_head(prefix)
         return None
 
-    def _of_linear(self, prefix: str) -> QuantizeMethodBase | None:
-        quantized = self._in_checkpoint(prefix)
-        if quantized is None:
-            quantized = not self.is_plain(prefix)
-        return self.linear_method(prefix) if quantized else None
+    def _method_of_linear(self, prefix: str) -> QuantizeMethodBase | None:
+        # Tensors count more than settings, which may be wrong.
+        is_quantized = self._is_quantized_in_checkpoint(prefix)
+        if is_quantized is None:
+            is_quantized = not self.is_plain(prefix)
+        return self.linear_method(prefix) if is_quantized else None
 
-    def _of_head(self, prefix: str) -> QuantizeMethodBase | None:
-        quantized = self._in_checkpoint(prefix)
-        if quantized is None:
-            quantized = self.quantizes_head(prefix)
-        return self.linear_method(prefix) if quantized else None
+    def _method_of_head(self, prefix: str) -> QuantizeMethodBase | None:
+        is_quantized = self._is_quantized_in_checkpoint(prefix)
+        if is_quantized is None:
+            is_quantized = self.quantizes_head(prefix)
+        return self.linear_method(prefix) if is_quantized else None
 
-    def _in_checkpoint(self, prefix: str) -> bool | None:
+    def _is_quantized_in_checkpoint(self, prefix: str) -> bool | None:
         """Return True if the checkpoint quantizes a layer; ``None`` without such a layer.
 
         Raises:
@@ -118,7 +123,6 @@ class CheckpointConfig(QuantizationConfig):
                 f"quantized, but they are one layer here, {prefix}: take a checkpoint that "
                 "quantizes all of them or none"
             )
-
         return bool(quantized) if known else None
 
     def checkpoint_names(self, prefix: str) -> Sequence[str]:
@@ -126,8 +130,9 @@ class CheckpointConfig(QuantizationConfig):
         if prefix in self.stored:
             return [prefix]
         parts = names_of(prefix, self.packed_modules_mapping)
-        several = [*parts, *names_of(prefix, FusedMoE.packed_modules_mapping)]
-        known = [name for name in dict.fromkeys(several) if name in self.stored]
+        # Experts have names that models do not list.
+        candidates = [*parts, *names_of(prefix, FusedMoE.packed_modules_mapping)]
+        known = [name for name in dict.fromkeys(candidates) if name in self.stored]
         return known or parts or [prefix]
 
 
@@ -161,17 +166,14 @@ def setting(
     value = config.get(key)
     if value is None:
         value = default
-
     if isinstance(value, str):
         value = value.lower()
-
     if value not in choices:
         named = ", ".join(map(repr, choices))
         raise QuantizationError(
             f"the checkpoint's quantization {name} has {key} {value!r:.80}, and "
             f"{named} can be read: take a checkpoint in another quantization"
         )
-
     # The choice itself: 4.0 equals 4, and is no size of a tensor.
     known = list(choices)
     place = known.index(value)
@@ -198,7 +200,7 @@ def group_size(
 
 
 def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
-    """Return a list of names of layers; an empty one where the checkpoint has none.
+    """Return a list of names of layers; an empty list if the checkpoint has none.
 
     Raises:
         QuantizationError: the value is no list of strings.
@@ -215,12 +217,18 @@ def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
 def not_converted(
     name: str, config: Mapping[str, Any], key: str = "modules_to_not_convert"
 ) -> list[str]:
-    """Return patterns for names, or parts of names, of plain modules, in the form of transformers.
+    """Return patterns for plain modules.
+
+    As in transformers, a name of the list also stands for modules further inside: ``"lm_head"``
+    gives the patterns ``"lm_head"`` and ``"*.lm_head"``.
 
     Raises:
         QuantizationError: the value is no list of strings.
     """
-    return [pattern for one in name_list(name, config, key) for pattern in (one, f"*.{one}")]
+    patterns = []
+    for module in name_list(name, config, key):
+        patterns += [module, f"*.{module}"]
+    return patterns
 
 
 def parts_not_converted(name: str, config: Mapping[str, Any]) -> list[str]:
@@ -232,6 +240,7 @@ def parts_not_converted(name: str, config: Mapping[str, Any]) -> list[str]:
         QuantizationError: the entries are no list of strings.
     """
     entries = name_list(name, config, "modules_to_not_convert")
+    # An empty entry would match every layer.
     return [f"re:.*{re.escape(entry)}" for entry in entries if entry]
 
 
@@ -293,8 +302,10 @@ def unpack_words(words: Tensor, dim: int, bits: int) -> Tensor:
         dim: the dimension of the packed numbers.
         bits: 4 or 8.
     """
-    data = words.movedim(dim, -1).contiguous().view(torch.uint8)
-    numbers = data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    numbers = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    if bits == 4:
+        halves = torch.stack((numbers & 15, numbers >> 4), -1)
+        numbers = halves.flatten(-2)
     return numbers.movedim(-1, dim)
 
 
@@ -308,10 +319,15 @@ def codes_of(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -
         bits: 4 or 8.
     """
     middle = 1 << bits - 1
-    codes = numbers if bits == 4 else (numbers ^ middle).view(torch.int8)
+    codes = numbers
+    first = 0
+    if bits == 8:
+        # Flipping the highest bit subtracts the middle.
+        codes = (numbers ^ middle).view(torch.int8)
+        first = middle
     if zeros is None or bool((zeros == middle).all()):
         return Codes(codes, scales)
-    return Codes(codes, scales, ((0 if bits == 4 else middle) - zeros.float()) * scales)
+    return Codes(codes, scales, (first - zeros.float()) * scales)
 
 
 @dataclass(frozen=True)
@@ -339,27 +355,30 @@ class Scales:
                 layer, name, shape, torch.float32, needs_scalar_to_array=True, **attributes
             )
             return
-
         height, width = self.block
-        whole, cut_outputs = inputs == layer.input_size, sum(outputs) != layer.output_size
-        groups = (
-            -(-inputs // width) if whole and width != -1 else expect_groups(layer, inputs, width)
-        )
-        if any(size % height for size in outputs[:-1]) or (cut_outputs and outputs[-1] % height):
+        # The last block of a whole layer may be smaller than the others.
+        if inputs == layer.input_size and width != -1:
+            groups = -(-inputs // width)
+        else:
+            groups = expect_groups(layer, inputs, width)
+        *inner, last = outputs
+        has_rest = sum(outputs) == layer.output_size
+        if any(size % height for size in inner) or (last % height and not has_rest):
             raise QuantizationError(
                 f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} "
                 f"outputs on this rank, which the checkpoint's blocks of {height} do not divide: "
                 "take fewer ranks"
             )
-
-        cut = {} if width == -1 else {"input_dim": 1, "input_unit": width}
+        if width != -1:
+            attributes = {"input_dim": 1, "input_unit": width, **attributes}
         shape = (-(-sum(outputs) // height), groups)
         create_parameter(
-            layer, name, shape, torch.float32, output_dim=0, output_unit=height, **cut, **attributes
+            layer, name, shape, torch.float32, output_dim=0, output_unit=height, **attributes
         )
 
     def by_output(self, scales: Tensor, outputs: Sequence[int]) -> Tensor:
         """Return ``[outputs, groups]`` if no block has several outputs, else unchanged scales."""
         if self.block is not None:
             return scales
-        return scales.repeat_interleave(torch.tensor(list(outputs), device=scales.device))[:, None]
+        times = torch.tensor(list(outputs), device=scales.device)
+        return scales.repeat_interleave(times)[:, None]

@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Codes:
-    """Some rows of a weight, ``code · scale + offset`` by group of inputs.
+    """Some rows of a weight: ``code · scale + offset`` by group of inputs.
 
     Attributes:
         codes: ``[rows, in_features]``, in ``int8``, or from 0 to 15 in ``uint8``.
         scales: ``[rows, groups]`` in a floating-point dtype.
-        offsets: as the scales. Without offsets, codes in ``uint8`` stand for ``(code - 8) ·
+        offsets: ``[rows, groups]``. Without offsets, codes in ``uint8`` stand for ``(code - 8) ·
             scale``.
     """
 
@@ -28,13 +28,14 @@ class Codes:
 
     @property
     def is_packed(self) -> bool:
-        """Say whether the codes have four bits."""
+        """True if the codes have four bits."""
         return self.codes.dtype == torch.uint8
 
     def widened(self) -> Codes:
         """Return the same weight with codes in ``int8``."""
         if not self.is_packed:
             return self
+        # With offsets, codes from 0 to 15 stand for themselves.
         middle = MIDDLE if self.offsets is None else 0
         return Codes(self.codes.to(torch.int8) - middle, self.scales, self.offsets)
 
@@ -53,25 +54,28 @@ class Codes:
 
 
 def stored(parts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
-    """Return the storage of a layer for rows one after another: ``weight``, ``scales`` and
-    ``offsets``.
+    """Return the storage of a layer, ``weight``, ``scales`` and ``offsets``, for rows in parts.
 
-    Nothing is rounded. Parts of four and of eight bits, as one layer may have in a GGUF file, are
-    all held in eight.
+    Nothing is rounded. One layer of a GGUF file may have parts of four and of eight bits. Such a
+    layer is stored in eight bits.
     """
     if len({part.is_packed for part in parts}) > 1:
         parts = [part.widened() for part in parts]
-
     if len({part.offsets is None for part in parts}) > 1:
         parts = [part.shifted() for part in parts]
-
+    # One layer has one size of groups. Smaller groups repeat the scales of the larger ones.
     groups = math.lcm(*(part.scales.shape[1] for part in parts))
-    parts = [part.regrouped(groups) for part in parts]
-    rows = [pack_int4(part.codes) if part.is_packed else part.codes for part in parts]
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    scales = torch.cat([part.scales for part in parts])
+    weights = []
+    scales = []
+    offsets = []
+    for part in parts:
+        regrouped = part.regrouped(groups)
+        weights.append(pack_int4(part.codes) if part.is_packed else part.codes)
+        scales.append(regrouped.scales)
+        if regrouped.offsets is not None:
+            offsets.append(regrouped.offsets)
     return {
-        "weight": torch.cat(rows),
-        "scales": scales,
+        "weight": torch.cat(weights),
+        "scales": torch.cat(scales),
         "offsets": torch.cat(offsets) if offsets else None,
     }

@@ -1,8 +1,7 @@
-"""Checkpoints in the format of compressed-tensors, as llm-compressor writes: several layouts,
-chosen by target.
+"""Checkpoints in the format of compressed-tensors, such as those of llm-compressor.
 
-This module reads the configuration: the library wants newer versions of torch and Python than
-    opgraft does.
+Groups of layers may have different layouts. The configuration is read here, as the library needs
+newer versions of torch and Python than opgraft.
 """
 
 from __future__ import annotations
@@ -52,6 +51,15 @@ WITHOUT_EFFECT = frozenset(
 )
 """Settings without an effect on numbers: ``cache.dtype`` decides about the cache."""
 
+_DYNAMIC_INPUTS = {
+    "type": "int",
+    "num_bits": 8,
+    "dynamic": True,
+    "symmetric": True,
+    "strategy": "token",
+}
+"""The settings of inputs that ``int8_dynamic_linear`` computes with."""
+
 
 class Group:
     """Layers with the same quantization.
@@ -59,7 +67,7 @@ class Group:
     Args:
         targets: patterns of names, or ``"Linear"`` for all.
         scheme: the group's settings.
-        layout: how weights lie in the checkpoint, if the group does not say.
+        layout: the layout of weights in the checkpoint, unless the group has another.
 
     Raises:
         QuantizationError: the settings cannot be read.
@@ -104,17 +112,17 @@ class CompressedTensorsConfig(CheckpointConfig):
         setting(NAME, config.get("sparsity_config") or {}, "format", (None, "dense"))
         _expect_known(config, READ | WITHOUT_EFFECT)
         given = config.get("config_groups")
-        if not isinstance(given, Mapping) or not all(
-            isinstance(one, Mapping) for one in given.values()
-        ):
+        are_groups = isinstance(given, Mapping) and all(
+            isinstance(scheme, Mapping) for scheme in given.values()
+        )
+        if not are_groups:
             raise QuantizationError(
                 f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}"
             )
-
-        groups = [
-            Group(name_list(NAME, one, "targets"), one, config.get("format"))
-            for one in given.values()
-        ]
+        groups = []
+        for scheme in given.values():  # type: ignore[union-attr]
+            targets = name_list(NAME, scheme, "targets")
+            groups.append(Group(targets, scheme, config.get("format")))
         return cls(groups, name_list(NAME, config, "ignore"))
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
@@ -128,11 +136,11 @@ class CompressedTensorsConfig(CheckpointConfig):
                 "with different settings, or some in none, but they are one layer here, "
                 f"{prefix}: take a checkpoint that quantizes all of them alike"
             )
-
         return methods[0]
 
     def _group_of_name(self, name: str) -> Group | None:
         """Return the group with a name; else the first with a matching regular expression."""
+        # As in the library: a name counts more than an expression in an earlier group.
         for group in self.groups:
             if group.names.answered(name, {}):
                 return group
@@ -155,6 +163,7 @@ def _are_alike(one: QuantizeMethodBase | None, other: QuantizeMethodBase | None)
 def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
     unknown = []
     for key, value in config.items():
+        # Files list settings of features that they do not use, as null or false.
         if value and key not in known:
             unknown.append(f"{key!r:.80}")
     if unknown:
@@ -166,18 +175,25 @@ def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
-    """Return the function for weight methods of a group."""
+    """Return the function that makes the weight methods of a group.
+
+    Args:
+        scheme: the group's settings.
+        layout: the layout of weights in the checkpoint.
+
+    Raises:
+        QuantizationError: the settings or the layout cannot be read.
+    """
     layout = layout.lower() if isinstance(layout, str) else layout
     _expect_known(scheme, ("targets", "weights", "input_activations", "format"))
-    weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
-
+    weights = scheme.get("weights") or {}
+    inputs = scheme.get("input_activations")
     for key, value in (("weights", weights), ("input_activations", inputs or {})):
         if not isinstance(value, Mapping):
             raise QuantizationError(
                 f"the checkpoint's quantization {NAME} has {key} {value!r:.80}, expected settings: "
                 "correct it in the checkpoint's config"
             )
-
     kind = setting(NAME, weights, "type", ("int", "float"), "int")
     if layout == "pack-quantized" and kind == "int":
         return _packed(weights, inputs)
@@ -185,7 +201,6 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
         return _integers(weights, inputs)
     if layout in ("float-quantized", "naive-quantized") and kind == "float":
         return _floats(weights, inputs)
-
     raise QuantizationError(
         f"the checkpoint's quantization {NAME} has the format {layout!r:.80} with weights of type "
         f"{kind}, and pack-quantized, int-quantized and float-quantized can be read: take a "
@@ -195,7 +210,7 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
 
 def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
     setting(NAME, {"input_activations": inputs}, "input_activations", (None,))
-    # Those that leave inputs in their order.
+    # These values leave inputs in their order.
     setting(NAME, weights, "actorder", (None, "weight", "static", False))
     bits = setting(NAME, weights, "num_bits", (4, 8))
     symmetric = setting(NAME, weights, "symmetric", (True, False), True)
@@ -207,19 +222,12 @@ def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
 def _integers(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Callable[[], Any]:
     setting(NAME, weights, "num_bits", (8,))
     setting(NAME, weights, "symmetric", (True,), True)
-    scales = _scales_of(
-        weights, ("channel", "tensor") if inputs else ("channel", "tensor", "group")
-    )
+    # int8_dynamic_linear has a scale for each output, and none for groups of inputs.
+    strategies = ("channel", "tensor") if inputs else ("channel", "tensor", "group")
+    scales = _scales_of(weights, strategies)
     if inputs is not None:
-        for key, value in {
-            "type": "int",
-            "num_bits": 8,
-            "dynamic": True,
-            "symmetric": True,
-            "strategy": "token",
-        }.items():
+        for key, value in _DYNAMIC_INPUTS.items():
             setting(NAME, inputs, key, (value,))
-
     return lambda: IntegerLinearMethod(scales, inputs is not None)
 
 
@@ -232,13 +240,11 @@ def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Cal
     static = not setting(NAME, given, "dynamic", (True, False), False)
     if static:
         setting(NAME, given, "strategy", ("tensor",))
-
     if static and weights.get("strategy") == "block":
         raise QuantizationError(
             f"the checkpoint's quantization {NAME} has blocks and static scales of inputs: no op "
             "does"
         )
-
     return lambda: Fp8LinearMethod(scales, static)
 
 
@@ -248,7 +254,8 @@ def _scales_of(weights: Mapping[str, Any], strategies: Sequence[str]) -> Scales:
         return Scales(None)
     if strategy == "block":
         return Scales(block_shape(NAME, weights.get("block_structure")))
-    return Scales((1, group_size(NAME, weights) if strategy == "group" else -1))
+    size = group_size(NAME, weights) if strategy == "group" else -1
+    return Scales((1, size))
 
 
 @PluggableClass.register("compressed_packed_linear_method")
@@ -262,7 +269,9 @@ class PackedLinearMethod(GroupLinearMethod):
     """
 
     def __init__(self, bits: int, group_size: int, symmetric: bool) -> None:
-        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+        self.bits = bits
+        self.group_size = group_size
+        self.symmetric = symmetric
 
     def create_weights(
         self,
@@ -275,7 +284,8 @@ class PackedLinearMethod(GroupLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         groups = expect_groups(layer, input_size_per_partition, self.group_size)
-        in_word, rows = 32 // self.bits, sum(output_partition_sizes)
+        in_word = 32 // self.bits
+        rows = sum(output_partition_sizes)
         expect_words(layer, [input_size_per_partition], in_word, "inputs")
         shape = (rows, input_size_per_partition // in_word)
         words = {"packed_factor": in_word, "output_dim": 0, **extra_weight_attrs}
@@ -302,14 +312,12 @@ class PackedLinearMethod(GroupLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         numbers = unpack_words(layer.weight_packed.data, 1, self.bits)
-        zeros = None if self.symmetric else unpack_words(layer.weight_zero_point.data, 0, self.bits)
+        gone = ["weight_packed", "weight_scale", "weight_shape"]
+        zeros = None
+        if not self.symmetric:
+            zeros = unpack_words(layer.weight_zero_point.data, 0, self.bits)
+            gone.append("weight_zero_point")
         codes = codes_of(numbers, zeros, layer.weight_scale.data, self.bits)
-        gone = [
-            "weight_packed",
-            "weight_scale",
-            "weight_shape",
-            *([] if self.symmetric else ["weight_zero_point"]),
-        ]
         replace(layer, gone, stored([codes]))
 
 
@@ -318,12 +326,13 @@ class IntegerLinearMethod(GroupLinearMethod):
     """Holds ``weight`` in ``int8``, and ``scales``.
 
     Args:
-        scales: those of a checkpoint, ``weight_scale``.
+        scales: the form of ``weight_scale`` in the checkpoint.
         dynamic: inputs are quantized to 8 bits row by row.
     """
 
     def __init__(self, scales: Scales, dynamic: bool) -> None:
-        self.scales, self.dynamic = scales, dynamic
+        self.scales = scales
+        self.dynamic = dynamic
 
     def create_weights(
         self,

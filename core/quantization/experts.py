@@ -24,8 +24,7 @@ Codes = tuple[Tensor, Tensor, Tensor | None]
 
 
 class OnlineExperts(ExpertWeights):
-    """Plain weights of a checkpoint. Each expert's weights are quantized and released once
-    complete.
+    """Plain weights of a checkpoint. Complete weights of an expert are quantized and released.
 
     Args:
         method: quantizes a matrix.
@@ -36,31 +35,38 @@ class OnlineExperts(ExpertWeights):
 
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
         experts, hidden, intermediate = sizes
+        device = torch.get_default_device()
         shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
-
         for name, shape in shapes.items():
             self.method.expect_fits(f"{layer.prefix} ({name})", shape[2])
-            weight = nn.Parameter(
-                torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
-            )
-            loading = _Loading(
-                self.method, layer.loader, f"{name}_weight", torch.get_default_device()
-            )
+            # Plain weights of all experts may not fit into the memory.
+            empty = torch.empty(shape, dtype=params_dtype, device="meta")
+            weight = nn.Parameter(empty, requires_grad=False)
+            loading = _QuantizingLoader(self.method, layer.loader, f"{name}_weight", device)
             set_weight_attrs(weight, {"weight_loader": loading})
             layer.register_parameter(f"{name}_weight", weight)
 
     def finish(self, layer: Any) -> None:
         for name in ("w13", "w2"):
-            put(layer, stacked(name, layer._parameters[f"{name}_weight"].weight_loader.finished()))
+            loader = layer._parameters[f"{name}_weight"].weight_loader
+            put(layer, stacked(name, loader.finished()))
 
 
-class _Loading:
-    """Loads a plain parameter of all experts, and quantizes each expert's complete matrix."""
+class _QuantizingLoader:
+    """Loads a plain parameter of all experts, and quantizes each expert's complete matrix.
+
+    Attributes:
+        plain: place of an expert → plain matrix ``[1, rows, columns]``, and the loaded parts.
+        made: place of an expert → codes.
+    """
 
     def __init__(
         self, method: OnlineLinearMethod, loader: ExpertLoader, name: str, device: torch.device
     ) -> None:
-        self.method, self.loader, self.name, self.device = method, loader, name, device
+        self.method = method
+        self.loader = loader
+        self.name = name
+        self.device = device
         self.plain: dict[int, tuple[Tensor, set[str]]] = {}
         self.made: dict[int, Codes] = {}
 
@@ -70,36 +76,40 @@ class _Loading:
                 self._load(place, param, loaded, part)
 
     def _load(self, place: int, param: Tensor, loaded: LoadedTensor, part: Part) -> None:
-        start = (
-            torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=self.device),
-            set[str](),
-        )
-        plain, seen = self.plain.setdefault(place, start)
-        one = dataclasses.replace(self.loader, experts=self.loader.experts[place : place + 1])
-        one.load(self.name, plain, loaded, part)
-        seen |= set() if part is None else {part[1]}
+        if place not in self.plain:
+            shape = (1, *param.shape[1:])
+            self.plain[place] = (
+                torch.empty(shape, dtype=param.dtype, device=self.device),
+                set(),
+            )
+        plain, seen = self.plain[place]
+        loader = dataclasses.replace(self.loader, experts=self.loader.experts[place : place + 1])
+        loader.load(self.name, plain, loaded, part)
+        if part is not None:
+            seen.add(part[1])
+        # w13 has two parts, gate and up.
         if part is None or part[1] == "w2" or len(seen) == 2:
             del self.plain[place]
-            made = self.method.quantize(plain[0])
+            made: Any = self.method.quantize(plain[0])
             scales = made.get("scales", made.get("weight_scale"))
-            self.made[place] = made["weight"], scales, made.get("offsets")  # type: ignore[assignment]
+            self.made[place] = (made["weight"], scales, made.get("offsets"))
 
     def finished(self) -> list[Codes]:
         """Return the codes of all experts.
 
         Raises:
-            QuantizationError: some were not loaded.
+            QuantizationError: some experts were not loaded.
         """
-        lacking = [
-            expert for place, expert in enumerate(self.loader.experts) if place not in self.made
-        ]
+        lacking = []
+        for place, expert in enumerate(self.loader.experts):
+            if place not in self.made:
+                lacking.append(str(expert))
         if lacking:
             raise QuantizationError(
-                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, "
-                "which are quantized as they are loaded, were not loaded, or not all of them: "
-                "load them by the parameter's weight_loader"
+                f"{self.loader.what}: weights of the experts {', '.join(lacking[:10])}, which are "
+                "quantized as they are loaded, were not loaded, or not all of them: load them by "
+                "the parameter's weight_loader"
             )
-
         return [self.made.pop(place) for place in range(len(self.loader.experts))]
 
 
@@ -128,7 +138,9 @@ class CheckpointExperts(ExpertWeights):
                 "for experts without: take a checkpoint in another quantization"
             )
 
-        hidden, whole = sizes[1], sizes[2] * layer.tp_size
+        _, hidden, intermediate_of_rank = sizes
+        # Linear layers take the sizes of all ranks.
+        intermediate = intermediate_of_rank * layer.tp_size
         settings: dict[str, Any] = {
             "bias": False,
             "params_dtype": params_dtype,
@@ -136,24 +148,31 @@ class CheckpointExperts(ExpertWeights):
             "return_bias": False,
             "disable_tp": layer.tp_size == 1,
         }
-
+        # With redundant experts, a rank may have an expert twice.
         for expert in sorted(set(layer.local_experts)):
             path = expert_path(layer, expert)
             holder = nn.Module()
             holder.gate_up_proj = MergedColumnParallelLinear(
-                hidden, [whole, whole], prefix=f"{path}.gate_up_proj", **settings
+                hidden,
+                [intermediate, intermediate],
+                prefix=f"{path}.gate_up_proj",
+                **settings,
             )
             holder.down_proj = RowParallelLinear(
-                whole, hidden, reduce_results=False, prefix=f"{path}.down_proj", **settings
+                intermediate,
+                hidden,
+                reduce_results=False,
+                prefix=f"{path}.down_proj",
+                **settings,
             )
             layer.add_module(str(expert), holder)
 
     def finish(self, layer: Any) -> None:
-        for name, which in (("w13", "gate_up_proj"), ("w2", "down_proj")):
-            codes = {
-                expert: codes_of(getattr(layer._modules[str(expert)], which))
-                for expert in layer.local_experts
-            }
+        for name, projection in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            codes = {}
+            for expert in layer.local_experts:
+                linear = getattr(layer._modules[str(expert)], projection)
+                codes[expert] = codes_of(linear)
             put(layer, stacked(name, [codes[expert] for expert in layer.local_experts]))
         for expert in set(layer.local_experts):
             del layer._modules[str(expert)]
@@ -179,14 +198,18 @@ def codes_of(layer: Any) -> Codes:
 
     scale = layer._parameters.get("weight_scale")
     if scale is None:
-        return weight, layer.scales.data, None if layer.offsets is None else layer.offsets.data
-
+        offsets = None if layer.offsets is None else layer.offsets.data
+        return weight, layer.scales.data, offsets
     block = layer.quant_method.scales.block
     by_row = block is None or block == (1, -1)
-    scales = expand_weight_scale("quantized_experts", scale.data, weight, None if by_row else block)
-    width = (
-        1 if by_row else math.gcd(weight.shape[1], weight.shape[1] if block[1] == -1 else block[1])
-    )
+    if by_row:
+        scales = expand_weight_scale("quantized_experts", scale.data, weight, None)
+        return weight, scales.contiguous(), None
+    scales = expand_weight_scale("quantized_experts", scale.data, weight, block)
+    inputs = weight.shape[1]
+    block_inputs = inputs if block[1] == -1 else block[1]
+    # Groups must divide the inputs. The last block may be smaller than the others.
+    width = math.gcd(inputs, block_inputs)
     return weight, scales[:, ::width].contiguous(), None
 
 
@@ -198,17 +221,20 @@ def stacked(name: str, experts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
         experts: in the order of places.
     """
     codes, scales, offsets = zip(*experts, strict=True)
-    both: Tensor | None = None
+    all_offsets: Tensor | None = None
     if any(each is not None for each in offsets):
-        both = torch.stack([_offsets(*expert) for expert in experts])
+        all_offsets = torch.stack([_offsets_of(*expert) for expert in experts])
     return {
         f"{name}_weight": torch.stack(codes),
         f"{name}_scales": torch.stack(scales),
-        f"{name}_offsets": both,
+        f"{name}_offsets": all_offsets,
     }
 
 
-def _offsets(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+def _offsets_of(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return the offsets of an expert, also if its codes have none."""
     if offsets is not None:
         return offsets
-    return scales * -MIDDLE if codes.dtype == torch.uint8 else torch.zeros_like(scales)
+    if codes.dtype == torch.uint8:
+        return scales * -MIDDLE
+    return torch.zeros_like(scales)

@@ -27,11 +27,10 @@ from torch import Tensor
 
 @PluggableClass.register("fp8")
 class Fp8Config(OnlineConfig):
-    """Weights in ``float8_e4m3fn`` with a scale for each output; inputs are quantized to the same,
-    row by row.
+    """Weights in ``float8_e4m3fn`` with a scale for each output.
 
-    ``from_config`` makes ``Fp8CheckpointConfig`` from the settings of a checkpoint with fp8
-    weights.
+    Inputs are quantized to the same dtype, row by row. ``from_config`` makes
+    ``Fp8CheckpointConfig`` from the settings of a checkpoint with fp8 weights.
     """
 
     def get_name(self) -> str:
@@ -78,35 +77,32 @@ class Fp8CheckpointConfig(CheckpointConfig):
         self, static: bool, block: tuple[int, int] | None = None, ignore: Sequence[str] = ()
     ) -> None:
         super().__init__(ignore)
-        self.static, self.block = static, block
+        self.static = static
+        self.block = block
 
     def get_name(self) -> str:
         return "fp8"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make the config from a checkpoint's ``activation_scheme``, ``weight_block_size`` and
-        list of plain layers.
+        """Make the config from the checkpoint's settings.
+
+        These are ``activation_scheme``, ``weight_block_size`` and the list of plain layers.
 
         Raises:
             QuantizationError: a setting cannot be read.
         """
-        static = (
-            setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic")
-            == "static"
-        )
+        scheme = setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic")
+        static = scheme == "static"
         block = block_shape("fp8", config.get("weight_block_size"))
         if static and block is not None:
             raise QuantizationError(
                 "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op "
                 "does"
             )
-
-        return cls(
-            static,
-            block,
-            [*not_converted("fp8", config, "ignored_layers"), *not_converted("fp8", config)],
-        )
+        # Tools have two names for the list.
+        ignore = [*not_converted("fp8", config, "ignored_layers"), *not_converted("fp8", config)]
+        return cls(static, block, ignore)
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         name = "weight_scale" if self.block is None else "weight_scale_inv"
@@ -122,17 +118,15 @@ def block_shape(name: str, value: object) -> tuple[int, int] | None:
     """
     if value is None:
         return None
-    if (
-        not isinstance(value, list)
-        or len(value) != 2
-        or not all(type(one) is int and one > 0 for one in value)
-    ):
+
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise QuantizationError(
             f"the checkpoint's quantization {name} has blocks of {value!r:.80}, expected two "
             "numbers"
         )
-
-    return value[0], value[1]
+    outputs, inputs = sizes
+    return outputs, inputs
 
 
 @PluggableClass.register("fp8_linear_method")
@@ -142,13 +136,15 @@ class Fp8LinearMethod(LinearMethodBase):
     A merged layer has one ``input_scale``, the largest of the layers inside.
 
     Args:
-        scales: how many scales a weight has.
+        scales: the form of the scales of a weight.
         static: inputs are divided by ``input_scale``.
         scale_name: the name of the scales in the checkpoint.
     """
 
     def __init__(self, scales: Scales, static: bool, scale_name: str = "weight_scale") -> None:
-        self.scales, self.static, self.scale_name = scales, static, scale_name
+        self.scales = scales
+        self.static = static
+        self.scale_name = scale_name
 
     def create_weights(
         self,
@@ -177,16 +173,17 @@ class Fp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give each output the scale of the layer, so that a merged layer keeps all scales."""
-        scale = self.scales.by_output(
-            getattr(layer, self.scale_name).data, layer.output_partition_sizes
-        )
-        replace(layer, [self.scale_name], {"weight_scale": scale})
+        scales = getattr(layer, self.scale_name).data
+        by_output = self.scales.by_output(scales, layer.output_partition_sizes)
+        replace(layer, [self.scale_name], {"weight_scale": by_output})
         if self.static:
-            replace(layer, ["input_scale"], {"input_scale": layer.input_scale.max().reshape(1)})
+            # A merged layer has one input, so that one scale serves all parts.
+            largest = layer.input_scale.max().reshape(1)
+            replace(layer, ["input_scale"], {"input_scale": largest})
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        scale, shape = layer.weight_scale, self.scales.block
-        blocks = None if shape is None or shape == (1, -1) else shape
-        return functional.fp8_linear(
-            x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks
-        )
+        block = self.scales.block
+        if block == (1, -1):
+            block = None
+        input_scale = layer.input_scale if self.static else None
+        return functional.fp8_linear(x, layer.weight, layer.weight_scale, input_scale, bias, block)

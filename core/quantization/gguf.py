@@ -28,7 +28,7 @@ class BlockTensor(LoadedTensor, Protocol):
 
     @property
     def quantization(self) -> str | None:
-        """The type of the blocks; ``None`` where there are none."""
+        """The type of the blocks; ``None`` for a tensor without blocks."""
 
     def blocks(self) -> Any:
         """Return the same rows as bytes."""
@@ -36,8 +36,10 @@ class BlockTensor(LoadedTensor, Protocol):
 
 @PluggableClass.register("gguf")
 class GGUFConfig(QuantizationConfig):
-    """Linear layers and embeddings hold the blocks of a GGUF file; blocks of other types are read
-    as numbers, and so are blocks of an embedding with padded rows.
+    """Linear layers and embeddings hold the blocks of a GGUF file.
+
+    Blocks of types that are not in ``FORMATS`` are read as numbers, and so are blocks of an
+    embedding with padded rows.
 
     Args:
         types: the type of blocks by the name of each tensor.
@@ -69,29 +71,24 @@ class GGUFConfig(QuantizationConfig):
         return cls(config["types"])
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase) and not (
-            isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
-        ):
+        is_embedding = isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
+        if not is_embedding and not isinstance(layer, LinearBase):
             return None
-
         names = [prefix, *names_of(prefix, self.packed_modules_mapping)]
-        kinds = {
-            self.types.get(f"{name}.weight") for name in names if f"{name}.weight" in self.types
-        }
+        weights = [f"{name}.weight" for name in names]
+        kinds = {self.types[weight] for weight in weights if weight in self.types}
         if not kinds or not kinds <= set(FORMATS):
             return None
-
-        method: QuantizeMethodBase = GGUFLinearMethod(sorted(map(str, kinds)))
+        method: QuantizeMethodBase = GGUFLinearMethod(sorted(kinds))
         return method
 
 
 @PluggableClass.register("gguf_linear_method")
 class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
-    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``, with the numbers of
-    the file.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``.
 
     Args:
-        kinds: the types of the blocks, for each layer inside a merged layer.
+        kinds: the types of blocks in the layer. A merged layer may have several.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -112,26 +109,23 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
         Raises:
             QuantizationError: a rank's inputs cut blocks.
         """
+        # A block has one scale, which cannot be cut.
         for kind in self.kinds:
-            if input_size_per_partition % FORMATS[kind].values:
+            values = FORMATS[kind].values
+            if input_size_per_partition % values:
                 raise QuantizationError(
                     f"{layer.prefix or type(layer).__name__} has {input_size_per_partition} inputs "
-                    f"on this rank, which blocks of {FORMATS[kind].values}, as {kind} has them, do "
-                    "not divide: take fewer ranks, or put the layer on the list "
-                    "quantization.skip, which reads its blocks as numbers"
+                    f"on this rank, which blocks of {values}, as {kind} has them, do not divide: "
+                    "take fewer ranks, or put the layer on the list quantization.skip, which "
+                    "reads its blocks as numbers"
                 )
-
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = nn.Parameter(
-            torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
-        )
-        loading = _Loading(
-            layer, extra_weight_attrs.pop("weight_loader"), torch.get_default_device()
-        )
-        set_weight_attrs(
-            weight,
-            {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs},
-        )
+        empty = torch.empty(shape, dtype=params_dtype, device="meta")
+        weight = nn.Parameter(empty, requires_grad=False)
+        loader = extra_weight_attrs.pop("weight_loader")
+        loading = _BlockLoader(layer, loader, torch.get_default_device())
+        attributes = {"input_dim": 1, "output_dim": 0, "weight_loader": loading}
+        set_weight_attrs(weight, {**attributes, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -150,47 +144,53 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
             raise QuantizationError(f"{layer.prefix}: its weight was not loaded, or not all of it")
 
 
-class _Loading:
-    """Reads the blocks of a weight's parts. After the last, the layer gets the codes."""
+class _BlockLoader:
+    """Reads the blocks of a weight's parts. After the last part, the layer gets the codes.
+
+    Attributes:
+        parts: first row of a part → codes.
+    """
 
     def __init__(self, layer: nn.Module, loader: Callable[..., None], device: torch.device) -> None:
-        self.layer, self.loader, self.device = layer, loader, device
+        self.layer = layer
+        self.loader = loader
+        self.device = device
         self.parts: dict[int, Codes] = {}
 
     def __call__(self, param: nn.Parameter, loaded_weight: LoadedTensor, *shard: object) -> None:
-        found: list[tuple[Tensor, BlockTensor]] = []
         if not isinstance(loaded_weight, BlockTensor) or loaded_weight.quantization not in FORMATS:
             raise QuantizationError(
                 "this weight has no blocks, and its layer was made for a GGUF file that has them"
             )
-
-        self.loader(param, _Recorder(loaded_weight, found), *shard)
-
-        for rows, part in found:
+        # The layer's loader knows this rank's part. It copies numbers, and here blocks are wanted.
+        copies: list[tuple[Tensor, BlockTensor]] = []
+        self.loader(param, _CopyRecorder(loaded_weight, copies), *shard)
+        for rows, part in copies:
             codes = FORMATS[str(part.quantization)].codes(part.blocks()[...])
-            self.parts[rows.storage_offset() // rows.shape[1]] = codes
+            first_row = rows.storage_offset() // rows.shape[1]
+            self.parts[first_row] = codes
+        if sum(part.codes.shape[0] for part in self.parts.values()) < param.shape[0]:
+            return
+        tensors = stored([part for _, part in sorted(self.parts.items())])
+        # The parts would double the memory.
+        self.parts = {}
+        on_device = {}
+        for name, tensor in tensors.items():
+            on_device[name] = None if tensor is None else tensor.to(self.device)
+        put(self.layer, on_device)
 
-        if sum(part.codes.shape[0] for part in self.parts.values()) == param.shape[0]:
-            tensors = stored([part for _, part in sorted(self.parts.items())])
-            self.parts = {}
-            put(
-                self.layer,
-                {
-                    name: None if each is None else each.to(self.device)
-                    for name, each in tensors.items()
-                },
-            )
 
-
-class _Recorder:
+class _CopyRecorder:
     """A tensor that notes copies, so that the layer's own loader finds this rank's part."""
 
     def __init__(self, loaded: BlockTensor, found: list[tuple[Tensor, BlockTensor]]) -> None:
-        self.loaded, self.found = loaded, found
-        self.shape, self.dtype = loaded.shape, loaded.dtype
+        self.loaded = loaded
+        self.found = found
+        self.shape = loaded.shape
+        self.dtype = loaded.dtype
 
-    def narrow(self, dim: int, start: int, length: int) -> _Recorder:
-        return _Recorder(self.loaded.narrow(dim, start, length), self.found)
+    def narrow(self, dim: int, start: int, length: int) -> _CopyRecorder:
+        return _CopyRecorder(self.loaded.narrow(dim, start, length), self.found)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.loaded[index]

@@ -1,7 +1,7 @@
 """Blocks of GGUF files, as codes with scales and offsets: nothing is rounded.
 
-The layouts are those of ``ggml-common.h`` of llama.cpp. Scales of 16 bits stay so; those of the K
-types are products of two numbers, and float32.
+The layouts are those of ``ggml-common.h`` of llama.cpp. Scales keep their 16 bits. Scales of the K
+types are products of two numbers in float32.
 """
 
 from __future__ import annotations
@@ -50,62 +50,82 @@ def _nibbles(data: Tensor, width: int) -> Tensor:
 
 def _fifth_bits(data: Tensor) -> Tensor:
     """Return bit ``i`` of four bytes as the fifth bit of number ``i``."""
-    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+    places = torch.arange(8, dtype=torch.uint8)
+    bits = data[..., None] >> places & 1
+    return bits.flatten(-2) << 4
 
 
 def _q4_0(blocks: Tensor) -> Codes:
-    return Codes(_nibbles(blocks[..., 2:], 16).flatten(1), _half(blocks, 0))
+    codes = _nibbles(blocks[..., 2:], 16)
+    return Codes(codes.flatten(1), _half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Codes:
-    return Codes(_nibbles(blocks[..., 4:], 16).flatten(1), _half(blocks, 0), _half(blocks, 2))
+    codes = _nibbles(blocks[..., 4:], 16)
+    return Codes(codes.flatten(1), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Codes:
-    codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6])
-    return Codes((codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+    numbers = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6])
+    codes = numbers.to(torch.int8) - 16
+    return Codes(codes.flatten(1), _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Codes:
-    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8])
-    return Codes(codes.to(torch.int8).flatten(1), _half(blocks, 0), _half(blocks, 2))
+    numbers = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8])
+    codes = numbers.to(torch.int8)
+    return Codes(codes.flatten(1), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Codes:
-    return Codes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+    codes = blocks[..., 2:].contiguous().view(torch.int8)
+    return Codes(codes.flatten(1), _half(blocks, 0))
 
 
 def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and offsets of a block's eight groups, from 12 bytes of six-bit numbers."""
+    """Return scales and offsets of a block's eight groups, from 12 bytes of six-bit numbers.
+
+    The first four groups have whole bytes. The last four have four bits in the last bytes, and two
+    in the high bits of the first bytes.
+    """
     low, high, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
-    scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
-    offsets = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
-    wide = _half(blocks, 0)[..., None].float() * scales.float()
-    return wide.flatten(1), -(_half(blocks, 2)[..., None].float() * offsets.float()).flatten(1)
+    last_scales = (rest & 15) | (low >> 2 & 48)
+    last_offsets = (rest >> 4) | (high >> 2 & 48)
+    scales = torch.cat((low & 63, last_scales), -1)
+    offsets = torch.cat((high & 63, last_offsets), -1)
+    scale_of_block = _half(blocks, 0)[..., None].float()
+    offset_of_block = _half(blocks, 2)[..., None].float()
+    wide_scales = scale_of_block * scales.float()
+    wide_offsets = -(offset_of_block * offsets.float())
+    return wide_scales.flatten(1), wide_offsets.flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Codes:
-    return Codes(_nibbles(blocks[..., 16:], 32).flatten(1), *_scales_of_k(blocks))
+    codes = _nibbles(blocks[..., 16:], 32)
+    scales, offsets = _scales_of_k(blocks)
+    return Codes(codes.flatten(1), scales, offsets)
 
 
 def _q5_k(blocks: Tensor) -> Codes:
-    fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    # Bit i of byte j is the fifth bit of number j in group i.
+    places = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = blocks[..., None, 16:48] >> places & 1
     codes = _nibbles(blocks[..., 48:], 32) | fifth.flatten(-2) << 4
-    return Codes(codes.to(torch.int8).flatten(1), *_scales_of_k(blocks))
+    scales, offsets = _scales_of_k(blocks)
+    return Codes(codes.to(torch.int8).flatten(1), scales, offsets)
 
 
 def _q6_k(blocks: Tensor) -> Codes:
-    high = (
-        blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
-        >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
-        & 3
-    )
-    codes = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
-    scales = (
-        _half(blocks, 208)[..., None].float()
-        * blocks[..., 192:208].contiguous().view(torch.int8).float()
-    )
-    return Codes((codes.to(torch.int8) - 32).flatten(1), scales.flatten(1))
+    # A byte has the two high bits of four numbers, which lie 32 apart.
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    high_bytes = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+    high = high_bytes >> shifts & 3
+    numbers = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
+    codes = numbers.to(torch.int8) - 32
+    scale_of_block = _half(blocks, 208)[..., None].float()
+    scales_of_groups = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    scales = scale_of_block * scales_of_groups
+    return Codes(codes.flatten(1), scales.flatten(1))
 
 
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType(

@@ -39,7 +39,7 @@ class Form:
     """Settings of a quantized weight.
 
     Attributes:
-        bits: of a weight.
+        bits: bits of a number.
         group_size: inputs of a group, -1 for all.
         by_activation: the order of activations (``desc_act``) groups inputs, not the order of
             inputs.
@@ -64,12 +64,13 @@ class Form:
         by_activation = setting("gptq", config, "desc_act", (False, True), False)
         symmetric = setting("gptq", config, "sym", (None, False, True))
         setting("gptq", config, "pack_dtype", ("int32", "torch.int32"), "int32")
-        # transformers calls it "format" since 5.0, and prefers the older name
+        # The name is "format" since transformers 5.0, which prefers the older name.
         older = config.get("checkpoint_format") is not None
-        layout = "checkpoint_format" if older else "format"
-        first = setting("gptq", config, layout, ("gptq", "gptq_v2"), "gptq") == "gptq"
+        key = "checkpoint_format" if older else "format"
+        layout = setting("gptq", config, key, ("gptq", "gptq_v2"), "gptq")
+        first_zero = 1 if layout == "gptq" else 0
         inputs = group_size("gptq", config, default=GROUP)
-        return cls(bits, inputs, by_activation, int(first), symmetric)
+        return cls(bits, inputs, by_activation, first_zero, symmetric)
 
 
 class Rules:
@@ -87,10 +88,10 @@ class Rules:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.form = Form.of(config)
-        self._forms = [
-            (_expression(pattern), _dynamic_form(config, pattern, settings))
-            for pattern, settings in _dynamic(config).items()
-        ]
+        self._forms: list[tuple[re.Pattern[str], Form | None]] = []
+        for pattern, settings in _dynamic(config).items():
+            form = _dynamic_form(config, pattern, settings)
+            self._forms.append((_expression(pattern), form))
         listed = config.get("modules_in_block_to_quantize") or []
         self._listed = list(_names_in(listed))
 
@@ -99,6 +100,7 @@ class Rules:
         for expression, form in self._forms:
             if expression.match(name):
                 return form
+        # Dots at both ends keep "q_proj" from matching "qq_proj".
         within = f".{name}."
         if self._listed and not any(f".{part}." in within for part in self._listed):
             return None
@@ -169,7 +171,8 @@ class GPTQConfig(CheckpointConfig):
 
     def __init__(self, rules: Rules, ignore: Sequence[str] = (), *, head: bool = False) -> None:
         super().__init__(ignore)
-        self.rules, self.head = rules, head
+        self.rules = rules
+        self.head = head
 
     def get_name(self) -> str:
         return "gptq"
@@ -186,7 +189,8 @@ class GPTQConfig(CheckpointConfig):
             QuantizationError: a setting cannot be read.
         """
         expect_settings("gptq", config)
-        ignore, head = not_converted("gptq", config), head_is_quantized("gptq", config)
+        ignore = not_converted("gptq", config)
+        head = head_is_quantized("gptq", config)
         return cls(Rules(config), ignore, head=head)
 
     def is_plain(self, prefix: str) -> bool:
@@ -219,8 +223,7 @@ class GPTQConfig(CheckpointConfig):
 
 @PluggableClass.register("gptq_linear_method")
 class GPTQLinearMethod(GroupLinearMethod):
-    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``, and the order of
-    inputs.
+    """Holds ``weight``, ``scales`` and ``offsets`` for ``quantized_linear``, and ``input_order``.
 
     A checkpoint has ``qweight`` ``[in_features · bits / 32, out_features]``, ``qzeros`` ``[groups,
     out_features · bits / 32]``, ``scales`` ``[groups, out_features]`` and ``g_idx``
@@ -228,12 +231,13 @@ class GPTQLinearMethod(GroupLinearMethod):
     order.
 
     Args:
-        form: how the weight is quantized.
+        form: the form of the quantized weight.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.bits, self.group_size = form.bits, form.group_size
+        self.bits = form.bits
+        self.group_size = form.group_size
 
     def create_weights(
         self,
@@ -245,24 +249,18 @@ class GPTQLinearMethod(GroupLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        if (
-            self.form.by_activation
-            and self.group_size != -1
-            and input_size_per_partition != input_size
-        ):
+        inputs = input_size_per_partition
+        has_groups = self.group_size != -1
+        # The groups of this rank's inputs may be any groups of the layer.
+        if self.form.by_activation and has_groups and inputs != input_size:
             raise _scattered(layer)
-
-        groups = expect_groups(layer, input_size_per_partition, self.group_size)
-        inputs, parts, rows = (
-            input_size_per_partition,
-            len(output_partition_sizes),
-            sum(output_partition_sizes),
-        )
+        groups = expect_groups(layer, inputs, self.group_size)
+        rows = sum(output_partition_sizes)
         in_word = 32 // self.bits
         expect_words(layer, output_partition_sizes, in_word, "outputs")
         expect_words(layer, [inputs], in_word, "inputs")
         words = {"packed_factor": in_word, "output_dim": 1, **extra_weight_attrs}
-        cut = {} if self.group_size == -1 else {"input_dim": 0, "input_unit": self.group_size}
+        cut = {"input_dim": 0, "input_unit": self.group_size} if has_groups else {}
         shape = (inputs // in_word, rows)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, packed_dim=0, **words)
         create_parameter(
@@ -277,40 +275,54 @@ class GPTQLinearMethod(GroupLinearMethod):
             **cut,
             **extra_weight_attrs,
         )
-        one = {"input_dim": 0} if parts == 1 else {"needs_scalar_to_array": True}
-        lists = (inputs,) if parts == 1 else (parts, inputs)
-        create_parameter(layer, "g_idx", lists, torch.int32, **one, **extra_weight_attrs)
+        parts = len(output_partition_sizes)
+        if parts == 1:
+            create_parameter(
+                layer, "g_idx", (inputs,), torch.int32, input_dim=0, **extra_weight_attrs
+            )
+            return
+        # Each layer inside a merged layer has a list.
+        create_parameter(
+            layer,
+            "g_idx",
+            (parts, inputs),
+            torch.int32,
+            needs_scalar_to_array=True,
+            **extra_weight_attrs,
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Repack the weight, inputs of a group beside one another.
+        """Repack the weight with the inputs of each group side by side.
 
         Raises:
-            QuantizationError: the groups of inputs cannot be kept so.
+            QuantizationError: the zeros contradict the settings, or this rank cannot keep the
+                groups of inputs.
         """
         numbers = unpack_words(layer.qweight.data, 0, self.bits).T
         zeros = self._zeros(layer)
         order = self._order(layer, layer.g_idx.data)
-        numbers = numbers if order is None else numbers[:, order]
+        if order is not None:
+            numbers = numbers[:, order]
         codes = codes_of(numbers, zeros, layer.scales.data.T, self.bits)
         replace(layer, ["qweight", "qzeros", "g_idx"], {**stored([codes]), "input_order": order})
 
     def _zeros(self, layer: Any) -> Tensor | None:
-        """Return the zeros ``[out_features, groups]``, ``None`` if all are ``2 ** (bits - 1)``.
+        """Return the zeros ``[out_features, groups]``; ``None`` if all are ``2 ** (bits - 1)``.
 
-        Zeros are symmetric by definition if the checkpoint says so, whichever number is stored:
-            some tools store 7
-        and others 8. A checkpoint without the setting is symmetric if all stored zeros are one of
-        these two.
+        Some tools store 7 for symmetric zeros of four bits, and others store 8. If the checkpoint
+        has ``sym``, the stored number does not count. A checkpoint without the setting is symmetric
+        if all stored zeros are one of these two numbers.
 
         Raises:
             QuantizationError: the checkpoint claims symmetry, and stores different zeros.
         """
         words = layer.qzeros.data
         numbers = unpack_words(words, 1, self.bits)
+        # Tools store any zero for a group without a weight.
         used = numbers[layer.scales.data != 0]
-        alike = used.numel() == 0 or bool((used == used[0]).all())
+        are_equal = used.numel() == 0 or bool((used == used[0]).all())
         middle = 1 << self.bits - 1
-        if self.form.symmetric and not alike:
+        if self.form.symmetric and not are_equal:
             raise QuantizationError(
                 f"{layer.prefix} has different zeros in the checkpoint, whose quantization gptq "
                 f"says that all are {middle} (sym is true): set sym to false in the checkpoint's "
@@ -318,43 +330,54 @@ class GPTQLinearMethod(GroupLinearMethod):
             )
         if self.form.symmetric:
             return None
-        if self.form.symmetric is None and alike and used[:1].tolist() in ([middle - 1], [middle]):
-            return None
+        if self.form.symmetric is None and are_equal:
+            # An empty list if no group has a weight.
+            stored_zero = used[:1].tolist()
+            if stored_zero in ([middle - 1], [middle]):
+                return None
         if self.form.first_zero == 0:
             return numbers.T
-
         # The writer has taken 1 from each zero by one subtraction from the word, which borrows
-        # where a zero is 0.
+        # for a zero of 0.
         ones = 0x11111111 if self.bits == 4 else 0x01010101
         return unpack_words(words + ones, 1, self.bits).T
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        ordered = x if layer.input_order is None else x.index_select(-1, layer.input_order)
-        return super().apply(layer, ordered, bias)
+        if layer.input_order is not None:
+            x = x.index_select(-1, layer.input_order)
+        return super().apply(layer, x, bias)
 
     def _order(self, layer: Any, groups: Tensor) -> Tensor | None:
-        """Return the inputs in the order of groups; ``None`` if the order is unchanged."""
+        """Return the inputs in the order of groups; ``None`` if the order is unchanged.
+
+        Args:
+            layer: the layer, for messages.
+            groups: the group of each input, for each layer inside a merged layer.
+
+        Raises:
+            QuantizationError: the layers inside have different orders, or the groups of this rank's
+                inputs have different sizes.
+        """
         if self.group_size == -1:
             return None
-
-        several = groups.reshape(-1, groups.shape[-1])
-        if not bool((several == several[0]).all()):
+        lists = groups.reshape(-1, groups.shape[-1])
+        first: Tensor = lists[0]
+        others: list[Tensor] = list(lists[1:])
+        if not all(torch.equal(each, first) for each in others):
             raise QuantizationError(
                 f"{layer.prefix} stands for layers of the checkpoint whose inputs are in groups in "
                 "different orders (desc_act), and holds one order: take a checkpoint without "
                 "desc_act"
             )
-
-        index = several[0].long() - several[0].min().long()
+        # A rank's first group may have any number.
+        index = first.long() - first.min().long()
         expected = torch.arange(len(index), device=index.device) // self.group_size
         if torch.equal(index, expected):
             return None
-
         order = index.argsort(stable=True)
         is_part = layer.input_size_per_partition != layer.input_size
         if is_part or not torch.equal(index[order], expected):
             raise _scattered(layer)
-
         return order
 
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 
 class OnlineConfig(QuantizationConfig):
-    """A quantization of all linear layers without a matching pattern, and of fully named
-    embeddings.
+    """A quantization of linear layers and experts, and of embeddings that the settings name.
 
     Args:
         ignore: patterns of plain layers, see ``opgraft.quantization.patterns``.
@@ -54,7 +53,8 @@ class OnlineConfig(QuantizationConfig):
         """
         given = {name: value for name, value in config.items() if name != "quant_method"}
         known = inspect.signature(cls.__init__).parameters
-        if unknown := [f"{name!r:.80}" for name in given if name not in known]:
+        unknown = [f"{name!r:.80}" for name in given if name not in known]
+        if unknown:
             raise QuantizationError(
                 f"{cls.__qualname__} has no setting {', '.join(unknown)}, which the checkpoint's "
                 f"config sets: there are {', '.join(list(known)[1:])}"
@@ -64,19 +64,16 @@ class OnlineConfig(QuantizationConfig):
     def get_quant_method(
         self, layer: nn.Module, prefix: str
     ) -> QuantizeMethodBase | FusedMoEMethodBase | None:
-        wanted = (
-            prefix in self.embeddings
-            and isinstance(layer, VocabParallelEmbedding)
-            and layer.is_unpadded
-        )
-        wanted = wanted or isinstance(layer, (LinearBase, FusedMoE))
-        if not wanted or self.ignore.match(prefix, self.packed_modules_mapping):
+        is_named = prefix in self.embeddings
+        # No checkpoint has the rows of padding.
+        is_embedding = isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
+        if not isinstance(layer, (LinearBase, FusedMoE)) and not (is_named and is_embedding):
             return None
-
+        if self.ignore.match(prefix, self.packed_modules_mapping):
+            return None
         method = self.linear_method()
         if isinstance(layer, FusedMoE):
             return QuantizedFusedMoEMethod(layer.moe_config, OnlineExperts(method))
-
         return method
 
 
@@ -125,7 +122,8 @@ class Int4Config(OnlineConfig):
             raise QuantizationError(
                 f"int4: group_size is {group_size!r:.80}, expected a positive number of inputs"
             )
-        self.group_size, self.symmetric = group_size, symmetric
+        self.group_size = group_size
+        self.symmetric = symmetric
 
     def get_name(self) -> str:
         return "int4"
@@ -166,7 +164,8 @@ class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
     """Holds ``weight`` in ``uint8``, ``scales`` and ``offsets`` ``[out_features, groups]``."""
 
     def __init__(self, group_size: int, symmetric: bool) -> None:
-        self.group_size, self.symmetric = group_size, symmetric
+        self.group_size = group_size
+        self.symmetric = symmetric
 
     def expect_fits(self, name: str, in_features: int) -> None:
         if self.group_size < 1 or in_features % self.group_size:

@@ -27,7 +27,10 @@ from torch import Tensor
 
 @PluggableClass.register("mxfp4")
 class Mxfp4Config(CheckpointConfig):
-    """Weights of experts in 4 bits, with a power of two for each 32 inputs. Others are plain."""
+    """Weights of experts in 4 bits, with a power of two for each 32 inputs.
+
+    Other layers are plain.
+    """
 
     def get_name(self) -> str:
         return "mxfp4"
@@ -50,11 +53,11 @@ class Mxfp4Config(CheckpointConfig):
 
 
 class Mxfp4Experts(ExpertWeights):
-    """Blocks and scales of all experts in one, kept unchanged.
+    """Unchanged blocks and scales, in one parameter for all experts.
 
     A checkpoint has ``gate_up_proj_blocks`` ``[experts, 2 · intermediate, hidden / 32, 16]``,
     ``gate_up_proj_scales`` without the last dimension, and ``down_proj_…`` likewise, all in
-    ``uint8``; a scale is ``2 ** (scale - 127)``.
+    ``uint8``. A scale is ``2 ** (scale - 127)``.
     """
 
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
@@ -68,28 +71,34 @@ class Mxfp4Experts(ExpertWeights):
                 )
             shape = (experts, rows, inputs // MX_GROUP)
             source = "gate_up_proj" if name == "w13" else "down_proj"
-            settings = {"weight_loader": _loader_of(layer, name)}
-            blocks, scales = {f"{source}_blocks": None}, {f"{source}_scales": None}
+            loader = _loader_of(layer, name)
             create_parameter(
                 layer,
                 f"{name}_weight",
                 (*shape, MX_GROUP // 2),
                 torch.uint8,
-                checkpoint_parts=blocks,
-                **settings,
+                checkpoint_parts={f"{source}_blocks": None},
+                weight_loader=loader,
             )
             create_parameter(
-                layer, f"{name}_scales", shape, torch.uint8, checkpoint_parts=scales, **settings
+                layer,
+                f"{name}_scales",
+                shape,
+                torch.uint8,
+                checkpoint_parts={f"{source}_scales": None},
+                weight_loader=loader,
             )
 
     def finish(self, layer: Any) -> None:
         for name in ("w13", "w2"):
             codes = layer._parameters[f"{name}_weight"].data.flatten(2)
+            # Checkpoints have the exponents as bytes, and this dtype has the same bits.
             scales = layer._parameters[f"{name}_scales"].data.view(torch.float8_e8m0fnu)
             put(layer, {f"{name}_weight": codes, f"{name}_scales": scales, f"{name}_offsets": None})
 
 
 def _loader_of(layer: Any, name: str) -> Callable[..., None]:
+    # Plain checkpoints of gpt-oss have [in, out], and blocks have [out, in].
     loader = dataclasses.replace(layer.loader, transposed=False)
 
     def load(param: Tensor, loaded: LoadedTensor, part: None = None) -> None:

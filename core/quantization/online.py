@@ -1,4 +1,4 @@
-"""Quantizing while loading: a layer quantizes and releases each complete plain weight."""
+"""Quantize while loading: a layer quantizes and releases each complete plain weight."""
 
 from __future__ import annotations
 
@@ -15,29 +15,35 @@ from torch import Tensor, nn
 
 
 class LooksUpCodes(QuantizeMethodBase):
-    """Storage for ``quantized_linear``, for embeddings too: a tied head has the same codes."""
+    """Storage for ``quantized_linear`` that serves embeddings too.
+
+    A tied head has the same codes as the embedding.
+    """
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Look up rows, as plain numbers of the layer's dtype."""
         ids = input_.flatten()
+        size = layer.embedding_dim
         offsets: Tensor | None = getattr(layer, "offsets", None)
+        # A kernel may have packed the weight into tiles.
         if layer.weight.dim() == 3:
-            found = out_of_tiles(layer.weight, layer.scales, offsets, layer.embedding_dim, ids)
+            found = out_of_tiles(layer.weight, layer.scales, offsets, size, ids)
         else:
-            found = layer.weight[ids], layer.scales[ids], None if offsets is None else offsets[ids]
-        rows = dequantize(*found, layer.embedding_dim)
-        return rows.to(layer.params_dtype).reshape(*input_.shape, layer.embedding_dim)
+            offsets_of_rows = None if offsets is None else offsets[ids]
+            found = (layer.weight[ids], layer.scales[ids], offsets_of_rows)
+        rows = dequantize(*found, size)
+        return rows.to(layer.params_dtype).reshape(*input_.shape, size)
 
 
 class OnlineLinearMethod(LinearMethodBase):
     """A weight method that quantizes the complete plain weight of a checkpoint.
 
-    Until then the layer's ``weight`` is on ``meta`` and takes no memory.
+    Before that, the layer's ``weight`` is on ``meta`` and takes no memory.
     """
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
-        """Return tensors, by name, in place of the plain weight ``[out_features, in_features]``."""
+        """Return tensors by name that replace the plain weight ``[out_features, in_features]``."""
 
     def expect_fits(self, name: str, in_features: int) -> None:
         """Raise ``QuantizationError`` if a layer with so many inputs cannot be quantized."""
@@ -55,21 +61,17 @@ class OnlineLinearMethod(LinearMethodBase):
         """Make a ``weight`` without memory, with the loader of a plain weight.
 
         Raises:
-            QuantizationError: the layer cannot be quantized so.
+            QuantizationError: the method cannot quantize the layer.
         """
         self.expect_fits(layer.prefix or type(layer).__name__, input_size_per_partition)
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        weight = nn.Parameter(
-            torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False
-        )
+        empty = torch.empty(shape, dtype=params_dtype, device="meta")
+        weight = nn.Parameter(empty, requires_grad=False)
         loader = extra_weight_attrs.pop("weight_loader")
-        loading = _Loading(
-            self, layer, loader, len(output_partition_sizes), torch.get_default_device()
-        )
-        set_weight_attrs(
-            weight,
-            {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs},
-        )
+        parts = len(output_partition_sizes)
+        loading = _QuantizingLoader(self, layer, loader, parts, torch.get_default_device())
+        attributes = {"input_dim": 1, "output_dim": 0, "weight_loader": loading}
+        set_weight_attrs(weight, {**attributes, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -85,8 +87,16 @@ class OnlineLinearMethod(LinearMethodBase):
             )
 
 
-class _Loading:
-    """Loads parts of a plain weight, and quantizes the weight after the last part."""
+class _QuantizingLoader:
+    """Loads parts of a plain weight, and quantizes the weight after the last part.
+
+    Args:
+        method: quantizes the weight.
+        layer: the layer, which gets the quantized weight.
+        loader: the layer's own loader of a plain weight.
+        parts: the number of layers inside a merged layer.
+        device: the device of the plain weight.
+    """
 
     def __init__(
         self,
@@ -96,35 +106,36 @@ class _Loading:
         parts: int,
         device: torch.device,
     ) -> None:
-        self.method, self.layer, self.loader, self.parts, self.device = (
-            method,
-            layer,
-            loader,
-            parts,
-            device,
-        )
+        self.method = method
+        self.layer = layer
+        self.loader = loader
+        self.parts = parts
+        self.device = device
         self.loaded: set[object] = set()
         self.plain: nn.Parameter | None = None
 
     def __call__(self, param: nn.Parameter, loaded_weight: LoadedTensor, *shard: object) -> None:
         if self.plain is None:
-            self.plain = nn.Parameter(
-                torch.empty_like(param, device=self.device), requires_grad=False
-            )
+            empty = torch.empty_like(param, device=self.device)
+            self.plain = nn.Parameter(empty, requires_grad=False)
             set_weight_attrs(self.plain, {"input_dim": 1, "output_dim": 0})
-
         self.loader(self.plain, loaded_weight, *shard)
-        given = [one for each in shard for one in (each if isinstance(each, tuple) else (each,))]
-        self.loaded.update(given)
-        if given and None not in given and len(self.loaded) < self.parts:
+        # One tensor may fill several parts: (0, 1).
+        loaded_parts: list[object] = []
+        for part in shard:
+            loaded_parts += part if isinstance(part, tuple) else (part,)
+        self.loaded.update(loaded_parts)
+        is_whole = not loaded_parts or None in loaded_parts
+        if not is_whole and len(self.loaded) < self.parts:
             return
-
-        plain, self.plain = self.plain, None
+        plain = self.plain
+        # The plain weight is released on return.
+        self.plain = None
         put(self.layer, self.method.quantize(plain.data))
 
 
 def put(layer: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
-    """Have ``layer`` hold these as frozen parameters, in place of those of the same names."""
+    """Give ``layer`` frozen parameters, which replace parameters of the same names."""
     for name, tensor in tensors.items():
         layer._parameters.pop(name, None)
         parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from opgraft.errors import QuantizationError, QuantizationSettingError, near_matches
 
 
 class Patterns:
-    """Names of layers, or of modules with layers; with ``*`` for anything, or ``re:`` and a
-    regular expression.
+    """Names of layers, or of modules with layers.
+
+    ``*`` stands for anything. ``re:`` precedes a regular expression.
 
     Args:
-        patterns: of names.
-        setting: with the names, for errors; empty where a checkpoint does, or code.
+        patterns: the names.
+        setting: the setting with the names, for errors; empty for names from a checkpoint or code.
 
     Attributes:
-        patterns: as given.
-        setting: likewise.
+        patterns: the names.
+        setting: the setting with the names.
         used: patterns with a matching layer so far.
         asked: the names of the layers so far, also inside merged layers.
     """
 
     def __init__(self, patterns: Sequence[str], setting: str = "") -> None:
         self.setting = setting
-        if not isinstance(patterns, (list, tuple)) or not all(
+        are_names = isinstance(patterns, (list, tuple)) and all(
             isinstance(pattern, str) for pattern in patterns
-        ):
+        )
+        if not are_names:
             raise self.error(f"patterns of layers are {patterns!r:.80}, expected a list of names")
-
         self.patterns = tuple(patterns)
         self.used: set[str] = set()
         self.asked: set[str] = set()
-
         for pattern in self.patterns:
             try:
                 _compiled(pattern)
@@ -43,14 +43,12 @@ class Patterns:
 
     def error(self, message: str) -> QuantizationError:
         """Make the error about these patterns, with the name of the setting."""
-        return (
-            QuantizationSettingError(f"{self.setting}: {message}")
-            if self.setting
-            else QuantizationError(message)
-        )
+        if self.setting:
+            return QuantizationSettingError(f"{self.setting}: {message}")
+        return QuantizationError(message)
 
     def match(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> bool:
-        """Say whether the layer ``prefix`` answers to a pattern.
+        """Return True if the layer ``prefix`` matches a pattern.
 
         Args:
             prefix: the name in the checkpoint.
@@ -63,20 +61,23 @@ class Patterns:
         parts = names_of(prefix, merged)
         self.asked |= {prefix, *parts}
         found = [part for part in parts if self._matches(part)]
-        if found and not whole and len(found) < len(parts):
+        others = set(parts) - set(found)
+        if found and others and not whole:
             raise self.error(
-                f"{', '.join(found)} match a pattern and {', '.join(set(parts) - set(found))} "
-                f"none, but they are one layer here, {prefix}: name all of them or none"
+                f"{', '.join(found)} match a pattern and {', '.join(others)} none, but they are "
+                f"one layer here, {prefix}: name all of them or none"
             )
-
         return whole or bool(found)
 
     def answered(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> set[str]:
         """Return the patterns that match the layer ``prefix``, or a layer inside."""
         names = [prefix, *names_of(prefix, merged)]
-        return {
-            pattern for pattern in self.patterns for name in names if _compiled(pattern).match(name)
-        }
+        found = set()
+        for pattern in self.patterns:
+            compiled = _compiled(pattern)
+            if any(compiled.match(name) for name in names):
+                found.add(pattern)
+        return found
 
     def expect_all_used(self) -> None:
         """Raise ``QuantizationError`` for a pattern without a layer, at the end."""
@@ -95,25 +96,31 @@ def names_of(prefix: str, merged: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def expect_used(several: Iterable[Patterns]) -> None:
-    """Raise ``QuantizationError`` for patterns without a match in any part of a model."""
+    """Refuse patterns without a match in any part of a model.
+
+    Args:
+        several: the patterns of all parts. Parts with a common setting have common patterns.
+
+    Raises:
+        QuantizationError: a pattern matches no layer.
+    """
     known = list(several)
     used = {(patterns.setting, pattern) for patterns in known for pattern in patterns.used}
-    names = {name for patterns in known for layer in patterns.asked for name in _spellings(layer)}
-
+    names: set[str] = set()
+    for patterns in known:
+        for layer in patterns.asked:
+            names.update(_spellings(layer))
     for first in known:
-        alike = [
-            pattern
-            for patterns in known
-            if patterns.setting == first.setting
-            for pattern in patterns.patterns
-        ]
-        unused = [
-            pattern for pattern in dict.fromkeys(alike) if (first.setting, pattern) not in used
-        ]
+        unused: dict[str, str] = {}
+        for patterns in known:
+            if patterns.setting != first.setting:
+                continue
+            for pattern in patterns.patterns:
+                if (first.setting, pattern) not in used:
+                    unused[pattern] = repr(pattern) + _hint(pattern, names)
         if unused:
             raise first.error(
-                "no layer of the model answers to "
-                f"{', '.join(repr(p) + _meant(p, names) for p in unused)}: give names as in "
+                f"no layer of the model answers to {', '.join(unused.values())}: give names as in "
                 "checkpoints, such as 'model.layers.0.mlp.down_proj' or '*.down_proj', or take "
                 "these out"
             )
@@ -127,16 +134,16 @@ def _spellings(name: str) -> Iterator[str]:
         yield f"*.{parts[end - 1]}"
 
 
-def _meant(pattern: str, names: Iterable[str]) -> str:
-    # The same, below modules that are called otherwise here.
+def _hint(pattern: str, names: Collection[str]) -> str:
+    """Return a question with the name that was probably meant; empty without such a name."""
+    if pattern.startswith("re:"):
+        return ""
+    near = near_matches(pattern, list(names), cutoff=0.8)
+    # The layer may be below modules with other names.
     last = "*." + pattern.rpartition(".")[2]
-    names = list(names)
-    near = (
-        []
-        if pattern.startswith("re:")
-        else [*near_matches(pattern, names, cutoff=0.8), *({last} & {*names})]
-    )
-    # The next ones are the same in other layers.
+    if last in names:
+        near = [*near, last]
+    # Further names are those of other layers.
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -148,9 +155,8 @@ class _Glob:
 
     def match(self, name: str) -> bool:
         parts = name.split(".")
-        return any(
-            fnmatchcase(".".join(parts[:end]), self.pattern) for end in range(1, len(parts) + 1)
-        )
+        modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(fnmatchcase(module, self.pattern) for module in modules)
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | _Glob:

@@ -28,15 +28,14 @@ def quantization_named(name: str) -> type[QuantizationConfig]:
         QuantizationError: there is no such quantization.
     """
     known = quantizations()
+    # Checkpoints write "compressed-tensors", for example.
     if name not in known:
         name = name.lower().replace("-", "_")
-
-    if name not in known:
-        near = near_matches(name, known)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise QuantizationError(
-            f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a "
-            "plugin adds one by PluggableClass.register"
-        )
-
-    return known[name]
+    if name in known:
+        return known[name]
+    near = near_matches(name, known)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise QuantizationError(
+        f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a "
+        "plugin adds one by PluggableClass.register"
+    )

@@ -16,23 +16,22 @@ from opgraft.quantization.registry import quantization_named
 from torch import nn
 
 GGUF = "gguf"
-"""Quantizations of checkpoints that stay on request only: the blocks can be read as numbers."""
+"""The quantization that settings may replace, as the blocks of the file can be read as numbers."""
 
 
 class SettingsConfig(QuantizationConfig):
-    """The quantization from settings: a method for all layers, none for some, others by pattern.
+    """The quantization from settings: one for all layers, exceptions, and others by pattern.
 
     Args:
-        whole: for layers without a pattern; ``None`` for plain layers.
+        whole: the quantization of layers without a pattern; ``None`` for plain layers.
         skip: patterns of plain layers.
-        others: the choice for layers with a matching pattern; the first match decides.
+        others: quantizations with patterns of layers. The first match decides.
         packed_modules_mapping: name of a merged layer → names of the layers inside.
         stored: name of a layer of the checkpoint → True if the weight is quantized.
 
     Attributes:
-        taken: patterns of ``others`` with a layer.
-        refused: pattern of ``others`` → a matching layer, and the method that the layer cannot
-            take.
+        taken: patterns of ``others`` with a quantized layer.
+        refused: pattern of ``others`` → a message with a matching layer that stays plain.
     """
 
     def __init__(
@@ -52,19 +51,19 @@ class SettingsConfig(QuantizationConfig):
         self.taken: set[str] = set()
         self.refused: dict[str, str] = {}
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
-
-        for config in self.configs:
+        for config in (self, *self.configs):
             config.packed_modules_mapping = merged
             if isinstance(config, CheckpointConfig):
                 config.stored = stored or {}
-
+        # An embedding is quantized only if a pattern is its whole name.
         for config, patterns in others:
             config.embeddings = frozenset(patterns)
 
     @property
     def configs(self) -> list[QuantizationConfig]:
-        """This one, and the ones to choose from."""
-        return [self, *filter(None, [self.whole]), *(config for config, _ in self.others)]
+        """The quantizations to choose from."""
+        found = [] if self.whole is None else [self.whole]
+        return found + [config for config, _ in self.others]
 
     @property
     def patterns(self) -> list[Patterns]:
@@ -72,12 +71,12 @@ class SettingsConfig(QuantizationConfig):
         return [self.skip, *(patterns for _, patterns in self.others)]
 
     def get_name(self) -> str:
-        return "+".join(dict.fromkeys(config.get_name() for config in self.configs[1:]))
+        return "+".join(dict.fromkeys(config.get_name() for config in self.configs))
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes common to all quantizations."""
-        supported = [config.get_supported_act_dtypes() for config in self.configs[1:]]
-        return [dtype for dtype in supported[0] if all(dtype in others for others in supported)]
+        first, *others = [config.get_supported_act_dtypes() for config in self.configs]
+        return [dtype for dtype in first if all(dtype in each for each in others)]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
@@ -88,19 +87,17 @@ class SettingsConfig(QuantizationConfig):
         merged = self.packed_modules_mapping
         if self.skip.match(prefix, merged):
             return None
-
         for config, patterns in self.others:
-            if patterns.match(prefix, merged):
-                method = config.get_quant_method(layer, prefix)
-                answered = patterns.answered(prefix, merged)
-                if method is None:
-                    self.refused |= dict.fromkeys(
-                        answered, f"{prefix} cannot take {config.get_name()}"
-                    )
-                else:
-                    self.taken |= answered
-                return method
-
+            if not patterns.match(prefix, merged):
+                continue
+            method = config.get_quant_method(layer, prefix)
+            matching = patterns.answered(prefix, merged)
+            if method is None:
+                reason = f"{prefix} cannot take {config.get_name()}"
+                self.refused |= dict.fromkeys(matching, reason)
+            else:
+                self.taken |= matching
+            return method
         return None if self.whole is None else self.whole.get_quant_method(layer, prefix)
 
 
@@ -123,20 +120,22 @@ def choose_quantization(
     Raises:
         QuantizationSettingError: a setting names an unknown quantization, or contradicts the
             checkpoint.
-        QuantizationError: the checkpoint names an unknown one, or the quantization does not
-            support torch's default dtype.
+        QuantizationError: the checkpoint names an unknown quantization, or the quantization does
+            not support torch's default dtype.
     """
     _expect_no_contradiction(settings, own)
-    name = settings.method or _kept(own)
-    methods = dict.fromkeys(settings.by_prefix.values())
-    others = [
-        (
-            _made(method, own, "quantization.by_prefix"),
-            [p for p, m in settings.by_prefix.items() if m == method],
-        )
-        for method in methods
-    ]
-    whole = _made(name, own, "quantization.method" if settings.method else "") if name else None
+    patterns_by_method: dict[str, list[str]] = {}
+    for pattern, method in settings.by_prefix.items():
+        patterns_by_method.setdefault(method, []).append(pattern)
+    others = []
+    for method, patterns in patterns_by_method.items():
+        others.append((_made(method, own, "quantization.by_prefix"), patterns))
+    whole = None
+    of_checkpoint = _kept_quantization(own)
+    if settings.method:
+        whole = _made(settings.method, own, "quantization.method")
+    elif of_checkpoint:
+        whole = _made(of_checkpoint, own, "")
     if whole is None and not others:
         if settings.skip:
             raise QuantizationSettingError(
@@ -144,44 +143,56 @@ def choose_quantization(
                 "take it out"
             )
         return None
-
     config = SettingsConfig(whole, settings.skip, others, packed_modules_mapping, stored)
-    dtype, supported = torch.get_default_dtype(), config.get_supported_act_dtypes()
+    dtype = torch.get_default_dtype()
+    supported = config.get_supported_act_dtypes()
     if dtype not in supported:
         raise QuantizationError(
             f"the quantization {config.get_name()} does not compute in {dtype}, but in "
             f"{', '.join(map(str, supported)) or 'no dtype that all of it supports'}: set "
             "model.dtype"
         )
-
     return config
 
 
 def expect_patterns_used(model: nn.Module) -> None:
-    """Check for a layer of the constructed model for each pattern of the settings.
+    """Refuse patterns of the settings without a layer in the constructed model.
 
     Raises:
         QuantizationSettingError: a pattern has no layer, or only layers that cannot take the
             method.
     """
-    layers = [module for module in model.modules() if isinstance(module, LinearBase)]
-    by_id = {id(layer.quant_config): layer.quant_config for layer in layers}
-    configs = [config for config in by_id.values() if isinstance(config, SettingsConfig)]
-    expect_used(patterns for config in configs for patterns in config.patterns)
-    taken = {pattern for config in configs for pattern in config.taken}
-    refused = [
-        f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken
-    ]
+    # Parts of a model may have configs of their own.
+    configs: dict[int, SettingsConfig] = {}
+    for module in model.modules():
+        if isinstance(module, LinearBase) and isinstance(module.quant_config, SettingsConfig):
+            configs[id(module.quant_config)] = module.quant_config
+    expect_used(patterns for config in configs.values() for patterns in config.patterns)
+    taken: set[str] = set()
+    for config in configs.values():
+        taken |= config.taken
+    # A dictionary, as parts of a model may refuse a pattern for the same reason.
+    refused: dict[str, None] = {}
+    for config in configs.values():
+        for pattern, reason in config.refused.items():
+            if pattern not in taken:
+                refused[f"{pattern!r}: {reason}"] = None
     if refused:
         raise QuantizationSettingError(
-            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}: "
-            "take these patterns out, or name an embedding in full, with a method that it can "
-            "take, such as int8"
+            f"quantization.by_prefix names what stays plain: {'; '.join(refused)}: take these "
+            "patterns out, or name an embedding in full, with a method that it can take, such as "
+            "int8"
         )
 
 
 def _made(name: str, own: Mapping[str, Any], setting: str) -> QuantizationConfig:
-    """Make the config of a quantization, named by a setting or by the checkpoint."""
+    """Make the config of a quantization.
+
+    Args:
+        name: the name of the quantization.
+        own: the checkpoint's settings.
+        setting: the setting with the name; empty for a name from the checkpoint.
+    """
     try:
         cls = quantization_named(name)
     except QuantizationError as error:
@@ -192,30 +203,33 @@ def _made(name: str, own: Mapping[str, Any], setting: str) -> QuantizationConfig
 
 
 def _is_own(name: str, own: Mapping[str, Any]) -> bool:
-    return _spelled(name) == _spelled(own.get("quant_method"))
+    """Return True if a name is that of the checkpoint's quantization."""
+    return _normalised(name) == _normalised(own.get("quant_method"))
 
 
-def _spelled(name: object) -> str:
+def _normalised(name: object) -> str:
     return str(name).lower().replace("-", "_")
 
 
-def _kept(own: Mapping[str, Any]) -> str | None:
+def _kept_quantization(own: Mapping[str, Any]) -> str | None:
     """Return the quantization of a checkpoint if no other can load the checkpoint."""
     name = own.get("quant_method")
-    return None if name is None or _spelled(name) == GGUF else str(name)
+    return None if name is None or _normalised(name) == GGUF else str(name)
 
 
 def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, Any]) -> None:
-    name = _kept(own)
+    """Refuse settings of another quantization than the checkpoint's."""
+    name = _kept_quantization(own)
     if name is None:
         return
-
-    others = {
-        "quantization.method": settings.method and not _is_own(settings.method, own),
-        "quantization.skip": settings.skip,
-        "quantization.by_prefix": settings.by_prefix,
-    }
-    if contradictions := [setting for setting, against in others.items() if against]:
+    contradictions = []
+    if settings.method and not _is_own(settings.method, own):
+        contradictions.append("quantization.method")
+    if settings.skip:
+        contradictions.append("quantization.skip")
+    if settings.by_prefix:
+        contradictions.append("quantization.by_prefix")
+    if contradictions:
         raise QuantizationSettingError(
             f"the checkpoint is quantized already, by {name}, which {' and '.join(contradictions)} "
             "contradict: its weights are loaded as they are. Take the setting out, or take a "

@@ -11,7 +11,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.runner.input_batch import Inputs
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn.functional import pad
 
@@ -217,8 +217,23 @@ def compiled(
             host as a whole, and its arguments after the result; empty if no operator is needed.
     """
     graph = program.graph
-    inputs, *caches = (node for node in graph.nodes if node.op == "placeholder")
     end = next(node for node in reversed(graph.nodes) if node.op == "output")
+    _call_operators_of_caches(graph, end, operators)
+    gathered = {}
+    for result in end.all_input_nodes:
+        gathering = whole(result.meta["val"].dim())
+        if gathering:
+            operator, *arguments = gathering
+            with graph.inserting_before(end):
+                gathered[result] = graph.call_function(operator, (result, *arguments))
+    end.args = map_arg(end.args, lambda result: gathered.get(result, result))
+    program.recompile()
+    return torch.compile(program, backend=backend, dynamic=False, fullgraph=True)
+
+
+def _call_operators_of_caches(graph: Graph, end: Node, operators: Sequence[CacheOperators]) -> None:
+    """Insert the calls of the operators of each cache at the beginning and the end of a graph."""
+    inputs, *caches = (node for node in graph.nodes if node.op == "placeholder")
     last_input = caches[-1] if caches else inputs
     for cache, called in zip(caches, operators, strict=True):
         if called.donate:
@@ -230,16 +245,6 @@ def compiled(
             with graph.inserting_before(end):
                 placed = graph.call_function(operator, (cache, *arguments))
                 graph.call_function(torch.ops.aten.copy_.default, (cache, placed))
-    gathered = {}
-    for result in end.all_input_nodes:
-        gathering = whole(result.meta["val"].dim())
-        if gathering:
-            operator, *arguments = gathering
-            with graph.inserting_before(end):
-                gathered[result] = graph.call_function(operator, (result, *arguments))
-    end.args = map_arg(end.args, lambda result: gathered.get(result, result))
-    program.recompile()
-    return torch.compile(program, backend=backend, dynamic=False, fullgraph=True)
 
 
 @PluggableClass.register("step_graph")

@@ -176,8 +176,10 @@ def _draw_among(
     values = values.double()
     limit, ties, needed = _limits(values, filters, total)
     last = values[:, -1:]
-    more = (last >= needed) & ~last.isneginf() & (size < scaled.shape[1])
-    return _draw_kept(values, ids, limit, ties, keys), more.squeeze(1).nonzero().squeeze(1)
+    # Tokens after the last candidate may be kept, too.
+    keep_more = (last >= needed) & ~last.isneginf() & (size < scaled.shape[1])
+    wrong_rows = keep_more.squeeze(1).nonzero().squeeze(1)
+    return _draw_kept(values, ids, limit, ties, keys), wrong_rows
 
 
 def _totals(mass: Tensor) -> Tensor:
@@ -191,7 +193,7 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
 
     Args:
         values: ``[n, candidates]`` float64, the greatest of ``scaled``, descending.
-        filters: of these rows.
+        filters: the filters of these rows.
         total: ``[n]``, sum of ``exp(scaled)`` over the vocabulary, for rows with top-p alone.
 
     Returns:
@@ -199,17 +201,23 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
         if all logits down to the bound are among the candidates.
     """
     candidates = values.shape[1]
-    least = values.gather(1, (filters.top_k - 1).clamp(max=candidates - 1))
-    least = least.where(filters.top_k <= candidates, float("-inf")).maximum(filters.min_p)
+    place_of_kth = (filters.top_k - 1).clamp(max=candidates - 1)
+    kth = values.gather(1, place_of_kth)
+    # With more tokens than candidates, top-k keeps all candidates.
+    by_top_k = kth.where(filters.top_k <= candidates, float("-inf"))
+    least = by_top_k.maximum(filters.min_p)
     kept = values >= least
     reached = (values.exp() * kept).cumsum(-1)
-    all_of_it = torch.where(filters.whole, total.unsqueeze(1), reached[:, -1:])
-    before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
-    count = (kept & (before < filters.top_p * all_of_it)).sum(-1, keepdim=True)
-    nucleus = filters.top_p.isfinite()
-    limit = torch.where(nucleus, values.gather(1, count - 1), least)
-    ties = torch.where(nucleus, count - (values > limit).sum(-1, keepdim=True), candidates)
-    return limit, ties, torch.where(filters.whole, limit, least)
+    mass = torch.where(filters.whole, total.unsqueeze(1), reached[:, -1:])
+    likelier = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+    in_nucleus = kept & (likelier < filters.top_p * mass)
+    count = in_nucleus.sum(-1, keepdim=True)
+    has_top_p = filters.top_p.isfinite()
+    limit = torch.where(has_top_p, values.gather(1, count - 1), least)
+    above = (values > limit).sum(-1, keepdim=True)
+    ties = torch.where(has_top_p, count - above, candidates)
+    bound = torch.where(filters.whole, limit, least)
+    return limit, ties, bound
 
 
 def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, keys: Tensor) -> Tensor:

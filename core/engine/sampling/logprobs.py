@@ -51,12 +51,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> lis
 def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
-    ranks = (logprobs >= own).sum(-1).tolist()
-    top = logprobs.topk(min(max(counts, default=0), logits.shape[1]))
+    ranks = (logprobs >= own).sum(-1)
+    most = min(max(counts, default=0), logits.shape[1])
+    top = logprobs.topk(most)
+    # As lists, because reading single numbers of a tensor takes much longer.
     rows = zip(
         tokens.tolist(),
         own.squeeze(1).tolist(),
-        ranks,
+        ranks.tolist(),
         top.indices.tolist(),
         top.values.tolist(),
         counts,

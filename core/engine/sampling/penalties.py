@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.token_counts import TokenCounts
 from torch import Tensor
 
 
@@ -25,34 +26,40 @@ class Penalties:
         self._vocabulary = vocabulary
         self._device = device
         self._params = {index: row.params for index, row in rows}
-        known = [row.counted(vocabulary) for _, row in rows]
         # Tokens of all rows stand in one tensor, those of a row in one span.
         self._spans: dict[int, tuple[int, int]] = {}
         self._size = 0
-        for (index, _), counts in zip(rows, known, strict=True):
-            size = len(counts.tokens)
-            self._spans[index] = (self._size, size)
-            self._size += size
+        known = []
+        for index, row in rows:
+            counts = row.counted(vocabulary)
+            known.append(counts)
+            self._spans[index] = (self._size, len(counts.tokens))
+            self._size += len(counts.tokens)
         # Tokens that occurred later come after all spans.
         self._later: dict[tuple[int, int], int] = {}
         self._new: list[int] = []
         self._touched: list[int] = []
-        repeats = torch.tensor([len(each.tokens) for each in known], dtype=torch.int64)
-        firsts = torch.tensor([index * vocabulary for index in self._params], dtype=torch.int64)
+        self._fill_tensors(known)
+
+    def _fill_tensors(self, known: Sequence[TokenCounts]) -> None:
+        """Make the tensors of the tokens so far: places in the logits, counts and penalties."""
+        sizes = torch.tensor([len(each.tokens) for each in known], dtype=torch.int64)
+        starts = [index * self._vocabulary for index in self._params]
+        first_places = torch.tensor(starts, dtype=torch.int64).repeat_interleave(sizes)
         tokens = _joined((each.tokens for each in known), torch.int64)
-        places = tokens + firsts.repeat_interleave(repeats)
-        settings = self._settings_of(self._params).repeat_interleave(repeats, dim=1)
-        self._places = places.to(device)
-        self._counts = _joined((each.counts for each in known), torch.float32).to(device)
-        self._settings = settings.to(device)
+        counts = _joined((each.counts for each in known), torch.float32)
+        settings = self._settings_of(self._params).repeat_interleave(sizes, dim=1)
+        self._places = (tokens + first_places).to(self._device)
+        self._counts = counts.to(self._device)
+        self._settings = settings.to(self._device)
 
     def append(self, index: int, token: int, slot: int) -> None:
         """Count a token of the output of a row.
 
         Args:
-            index: of the row.
-            token: the new one.
-            slot: of the token in the ``TokenCounts`` of the row.
+            index: the number of the row.
+            token: the new token.
+            slot: the slot of the token in the ``TokenCounts`` of the row.
         """
         start, size = self._spans[index]
         if slot < size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
@@ -107,17 +107,17 @@ class Sampler(PluggableClass):
         errors = {row: fault.message for row, fault in faults.items()} | own
         if plan.drawn:
             if errors:
-                # Zeros in failed rows: NaN would harm the drawing of other rows.
-                failed = torch.tensor(list(errors), device=logits.device)
-                working = working.index_fill(0, failed, 0.0)
-                maximum = maximum.index_fill(0, failed, 0.0)
+                # NaN would harm the drawing of other rows.
+                working = _with_zeros(working, errors)
+                maximum = _with_zeros(maximum, errors)
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
         result = _result(tokens, logits, plan, batch, errors)
         if not errors:
             return result
         of_request = own.keys() | {row for row, fault in faults.items() if fault.of_request}
-        return dataclasses.replace(result, refused={batch.keys[row] for row in of_request})
+        refused = {batch.keys[row] for row in of_request}
+        return dataclasses.replace(result, refused=refused)
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the greatest logit of each row, float32, and its first token.
@@ -128,6 +128,12 @@ class Sampler(PluggableClass):
             logits: ``[n, vocabulary]``, of any floating dtype.
         """
         return row_maximum(logits.float())
+
+
+def _with_zeros(rows: Tensor, failed: Iterable[int]) -> Tensor:
+    """Return a copy of some rows with zeros in failed rows."""
+    numbers = torch.tensor(list(failed), device=rows.device)
+    return rows.index_fill(0, numbers, 0.0)
 
 
 def _computes_float64(device: torch.device) -> bool:

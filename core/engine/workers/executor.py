@@ -1,4 +1,4 @@
-"""``Executor``: how the engine reaches its workers."""
+"""``Executor``: starts the workers of an engine, and calls them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ HUNG = "the process of the engine has ended the workers, as they hung"
 
 @PluggableClass.register("executor")
 class Executor(PluggableClass, ABC):
-    """Workers, wherever they are: it starts them, has them make calls, and says when they are lost.
+    """Starts workers in any place, calls their methods, and tells when workers are lost.
 
-    Settings choose one of opgraft's own. A plugin's stands in the place of all of them.
+    Settings choose one of opgraft's executors. The executor of a plugin replaces all of them.
 
     Args:
         opgraft_config: resolved.
 
     Attributes:
         before_submit: called before each step that is submitted.
-        ready_since: when workers were last started again, in seconds of ``time.monotonic``;
-            infinite meanwhile.
+        ready_since: the time of the last start of workers, in seconds of ``time.monotonic``;
+            infinite during a restart.
     """
 
     ready_since = 0.0
@@ -44,16 +44,15 @@ class Executor(PluggableClass, ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of one worker returns, once all have made the call.
+        """Call a method of all workers, and return the result of one worker.
 
         Raises:
-            EngineError: there is no worker, before the start, after the shutdown, or as they are
-                lost.
+            EngineError: there is no worker: before the start, after the shutdown, or after a loss.
         """
 
     @abstractmethod
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return what a method of each worker returns, in the order of their ranks.
+        """Call a method of all workers, and return the results in the order of ranks.
 
         Raises:
             EngineError: there is no worker.
@@ -61,12 +60,12 @@ class Executor(PluggableClass, ABC):
 
     @property
     def depth(self) -> int:
-        """The number of steps that are worth submitting before the result of the first is asked for."""
+        """The number of steps to submit before asking for the result of the first."""
         return 1
 
     @abstractmethod
     def submit(self, step: Step) -> None:
-        """Have the workers compute a step, behind those that were submitted before; ``before_submit`` is called first.
+        """Call ``before_submit``, and let the workers compute a step after all submitted steps.
 
         Raises:
             EngineError: there is no worker.
@@ -74,7 +73,7 @@ class Executor(PluggableClass, ABC):
 
     @abstractmethod
     def result(self) -> StepResult:
-        """Return the result of the oldest step that was submitted and not asked for yet, or raise what failed in it.
+        """Return the result of the oldest submitted step without a result yet, or raise its error.
 
         Raises:
             EngineError: there is no worker.
@@ -82,26 +81,26 @@ class Executor(PluggableClass, ABC):
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget the steps whose results were not asked for; where workers compute them already, wait for that."""
+        """Forget the submitted steps without a result. Wait for steps that workers compute now."""
 
     def expect_servable(self, request: Request) -> None:
-        """Refuse a request that cannot reach the workers.
+        """Refuse a request that cannot be sent to the workers.
 
         Raises:
-            RequestError: it cannot.
+            RequestError: the request cannot be sent.
         """
 
     def share(self, grammar: Grammar) -> None:
-        """Have the workers know a grammar before a step has it, from any thread.
+        """Send a grammar to the workers before a step has it. Any thread may call this.
 
         Raises:
-            InputError: it cannot be compiled there.
+            InputError: a worker cannot compile the grammar.
         """
 
     @property
     @abstractmethod
     def loss(self) -> str:
-        """The reason why workers are lost: one has ended, or was ended as it hung; empty while they are not."""
+        """The reason for a loss of workers, such as the end of a process; empty without a loss."""
 
     @property
     def is_lost(self) -> bool:
@@ -110,19 +109,20 @@ class Executor(PluggableClass, ABC):
 
     @property
     def can_restart(self) -> bool:
-        """Tell whether a worker is lost, and may be started again."""
+        """True if a worker is lost and the executor may start workers again."""
         return False
 
     def restart(self, prepare: Callable[[], None]) -> None:
-        """Start workers in the place of those that are lost, as often as is allowed until that succeeds.
+        """Start new workers after a loss. A failed start is repeated as often as is allowed.
 
-        Where it does not, the workers stay lost, and ``check_health`` and the next call say why.
+        If no start succeeds, the workers stay lost. ``check_health`` and the next call raise the
+        reason.
 
         Args:
-            prepare: has the new workers load the model.
+            prepare: lets the new workers load the model.
 
         Raises:
-            EngineError: they can never be started again.
+            EngineError: the executor can never start workers again.
         """
         raise EngineError(
             f"the workers of {type(self).__name__} cannot be started again: start the engine anew"
@@ -130,28 +130,28 @@ class Executor(PluggableClass, ABC):
 
     @property
     def is_restarting(self) -> bool:
-        """Return True if workers are being started again."""
+        """Return True during a restart of workers."""
         return self.ready_since == math.inf
 
     def check_health(self) -> None:
-        """Raise where workers are lost, and none start in their place.
+        """Raise if workers are lost and cannot be started again.
 
         Raises:
-            EngineError: that is so.
+            EngineError: workers are lost.
         """
         if self.loss and not self.can_restart:
             raise EngineError(self.loss)
 
     def kill(self, reason: str = HUNG) -> None:
-        """End workers that do not answer, as far as they do not end with this process; from any thread.
+        """End workers in other processes at once. Any thread may call this.
 
         Args:
-            reason: for whoever asks them from then on.
+            reason: the message of errors for later calls.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Let go of the workers. Further calls do nothing."""
+        """Release the workers. Further calls do nothing."""
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""The executor that settings ask for."""
+"""Choose the executor by the settings."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _REMOTE: dict[str, type[RemoteExecutor]] = {"processes": ProcessExecutor, "ray":
 
 
 def executor_of(opgraft_config: OpgraftConfig) -> Executor:
-    """Return the executor that ``parallel.executor`` asks for; a plugin's own stands in the place of all.
+    """Return the executor for ``parallel.executor``. The executor of a plugin replaces all.
 
     Args:
         opgraft_config: resolved.
 
     Raises:
-        DistributedError: it asks for processes of their own, which would not be in the groups of
-            this one, or for those of a launcher, which has started none, or another number. Or it
-            asks for this process alone, and other settings ask for more ranks.
+        DistributedError: the setting asks for new processes, which cannot join the groups of this
+            process. It asks for processes of a launcher, and there are none, or another number. Or
+            it asks for this process alone, and other settings ask for more ranks.
     """
     parallel = opgraft_config.parallel
-    name = parallel.executor or _fitting(parallel)
+    name = parallel.executor or _default_executor(parallel)
     if name == "external" and parallelism().layout.world == 1:
         _join(opgraft_config)
     chosen: type[Executor] = choose_class(Executor).cls
@@ -45,26 +45,28 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
         return InProcessExecutor(opgraft_config)
     if ranks > 1:
         raise DistributedError(
-            f"parallel.executor is {name}, and this process is one of {ranks} ranks, to whose groups the processes "
-            "of the workers would not belong: set it to external"
+            f"parallel.executor is {name}, and this process is one of {ranks} ranks, to whose "
+            "groups the processes of the workers would not belong: set it to external"
         )
     return _REMOTE[name](opgraft_config)
 
 
 def _expect_one_rank(parallel: ParallelConfig) -> None:
+    names = ["tensor", "pipeline"]
     # A replica has a number, and the replicas of a front end may all be in one process.
-    names = ("tensor", "pipeline", "data") if parallel.data_rank is None else ("tensor", "pipeline")
+    if parallel.data_rank is None:
+        names.append("data")
     sizes = {name: getattr(parallel, name) for name in names}
     larger = [f"parallel.{name} is {size}" for name, size in sizes.items() if size > 1]
     if larger:
         raise DistributedError(
-            f"{' and '.join(larger)}, and parallel.executor is in_process, which has one worker: leave "
-            "parallel.executor out, or set it to processes"
+            f"{' and '.join(larger)}, and parallel.executor is in_process, which has one worker: "
+            "leave parallel.executor out, or set it to processes"
         )
 
 
-def _fitting(parallel: ParallelConfig) -> str:
-    """Return where workers run unless that is set."""
+def _default_executor(parallel: ParallelConfig) -> str:
+    """Return the executor for settings without ``parallel.executor``."""
     ranks = parallel.tensor * parallel.pipeline * parallel.data
     if parallelism().layout.world > 1 or (ranks > 1 and read_launch().size > 1):
         return "external"
@@ -72,17 +74,17 @@ def _fitting(parallel: ParallelConfig) -> str:
 
 
 def _join(opgraft_config: OpgraftConfig) -> None:
-    """Join the other processes that a launcher has started.
+    """Join the other processes of a launcher.
 
     Raises:
-        DistributedError: none has, or another number of them.
-        EngineError: one would compute otherwise than the first.
+        DistributedError: there is no launcher, or it has started another number of processes.
+        EngineError: a process would compute otherwise than the first process.
     """
     parallel = opgraft_config.parallel
     if read_launch().size == 1:
         raise DistributedError(
-            "parallel.executor is external, and no launcher has started this process beside others: start it by "
-            "torchrun --nproc-per-node N, or leave the setting out"
+            "parallel.executor is external, and no launcher has started this process beside "
+            "others: start it by torchrun --nproc-per-node N, or leave the setting out"
         )
     init_distributed(
         parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds
@@ -91,7 +93,8 @@ def _join(opgraft_config: OpgraftConfig) -> None:
         load_plugins()
         with set_config(opgraft_config, origin="the engine"):
             digests = get_world_group().all_gather_object(engine_digest())
-        for rank, digest in enumerate(digests):  # all ranks compare all, so that none goes on alone
+        # Every rank compares all digests, so that no rank goes on alone.
+        for rank, digest in enumerate(digests):
             expect_same_digest(digests[0], digest, rank, "rank 0")
     except BaseException:
         destroy_distributed()

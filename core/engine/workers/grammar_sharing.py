@@ -1,4 +1,4 @@
-"""``GrammarSharing``: what the workers in other processes know of grammars."""
+"""``GrammarSharing``: the grammars that workers in other processes have compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from opgraft.machine.channel import encoded
 
 
 class GrammarSharing:
-    """The grammars that workers have compiled, which steps name. It is asked from any thread."""
+    """The grammars that workers have compiled. Any thread may use this object.
+
+    Attributes:
+        shared: grammars that all workers have compiled. Steps name a grammar by its ``id``.
+        forgotten: names of grammars that this process has dropped.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,22 +26,23 @@ class GrammarSharing:
         self._has_tokens = False
 
     def share(self, grammar: Grammar, ask: Callable[[memoryview], None]) -> None:
-        """Have the workers compile a grammar, unless they have.
+        """Let the workers compile a grammar, unless they have compiled it.
 
         Args:
-            grammar: that a step is to name.
-            ask: sends a message to the workers, and raises what one of them raises.
+            grammar: the grammar of a later step.
+            ask: sends a message to the workers, and raises the error of a worker.
 
         Raises:
-            InputError: it cannot be compiled there.
+            InputError: a worker cannot compile the grammar.
         """
-        # Asked without the lock, as a step must not wait for a grammar of others.
+        # Without the lock, as a step must not wait for the grammar of another request.
         if grammar in self.shared:
             return
         with self._lock:
             if grammar in self.shared:
                 return
             forgotten = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
+            # All grammars of an engine have the same tokens.
             tokens = None if self._has_tokens else grammar.tokens.made_of
             ask(encoded((id(grammar), grammar.spec, tokens, forgotten)))
             self._has_tokens = True

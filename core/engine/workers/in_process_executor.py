@@ -1,4 +1,4 @@
-"""``InProcessExecutor``: one worker in this process, alone or as one of the ranks that a launcher has started."""
+"""``InProcessExecutor``: one worker in this process, alone or as a rank of a launcher's."""
 
 from __future__ import annotations
 
@@ -39,28 +39,29 @@ class InProcessExecutor(Executor):
         self.worker.init_device()
 
     def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the worker returns.
+        """Call a method of the worker, and return the result.
 
         Raises:
             EngineError: there is no worker, before the start or after the shutdown.
         """
         if self.worker is None:
-            shut_down = (
+            no_worker = (
                 "the engine was shut down, or not started, and has no worker: make a new one"
             )
-            raise EngineError(self._lost or shut_down)
+            raise EngineError(self._lost or no_worker)
         with kernels_told_when_late(), exits_as_errors():
             return getattr(self.worker, method)(*args)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return what a method of each worker returns, in the order of their ranks.
+        """Call a method of all workers, and return the results in the order of ranks.
 
         Raises:
             EngineError: there is no worker.
         """
-        with self._or_lost():
-            tensors = get_tp_group().all_gather_object(self.call(method, *args))
-            return [found for stage in get_pp_group().all_gather_object(tensors) for found in stage]
+        with self._leaving_on_failure():
+            results_of_stage = get_tp_group().all_gather_object(self.call(method, *args))
+            stages = get_pp_group().all_gather_object(results_of_stage)
+        return [result for stage in stages for result in stage]
 
     def submit(self, step: Step) -> None:
         """Keep a step until its result is asked for."""
@@ -68,50 +69,52 @@ class InProcessExecutor(Executor):
         self._submitted.append(step)
 
     def result(self) -> StepResult:
-        """Compute the oldest step that was submitted, and return its result.
+        """Compute the oldest submitted step, and return the result.
 
         Raises:
             EngineError: there is no worker.
         """
         step = self._submitted.popleft()
-        with self._or_lost(get_pp_group().world_size):  # whose ranks tell each other what fails
+        # The stages of a pipeline tell each other about failures.
+        with self._leaving_on_failure(get_pp_group().world_size):
             result = of_last_stage(lambda: self.call("execute", step))
             group = get_tp_group()
+            # Without all_gather, only the first rank has the logits and samples.
             samples = group.communicator is None or group.communicator.use_all_gather
             return result if samples else cast(StepResult, group.broadcast_object(result))
 
     @contextmanager
-    def _or_lost(self, agreeing: int = 1) -> Iterator[None]:
-        """Leave the groups where this rank fails: others would wait for it, or add up what is of different steps.
+    def _leaving_on_failure(self, agreeing: int = 1) -> Iterator[None]:
+        """Leave the groups if this rank fails within the block.
+
+        Other ranks would wait for this rank, or reduce tensors of different steps.
 
         Args:
-            agreeing: the number of ranks that fail alike.
+            agreeing: the number of ranks that fail together.
         """
         try:
             yield
         except Exception as error:
-            world = get_world_group()
-            if (
-                self.worker is not None
-                and get_tp_group().world_size * get_pp_group().world_size > agreeing
-            ):
+            ranks = get_tp_group().world_size * get_pp_group().world_size
+            if self.worker is not None and ranks > agreeing:
+                world = get_world_group()
                 self._lost = (
-                    f"rank {world.rank} of {world.world_size} has failed ({described(error)}), and has left "
-                    "the others, which would have waited for it: start all processes anew"
+                    f"rank {world.rank} of {world.world_size} has failed ({described(error)}), and "
+                    "has left the others, which would have waited for it: start all processes anew"
                 )
                 self.worker = None
                 destroy_distributed()
             raise
 
     def drop(self) -> None:
-        """Forget the steps that were submitted, none of which is computed before its result is asked for."""
+        """Forget the submitted steps. A step is computed only when its result is asked for."""
         self._submitted.clear()
 
     @property
     def loss(self) -> str:
-        """The reason why this rank has left the others; empty while it has not."""
+        """The reason why this rank has left the other ranks; empty before."""
         return self._lost
 
     def shutdown(self) -> None:
-        """Let go of the worker, and with it of the model and its cache. Further calls do nothing."""
+        """Release the worker with the model and the cache. Further calls do nothing."""
         self.worker = None

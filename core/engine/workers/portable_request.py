@@ -1,4 +1,4 @@
-"""The refusal of requests that cannot be sent to another process."""
+"""Refuse requests that cannot be sent to another process."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from opgraft.errors import RequestError
 
 
 def expect_portable(request: Request) -> None:
-    """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
+    """Refuse a request with objects that cannot be sent to another process.
+
+    Logits processors are such objects: they are functions of this process.
 
     Raises:
-        RequestError: it has some.
+        RequestError: the request has such an object.
     """
     if request.params.logits_processors:
         raise RequestError(
-            f"request {request.request_id!r} has logits processors, and the model runs in a process of its own: "
-            "leave them out, or set parallel.executor to in_process",
+            f"request {request.request_id!r} has logits processors, and the model runs in a "
+            "process of its own: leave them out, or set parallel.executor to in_process",
             "logits_processors",
         )
     try:
-        _Elsewhere(
-            io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))
-        ).load()
-    except Exception as error:  # whatever its classes raise
+        pickled = pickle.dumps((request.request_id, request.params, request.bad_words))
+        _UnpicklerElsewhere(io.BytesIO(pickled)).load()
+    # Classes of the request may raise anything.
+    except Exception as error:
         raise RequestError(
-            f"request {request.request_id!r} cannot be sent to the process of the model ({described(error)}): use "
-            "plain texts and numbers, or set parallel.executor to in_process"
+            f"request {request.request_id!r} cannot be sent to the process of the model "
+            f"({described(error)}): use plain texts and numbers, or set parallel.executor to "
+            "in_process"
         ) from error
 
 
-class _Elsewhere(pickle.Unpickler):
-    """Unpickles as another process does, which has another ``__main__``."""
+class _UnpicklerElsewhere(pickle.Unpickler):
+    """Unpickles like a process with another ``__main__``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__":

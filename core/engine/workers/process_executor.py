@@ -1,4 +1,4 @@
-"""``ProcessExecutor``: workers in processes of their own on this host, one for each rank."""
+"""``ProcessExecutor``: a process on this host for each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from opgraft.machine.channel import Channel, PipeSender
 from opgraft.machine.child import child_command
 
 _STACK_SECONDS = 0.2
-"""Seconds in which a process writes its stack."""
+"""Seconds for a process to write its stack."""
 
 _SIGNALLED = {
     -signal.SIGKILL: " (SIGKILL, which the system sends where memory is out)",
@@ -46,10 +46,10 @@ main(*map(int, sys.argv[2:]))
 
 
 class ProcessExecutor(RemoteExecutor):
-    """Workers in processes of their own, which have the settings of this one and the same plugins.
+    """Workers in processes of their own, with the settings and plugins of this process.
 
-    They are started at once. It refuses to start where they compute ops otherwise than this process
-    would, as where a script has registered replacements.
+    All processes start at once. The executor refuses to start if a worker would compute ops in
+    another way than this process, for example if a script has registered replacements.
 
     Args:
         opgraft_config: resolved.
@@ -68,9 +68,10 @@ class ProcessExecutor(RemoteExecutor):
             return Started(links, local, meeting, release.pop_all().close)
 
     def _meeting(self, release: ExitStack) -> str | None:
-        """Return the file by which the ranks meet; that of all replicas is of these.
+        """Return the file through which the ranks meet; ``None`` for a single rank.
 
-        It stays while they run: backends such as NCCL connect the ranks of a group at its first
+        If replicas compute in rounds, the settings have a file for all replicas. The file must
+        exist while the ranks run: backends such as NCCL connect the ranks of a group at the first
         collective.
         """
         given = self.opgraft_config.parallel.meeting if self.in_rounds else None
@@ -79,19 +80,24 @@ class ProcessExecutor(RemoteExecutor):
         return release.enter_context(meeting_file())
 
     def _local_ranks(self) -> list[tuple[int, int]]:
-        size, parallel = self.layout.world, self.opgraft_config.parallel
-        first, replicas = (
-            (0, 1) if parallel.data_rank is None else (parallel.data_rank * size, parallel.data)
-        )
+        """Return the local rank of each worker, and the number of workers on this host."""
+        size = self.layout.world
+        parallel = self.opgraft_config.parallel
+        first = 0
+        replicas = 1
+        # All replicas of a front end are on this host.
+        if parallel.data_rank is not None:
+            first = parallel.data_rank * size
+            replicas = parallel.data
         return [(first + rank, replicas * size) for rank in range(size)]
 
 
 class LocalProcess(WorkerLink):
-    """The process of a worker on this host. The process ends with this one.
+    """The process of a worker on this host. The process ends with this process.
 
     Args:
-        rank: of the worker.
-        environ: variables of the process.
+        rank: the rank of the worker.
+        environ: environment variables of the process.
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
@@ -100,9 +106,8 @@ class LocalProcess(WorkerLink):
             calls, calls_there = socket.socketpair()
             beside, beside_there = socket.socketpair()
             pipe_there, pipe = multiprocessing.Pipe(duplex=False)
-            given = (calls_there, beside_there, pipe_there)
-            for each in given:
-                there.callback(each.close)
+            for end in (calls_there, beside_there, pipe_there):
+                there.callback(end.close)
             undo.callback(pipe.close)
             super().__init__(rank, PipeSender(calls, pipe.fileno()), Channel(beside))
             undo.callback(self.calls.close)
@@ -111,7 +116,8 @@ class LocalProcess(WorkerLink):
             there.callback(os.close, record)
             self._record = ProgressRecord(record)
             undo.callback(self._record.close)
-            self.process = _start((*(each.fileno() for each in given), record), environ)
+            files = (calls_there.fileno(), beside_there.fileno(), pipe_there.fileno(), record)
+            self.process = _start(files, environ)
             undo.callback(_end, self.process)
             self._give_back = weakref.finalize(self, undo.pop_all().close)
 
@@ -131,11 +137,12 @@ class LocalProcess(WorkerLink):
     def progress(self) -> Progress:
         try:
             return self._record.read()
-        except ValueError:  # it was closed meanwhile
+        # Another thread has closed the record.
+        except ValueError:
             return super().progress()
 
     def stack(self) -> str:
-        # It may not know the signal yet, and would end.
+        # A process that does not handle the signal yet would end.
         if self.progress() == Progress(0, "starting"):
             return ""
         self.process.send_signal(signal.SIGUSR1)
@@ -144,8 +151,8 @@ class LocalProcess(WorkerLink):
 
 
 def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a worker that has some of our descriptors."""
-    # In a session of its own: an interrupt from the terminal is for the process that asks.
+    """Start the process of a worker with some of our descriptors."""
+    # With a session of its own, the process gets no interrupt from the terminal.
     return subprocess.Popen(  # noqa: S603 - our own interpreter
         child_command(_MAIN, *map(str, files)),
         pass_fds=files,
@@ -157,31 +164,29 @@ def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Pop
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process at once, and have the system forget it."""
+    """End a process at once, and take its exit status, so that no zombie is left."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
 
 
 def _variables(size: int) -> dict[str, str]:
-    """Return the variables by which ranks of one host share it, as far as nobody has set them."""
+    """Return environment variables for ranks that share this host, without those that are set."""
     if size == 1:
         return {}
-    share = max(1, torch.get_num_threads() // size)
+    threads = torch.get_num_threads()
+    share = max(1, threads // size)
     wanted = {"OMP_NUM_THREADS": str(share)}
     if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # where others would be asked for the address of this host's name
-        )
-    threads = os.environ.get(
-        "OMP_NUM_THREADS", f"{share}, as {size} ranks share {torch.get_num_threads()}"
-    )
-    logger.info("%d ranks on this host start; threads of each: %s", size, threads)
+        # gloo would look up the address of this host's name, which need not be known.
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    told = os.environ.get("OMP_NUM_THREADS", f"{share}, as {size} ranks share {threads}")
+    logger.info("%d ranks on this host start; threads of each: %s", size, told)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 @contextmanager
 def meeting_file() -> Iterator[str]:
-    """Yield the path of a file by which ranks of this host meet, in a folder of this user alone."""
+    """Yield the path of a file for ranks of this host to meet, in a folder of this user alone."""
     with tempfile.TemporaryDirectory(prefix="opgraft-") as folder:
         yield str(Path(folder) / "ranks")

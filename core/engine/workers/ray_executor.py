@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from functools import partial
 from typing import Any
 
 from opgraft.base.text import described, printable
@@ -32,15 +31,15 @@ from torch import distributed as dist
 _TOKEN_BYTES = 32
 _GREETING_BYTES = _TOKEN_BYTES + 1 + 4
 _ANSWER_SECONDS = 2.0
-"""Seconds that a worker may take to say who it is, and to tell its stack."""
+"""Seconds for a worker to send its greeting, or its stack."""
 
 
 class RayExecutor(RemoteExecutor):
     """Workers that Ray places on the devices of its hosts.
 
-    Ray places and watches. Steps, results and tensors take the way that they take between processes
-    of one host: each worker connects to the engine, which knows it by a secret that went through
-    Ray.
+    Ray places and watches the workers. Steps, results and tensors do not pass through Ray: each
+    worker connects to the engine, as between processes of one host. A secret that the engine sends
+    through Ray proves that the worker is the engine's own.
 
     Args:
         opgraft_config: resolved.
@@ -59,32 +58,35 @@ class RayExecutor(RemoteExecutor):
         placement = Placement(ray, size, needs, environ, seconds, replicas)
         with ExitStack() as undo:
             undo.callback(placement.end)
-            links = self._linked(ray, placement.ranks)
+            links = self._connected_links(ray, placement.ranks)
             meeting = None
             if size > 1:
                 address = ray.util.get_node_ip_address()
                 store, port = listening_store(address)
-                meeting, held = (address, port), [store]
-                undo.callback(held.clear)  # closes the port
-            _tell(placement.ranks, self.layout.tensor)
-            if device:  # a worker sees the device alone that Ray has reserved
+                meeting = (address, port)
+                held = [store]
+                # The last reference closes the port.
+                undo.callback(held.clear)
+            _log_places(placement.ranks, self.layout.tensor)
+            if device:
+                # A worker sees no device but the one that Ray has reserved.
                 local = [(0, 1)] * size
             else:
                 nodes = [each.where.node for each in placement.ranks]
                 local = local_ranks(nodes, parallel.data_rank or 0, replicas)
             return Started(links, local, meeting, undo.pop_all().close)
 
-    def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
+    def _connected_links(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Let the actors connect, and return the links to the actors."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         seconds = self.opgraft_config.parallel.start_seconds
         address = (ray.util.get_node_ip_address(), 0)
         with socket.create_server(address, backlog=len(CHANNELS) * len(placed)) as listening:
-            place = listening.getsockname()[:2]
-            running = [
-                each.actor.run.remote(rank, place, token, each.where.address, seconds)
-                for rank, each in enumerate(placed)
-            ]
+            engine = listening.getsockname()[:2]
+            running = []
+            for rank, each in enumerate(placed):
+                run = each.actor.run.remote(rank, engine, token, each.where.address, seconds)
+                running.append(run)
             found = _connections(ray, listening, token, running, seconds)
         return [
             RayLink(rank, connections, ray, placed[rank], running[rank])
@@ -96,14 +98,15 @@ class RayLink(WorkerLink):
     """The connections to a worker that is an actor of Ray.
 
     Args:
-        rank: of the worker.
-        connections: of the worker, in the order of ``CHANNELS``.
+        rank: the rank of the worker.
+        connections: the worker's connections, in the order of ``CHANNELS``.
         ray: the module.
-        placed: the actor, and where it is.
-        running: what Ray gives back when the process has ended.
+        placed: the actor and its place.
+        running: Ray's reference to the running method of the actor.
     """
 
-    telling_seconds = 4.0  # Ray has to notice that a host is lost
+    # Ray needs this time to notice that a host is lost.
+    telling_seconds = 4.0
 
     def __init__(
         self,
@@ -116,27 +119,32 @@ class RayLink(WorkerLink):
         calls, beside, told = map(Channel, connections)
         super().__init__(rank, calls, beside)
         told.limit(_ANSWER_SECONDS)
-        self._told, self._reading = told, threading.Lock()
+        self._told = told
+        self._reading = threading.Lock()
         self._known = super().progress()
         self._is_silent = False
         self.placed = placed
-        self._ray, self._running = ray, running
+        self._ray = ray
+        self._running = running
 
     def post(self, data: memoryview) -> None:
-        self.progress()  # stages that nobody reads would pile up
+        # Unread stages would fill the connection.
+        self.progress()
         super().post(data)
 
     def ended(self, patience: float = 0.0) -> str | None:
         if self._is_silent:
             return "or its host is cut off, which does not answer"
-        if not self._ray.is_initialized():  # asking would start a cluster
+        # Without a cluster, the call of ray.wait would start one.
+        if not self._ray.is_initialized():
             return "with Ray, which was shut down"
         ended, _ = self._ray.wait([self._running], timeout=patience)
         if not ended:
             return None
         try:
             self._ray.get(self._running, timeout=_ANSWER_SECONDS)
-        except Exception as error:  # whatever Ray raises
+        # Ray raises the error of the actor, of any class.
+        except Exception as error:
             return f"says Ray: {printable(described(error))}"
         return "as it was told to"
 
@@ -148,14 +156,16 @@ class RayLink(WorkerLink):
 
     def hang_up(self) -> None:
         super().hang_up()
-        self._told.hang_up()  # which the actor waits for, too
+        # The actor waits for the end of this channel, too.
+        self._told.hang_up()
 
     def close(self) -> None:
         super().close()
         self._told.close()
 
     def progress(self) -> Progress:
-        with self._reading, suppress(EOFError, OSError, ValueError):  # it has ended, or was closed
+        # The channel of a worker that has ended, or was closed, has no news.
+        with self._reading, suppress(EOFError, OSError, ValueError):
             while self._told.has_news:
                 self._known = self._told.receive()
         return self._known
@@ -164,16 +174,20 @@ class RayLink(WorkerLink):
         with self._reading:
             try:
                 self._told.send(STACK)
-                while isinstance(found := self._told.receive(), Progress):
-                    self._known = found
-                return str(found)
+                answer = self._told.receive()
+                # Stages may come before the answer.
+                while isinstance(answer, Progress):
+                    self._known = answer
+                    answer = self._told.receive()
+                return str(answer)
             except (EOFError, OSError):
-                self._told.close()  # an answer that came later would be taken for a stage
+                # A late answer would be taken for a stage.
+                self._told.close()
                 return ""
 
 
 def _variables(cpus: int) -> dict[str, str]:
-    """Return the variables of an actor: threads, opgraft's variables, and others that decide."""
+    """Return environment variables for an actor: threads, opgraft's, and others with an effect."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("OPGRAFT_")}
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)),
@@ -190,7 +204,9 @@ def _connections(
     Raises:
         EngineError: a worker has ended, or does not connect in time.
     """
-    expected = {(rank, number) for rank in range(len(running)) for number in range(len(CHANNELS))}
+    ranks = range(len(running))
+    channels = range(len(CHANNELS))
+    expected = {(rank, channel) for rank in ranks for channel in channels}
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + seconds
     with ExitStack() as undo, closing(Door(listening, token)) as door:
@@ -208,9 +224,7 @@ def _connections(
                 else:
                     connection.close()
         undo.pop_all()
-    return [
-        [found[rank, number] for number in range(len(CHANNELS))] for rank in range(len(running))
-    ]
+    return [[found[rank, channel] for channel in channels] for rank in ranks]
 
 
 def _close_all(found: Mapping[tuple[int, int], socket.socket]) -> None:
@@ -219,59 +233,75 @@ def _close_all(found: Mapping[tuple[int, int], socket.socket]) -> None:
 
 
 def listening_store(address: str) -> tuple[Any, int]:
-    """Return a store by which ranks meet, and the port of the store at an address of this host."""
+    """Return a store through which ranks meet at an address of this host, and the store's port."""
     listening = socket.create_server((address, 0), backlog=128)
     port: int = listening.getsockname()[1]
-    store = partial(dist.TCPStore, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return store(address, port, master_listen_fd=listening.detach()), port
+    # The module has the class only if torch was built with distributed support.
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port
 
 
 def _expect_running(ray: Any, running: Sequence[Any]) -> None:
+    """Raise if a worker has ended.
+
+    Raises:
+        EngineError: a worker has ended. The message has its rank and the reason.
+    """
     ended, _ = ray.wait(list(running), timeout=0)
-    if ended:
-        try:
-            ray.get(ended[0])
-            reason = "it has ended"
-        except Exception as error:  # whatever Ray raises
-            reason = printable(described(error))
-        raise EngineError(
-            f"the worker of rank {list(running).index(ended[0])} does not start: {reason}"
-        )
+    if not ended:
+        return
+    try:
+        ray.get(ended[0])
+        reason = "it has ended"
+    # Ray raises the error of the actor, of any class.
+    except Exception as error:
+        reason = printable(described(error))
+    rank = list(running).index(ended[0])
+    raise EngineError(f"the worker of rank {rank} does not start: {reason}")
 
 
 class Door:
-    """Takes connections, and reads the first words of all at once: a silent one holds up no other.
+    """Accepts connections, and reads the greetings of all connections at the same time.
 
-    A worker first says the secret, the number of the channel in one byte, and its rank in four
-    bytes.
+    A silent connection delays no other. A greeting has the secret, the number of the channel in one
+    byte, and the rank in four bytes.
 
     Args:
-        listening: where connections come.
+        listening: the socket that accepts connections.
         token: the secret of the workers.
     """
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:
-        self._listening, self._token = listening, token
+        self._listening = listening
+        self._token = token
         self._waiting: dict[socket.socket, tuple[bytearray, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
 
     def greeted(self, seconds: float) -> list[tuple[tuple[int, int], socket.socket]]:
-        """Wait for words, and return rank, channel and connection of workers.
+        """Wait for greetings, and return rank, channel and connection of each greeting.
 
-        Strangers, and connections that are silent for too long, are closed.
+        Connections with a wrong secret, and connections that are silent for too long, are closed.
         """
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         if self._listening in ready:
             self._accept()
         found = []
-        for connection, (said, deadline) in list(self._waiting.items()):
-            is_open = _read_into(said, connection) if connection in ready else True
-            is_whole = len(said) == _GREETING_BYTES
-            if is_whole and self._is_known(said):
+        for connection, (words, deadline) in list(self._waiting.items()):
+            is_open = _read_into(words, connection) if connection in ready else True
+            is_whole = len(words) == _GREETING_BYTES
+            if is_whole and self._is_known(words):
                 self._forget(connection)
                 connection.setblocking(True)
-                channel, rank = said[_TOKEN_BYTES], int.from_bytes(said[-4:], "little")
+                channel = words[_TOKEN_BYTES]
+                rank = int.from_bytes(words[-4:], "little")
                 found.append(((rank, channel), connection))
             elif is_whole or not is_open or time.monotonic() > deadline:
                 self._forget(connection)
@@ -283,10 +313,12 @@ class Door:
         connection.setblocking(False)
         watch(connection)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._waiting[connection] = bytearray(), time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        self._waiting[connection] = (bytearray(), deadline)
 
-    def _is_known(self, said: bytearray) -> bool:
-        if hmac.compare_digest(said[:_TOKEN_BYTES], self._token):
+    def _is_known(self, words: bytearray) -> bool:
+        # The comparison takes the same time for every secret.
+        if hmac.compare_digest(words[:_TOKEN_BYTES], self._token):
             return True
         logger.warning(
             "a connection to the engine came without the secret of its workers, and was refused"
@@ -298,24 +330,24 @@ class Door:
         del self._waiting[connection]
 
     def close(self) -> None:
-        """Close the connections that have not said the secret."""
+        """Close the connections without a greeting."""
         for connection in self._waiting:
             connection.close()
         self._selector.close()
 
 
-def _read_into(said: bytearray, connection: socket.socket) -> bool:
-    """Add bytes of a greeting that have come. Return False at the end."""
+def _read_into(words: bytearray, connection: socket.socket) -> bool:
+    """Add the bytes of a greeting that have come. The result is False for a closed connection."""
     try:
-        piece = connection.recv(_GREETING_BYTES - len(said))
+        piece = connection.recv(_GREETING_BYTES - len(words))
     except OSError:
         return False
-    said += piece
+    words += piece
     return bool(piece)
 
 
-def _tell(placed: Sequence[Placed], tensor: int) -> None:
-    """Log where each rank is, and warn if ranks that share layers are on several hosts."""
+def _log_places(placed: Sequence[Placed], tensor: int) -> None:
+    """Log the place of each rank, and warn if ranks that share layers are on several hosts."""
     for rank, each in enumerate(placed):
         devices = [f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items()]
         place = f"process {each.where.process} of {each.where.address}"
@@ -325,6 +357,6 @@ def _tell(placed: Sequence[Placed], tensor: int) -> None:
     shards = [hosts[first : first + tensor] for first in range(0, len(hosts), tensor)]
     if any(len(set(each)) > 1 for each in shards):
         logger.warning(
-            "ranks that share each layer are on several hosts, whose network they use in every layer: lower "
-            "parallel.tensor, or let stages lie between hosts by parallel.pipeline"
+            "ranks that share each layer are on several hosts, whose network they use in every "
+            "layer: lower parallel.tensor, or let stages lie between hosts by parallel.pipeline"
         )

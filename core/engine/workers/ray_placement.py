@@ -1,4 +1,4 @@
-"""Placement of workers by Ray: an actor for each device, packed on few hosts, in the order of hosts and devices."""
+"""Place workers by Ray: an actor for each rank, on few hosts, in the order of hosts and devices."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from opgraft.logger import logger
 
 @dataclass(frozen=True)
 class Placed:
-    """An actor, and where Ray has placed it."""
+    """An actor and its place."""
 
     actor: Any
     where: Where
 
 
 class Placement:
-    """Actors of Ray, one for each rank, and what they were reserved.
+    """An actor of Ray for each rank, with reserved resources.
 
     Args:
         ray: the module.
         size: the number of actors.
-        needs: of each, as Ray counts them.
-        environ: variables of each.
-        seconds: until all must have been placed and started.
-        replicas: that are to be placed like this one, itself among them.
+        needs: the resources of each actor, in Ray's units.
+        environ: environment variables of each actor.
+        seconds: the time limit for placing and starting all actors.
+        replicas: the number of replicas with such a placement, with this one.
 
     Raises:
-        ConfigError: Ray's hosts have no room for them.
+        ConfigError: Ray's hosts have no room for the actors.
         EngineError: an actor does not start.
     """
 
@@ -64,13 +64,16 @@ class Placement:
     def _reserved(self, size: int, needs: Mapping[str, float], seconds: float) -> Any:
         group = self._ray.util.placement_group([dict(needs)] * size, strategy="PACK")
         if not group.wait(seconds):
-            there = {name: self._ray.cluster_resources().get(name, 0.0) for name in needs}
-            free = {name: self._ray.available_resources().get(name, 0.0) for name in needs}
+            resources = self._ray.cluster_resources()
+            available = self._ray.available_resources()
+            there = {name: resources.get(name, 0.0) for name in needs}
+            free = {name: available.get(name, 0.0) for name in needs}
             self._ray.util.remove_placement_group(group)
             raise ConfigError(
-                f"Ray has found no room for {size} workers of {_counted(needs)} each within {seconds:g} s: its hosts "
-                f"have {_counted(there)} in all, and {_counted(free)} free. Add hosts, lower parallel.tensor, "
-                "parallel.pipeline or parallel.ray_cpus, or end what else runs there"
+                f"Ray has found no room for {size} workers of {_counted(needs)} each within "
+                f"{seconds:g} s: its hosts have {_counted(there)} in all, and {_counted(free)} "
+                "free. Add hosts, lower parallel.tensor, parallel.pipeline or parallel.ray_cpus, "
+                "or end what else runs there"
             )
         return group
 
@@ -78,60 +81,64 @@ class Placement:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, number
         )
+        # Ray has parameters for these two kinds.
         devices = {name: count for name, count in needs.items() if name not in ("CPU", "GPU")}
-        return (
-            self._ray.remote(RayWorker)
-            .options(
-                num_cpus=needs["CPU"],
-                num_gpus=needs.get("GPU", 0),
-                resources=devices,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": dict(environ)},
-            )
-            .remote()
+        actor_class = self._ray.remote(RayWorker).options(
+            num_cpus=needs["CPU"],
+            num_gpus=needs.get("GPU", 0),
+            resources=devices,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": dict(environ)},
         )
+        return actor_class.remote()
 
     def _in_order(self, seconds: float) -> list[Placed]:
-        """Ask the actors where they are, and put them in the order of ranks: those of the engine's host first."""
+        """Return the actors with their places in the order of ranks, the engine's host first."""
         try:
             found = self._ray.get([actor.where.remote() for actor in self._actors], timeout=seconds)
-        except Exception as error:  # whatever Ray raises
+        # Ray raises the error of the actor, of any class.
+        except Exception as error:
             raise EngineError(
-                f"an actor of Ray does not start: {printable(described(error))}. Its hosts need opgraft and ray, in "
-                "the versions of this one"
+                f"an actor of Ray does not start: {printable(described(error))}. Its hosts need "
+                "opgraft and ray, in the versions of this one"
             ) from error
         here = self._ray.get_runtime_context().get_node_id()
-        places = [
-            Placed(actor, Where(*where)) for actor, where in zip(self._actors, found, strict=True)
-        ]
+        places = []
+        for actor, where in zip(self._actors, found, strict=True):
+            places.append(Placed(actor, Where(*where)))
         return sorted(places, key=lambda placed: order_of(placed.where, here))
 
     def end(self) -> None:
-        """End the actors, and give back what was reserved for them. Further calls do nothing."""
-        # Else Ray, which ends first at the interpreter's exit, has ended them.
+        """End the actors, and release the reserved resources. Further calls do nothing."""
+        # At the interpreter's exit, Ray ends first, and has ended the actors.
         if self._ray.is_initialized():
             for actor in self._actors:
                 kill(self._ray, actor)
             if self._group is not None:
                 self._ray.util.remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        self._actors = []
+        self._group = None
         if self._entered:
             self._entered = False
             _MEMBERSHIP.leave(self._ray)
 
 
 def kill(ray: Any, actor: Any) -> None:
-    """End an actor at once, as far as Ray can; one whose host is lost has ended."""
+    """End an actor at once. Ray cannot reach an actor on a lost host, which has ended."""
     if not ray.is_initialized():
         return
     try:
         ray.kill(actor)
-    except Exception as error:  # whatever Ray raises
+    # Ray has many classes of errors.
+    except Exception as error:
         logger.debug("an actor of Ray could not be ended: %s", printable(described(error)))
 
 
 class Membership:
-    """The part of this process in a cluster of Ray, which it leaves with its last placement if it joined for them."""
+    """The membership of this process in a cluster of Ray.
+
+    If the first placement has joined the cluster, the last placement leaves the cluster.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -139,28 +146,27 @@ class Membership:
         self._joined = False
 
     def enter(self, ray: Any, processors: int) -> None:
-        """Join the cluster of Ray that is there, or start one of this host alone, unless this process has joined one.
+        """Join a cluster of Ray, unless this process has joined one.
 
-        The cluster is the one that ``RAY_ADDRESS`` names, or that ``ray start`` has started on this
-        host.
+        The cluster has the address ``RAY_ADDRESS``, or ``ray start`` has started it on this host.
+        Without such a cluster, a cluster of this host alone is started.
 
         Args:
             ray: the module.
-            processors: that all workers of this process reserve, for a cluster that is started
-                here.
+            processors: processors of all workers of this process, for a cluster of this host.
         """
         with self._lock:
             if not ray.is_initialized():
-                # For a cluster that is started here: it tells nobody of it, and its workers do not stand behind all
-                # else that runs.
-                for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_worker_niceness", "0")):
-                    os.environ.setdefault(name, value)
+                # A cluster of this host sends no statistics, and its workers have the usual
+                # priority.
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 _join(ray, processors)
                 self._joined = True
             self._users += 1
 
     def leave(self, ray: Any) -> None:
-        """Leave the cluster once nobody of those who entered needs it."""
+        """Leave the cluster with the last placement."""
         with self._lock:
             self._users -= 1
             if self._joined and not self._users:
@@ -170,9 +176,11 @@ class Membership:
 
 def _join(ray: Any, processors: int) -> None:
     options: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True}
-    try:  # of one host, workers share the processors that there are, however many they are to have
+    try:
+        # On one host, workers may share processors, which Ray would refuse.
         ray.init(num_cpus=max(processors, os.cpu_count() or 1), **options)
-    except ValueError:  # there is a cluster, which has what it has
+    # Ray refuses a number for a cluster that runs already.
+    except ValueError:
         ray.init(**options)
 
 
@@ -180,7 +188,7 @@ _MEMBERSHIP = Membership()
 
 
 def order_of(where: Where, here: str) -> tuple[Any, ...]:
-    """Return by what ranks are sorted: hosts, the engine's own first, then devices."""
+    """Return the sorting key of ranks: hosts, the engine's own first, then devices."""
     devices = [tuple(map(_number_first, ids)) for _, ids in sorted(where.devices.items())]
     return where.node != here, where.node, devices
 
@@ -190,14 +198,15 @@ def _number_first(device: str) -> tuple[int, str]:
 
 
 def local_ranks(nodes: Sequence[str], replica: int = 0, replicas: int = 1) -> list[tuple[int, int]]:
-    """Return the place of each rank among those of its host, and how many these are at most, replicas included.
+    """Return the local rank of each rank, and the largest number of ranks on its host.
 
     Args:
         nodes: the host of each rank.
-        replica: that the ranks are of.
-        replicas: that Ray may place on the same hosts.
+        replica: the number of the replica of these ranks.
+        replicas: the number of replicas that Ray may place on the same hosts.
     """
-    sizes, seen = Counter(nodes), Counter[str]()
+    sizes = Counter(nodes)
+    seen = Counter[str]()
     found = []
     for node in nodes:
         found.append((replica * sizes[node] + seen[node], replicas * sizes[node]))

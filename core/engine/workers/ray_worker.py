@@ -1,4 +1,4 @@
-"""The actor that Ray starts for a worker: it tells where it is, and becomes the worker's process."""
+"""The actor of Ray for a worker: tells its place, and becomes the worker's process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
 
 CHANNELS = ("calls", "beside", "progress")
-"""The connections of a worker, in the order in which it makes them."""
+"""The connections of a worker, in the order of connecting."""
 
 STACK = "stack"
-"""The question that the last of them brings."""
+"""The engine's question on the last connection."""
 
 SILENT_SECONDS = 4
-"""Seconds after which a host that does not answer is lost."""
+"""A host that does not answer for so many seconds is lost."""
 
 
 class Where(NamedTuple):
-    """The place that Ray has given to an actor.
+    """The place of an actor.
 
     Attributes:
         node: Ray's id of the host.
-        address: of the host.
-        process: id of the actor's process there.
-        devices: ids of the devices that Ray reserves for the actor, by Ray's name for their kind.
+        address: the address of the host.
+        process: the id of the actor's process on the host.
+        devices: Ray's name for a kind of device → ids of the devices reserved for the actor.
     """
 
     node: str
@@ -47,7 +47,7 @@ class RayWorker:
     """An actor with one device."""
 
     def where(self) -> Where:
-        """Return where the actor is."""
+        """Return the place of the actor."""
         ray: Any = importlib.import_module("ray")
         context = ray.get_runtime_context()
         found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
@@ -56,33 +56,36 @@ class RayWorker:
     def run(
         self, rank: int, engine: tuple[str, int], token: bytes, address: str, seconds: float
     ) -> None:
-        """Connect to the engine, and be the process of a worker until the engine closes the connections.
+        """Connect to the engine, and be the process of a worker until the engine hangs up.
 
         Args:
-            rank: of the worker.
-            engine: host and port where it listens.
-            token: by which the engine knows its own workers.
-            address: of this host.
-            seconds: in which a connection is made.
+            rank: the rank of the worker.
+            engine: host and port of the engine.
+            token: the secret of the engine's workers.
+            address: the address of this host.
+            seconds: the time limit for a connection.
         """
         interface = interface_of(address)
-        if interface:  # gloo would take the address of the host's name, which others need not reach
+        if interface:
+            # gloo would take the address of the host's name, which others may not reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         connections = [connected(engine, seconds) for _ in CHANNELS]
         for number, connection in enumerate(connections):
             connection.sendall(token + bytes((number,)) + rank.to_bytes(4, "little"))
         calls, beside, telling = connections
         teller = Teller(Channel(telling))
-        # Ray ends an actor that nobody wants any more.
+        # Ray ends an actor without a reference.
         serve_calls(calls.detach(), beside.detach(), teller.note, ends_process=False)
         teller.join()
 
 
 class Teller:
-    """Tells each stage that the worker comes to, as one that hangs may not answer; and its stack where it is asked.
+    """Sends each stage of the worker to the engine, and the stack if the engine asks.
+
+    Stages are sent unasked, as a worker that hangs may not answer.
 
     Args:
-        channel: by which the engine reads stages, at each call at the latest, and asks.
+        channel: the connection. The engine reads stages at each call.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -92,16 +95,17 @@ class Teller:
         self._answering.start()
 
     def join(self) -> None:
-        """Wait until the engine asks no more."""
+        """Wait until the engine closes the connection."""
         self._answering.join()
 
     def note(self, progress: Progress) -> None:
-        """Tell what the worker does now."""
-        with suppress(OSError):  # the engine has closed it
+        """Send the stage of the worker."""
+        # The engine may have closed the connection.
+        with suppress(OSError):
             self._channel.send(progress)
 
     def _answer(self) -> None:
-        with suppress(EOFError, OSError):  # the engine has closed it
+        with suppress(EOFError, OSError):
             while self._channel.receive() == STACK:
                 self._channel.send(self._stack())
         self._channel.close()
@@ -115,8 +119,8 @@ def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
     """Connect to the engine.
 
     Args:
-        engine: host and port where it listens.
-        seconds: after which that fails.
+        engine: host and port of the engine.
+        seconds: the time limit.
     """
     connection = socket.create_connection(engine, seconds)
     connection.settimeout(None)
@@ -125,10 +129,9 @@ def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
 
 
 def watch(connection: socket.socket) -> None:
-    """Have a connection send at once, and fail within seconds where the other host is gone without a word.
+    """Make a connection send at once, and fail within seconds if the other host is silent.
 
-    What is sent and not acknowledged counts as silence, and so does what the other process does not
-    read.
+    A host is silent if it acknowledges no data, or if the other process does not read.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,5 +142,6 @@ def watch(connection: socket.socket) -> None:
         "TCP_USER_TIMEOUT": SILENT_SECONDS * 1000,
     }
     for name, value in limits.items():
-        if hasattr(socket, name):  # systems differ
+        # Some systems lack some of these options.
+        if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

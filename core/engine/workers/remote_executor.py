@@ -1,4 +1,4 @@
-"""``RemoteExecutor``: workers in other processes, reached by channels."""
+"""``RemoteExecutor``: calls workers in other processes through channels."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from opgraft.machine.channel import encoded, encoded_plain
 from opgraft.plugins.host import load_plugins
 
 _SETTLE_SECONDS = 2.5
-"""Seconds that the other ranks have to come to the end of a call in which one has failed."""
+"""Seconds for the other ranks to end a call in which one rank has failed."""
 
 Replies = dict[int, tuple[bool, Any]]
-"""Rank → whether its call has succeeded, and its result or what it raised."""
+"""Rank → True and the result of the call, or False and the error."""
 
 
 class RemoteExecutor(Executor):
     """Workers in other processes, one for each rank.
 
-    All ranks make every call. The result of a step comes from the output rank alone, that which is
-    the first of the last stage; the others tell only what fails.
+    All ranks make every call. The result of a step comes from the output rank alone, the first rank
+    of the last stage. Other ranks reply to a step only if it fails.
 
-    It is asked by one thread. Grammars cross by second channels, from any thread: workers compile
-    them beside their steps, which name them.
+    One thread makes calls. Any thread may send grammars, through second channels: workers compile
+    grammars beside the steps, and steps name grammars.
 
     Args:
         opgraft_config: resolved.
@@ -74,10 +74,10 @@ class RemoteExecutor(Executor):
         """Start the processes."""
 
     def start(self) -> None:
-        """Start the processes, their workers, and the devices of those.
+        """Start the processes, the workers, and the devices of the workers.
 
         Raises:
-            EngineError: a process computes ops otherwise than this one would, or has other
+            EngineError: a process computes ops in another way than this process, or has other
                 versions.
         """
         self._start(self.opgraft_config.parallel.restart_workers)
@@ -92,26 +92,30 @@ class RemoteExecutor(Executor):
         with set_config(self.opgraft_config, origin="the engine"):
             digest = engine_digest()
         self._expect_greetings()
-        for rank, local in enumerate(started.local_ranks):
-            told = (
+        for rank, (local_rank, local_size) in enumerate(started.local_ranks):
+            layout, rank_of_job = self._job_of(rank)
+            job = WorkerJob(
                 self.opgraft_config,
-                *self._job_of(rank),
-                *local,
+                layout,
+                rank_of_job,
+                local_rank,
+                local_size,
                 started.meeting,
                 writes_json(),
                 digest,
             )
-            self.workers.begin(rank, encoded(WorkerJob(*told)))
+            self.workers.begin(rank, encoded(job))
         self.call_all("init_device")
 
     def _expect_greetings(self) -> None:
-        """Wait until each worker has said which versions it has.
+        """Wait for the greeting of each worker, with its versions.
 
         Raises:
-            EngineError: they are others, or one says nothing in time.
+            EngineError: a worker has other versions, or sends no greeting in time.
         """
         limit = self.opgraft_config.parallel.start_seconds
-        silent, deadline = dict(enumerate(self.workers.links)), time.monotonic() + limit
+        deadline = time.monotonic() + limit
+        silent = dict(enumerate(self.workers.links))
 
         def greeted(link: WorkerLink) -> None:
             expect_greeting(link.calls.receive_bytes(), link.rank)
@@ -123,10 +127,10 @@ class RemoteExecutor(Executor):
                 raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
 
     def _take(self, workers: RemoteWorkers) -> None:
-        """Have others be the workers.
+        """Replace the workers.
 
         Raises:
-            EngineError: the engine was shut down while they started.
+            EngineError: the engine was shut down while the workers started.
         """
         with self._changing:
             if not self._is_shut_down:
@@ -136,9 +140,9 @@ class RemoteExecutor(Executor):
         raise workers.ended(SHUT_DOWN)
 
     def _job_of(self, rank: int) -> tuple[ParallelLayout, int]:
-        """Return the layout of the job of a rank, and the rank there.
+        """Return the layout of a rank's job, and the number of the rank in the job.
 
-        The job is this replica, or all replicas together.
+        The job is this replica, or all replicas if they compute in rounds.
         """
         parallel = self.opgraft_config.parallel
         if not self.in_rounds or parallel.data_rank is None:
@@ -147,19 +151,21 @@ class RemoteExecutor(Executor):
         return whole, parallel.data_rank * self.layout.world + rank
 
     def call(self, method: str, *args: Any) -> Any:
-        """Return the result of a method on the output rank, once all ranks have made the call.
+        """Call a method of all workers, and return the result of the output rank.
 
         Raises:
-            EngineError: there is no worker: before the start, after the shutdown, or when a process
+            EngineError: there is no worker: before the start, after the shutdown, or if a process
                 has ended.
         """
         return self.call_all(method, *args)[self.output_rank]
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Return the results of a method of all workers, in the order of ranks, or raise an error of one.
+        """Call a method of all workers, and return the results in the order of ranks.
+
+        The error of a worker is raised here.
 
         Raises:
-            EngineError: there is no worker before the start, after the shutdown, or if a process
+            EngineError: there is no worker: before the start, after the shutdown, or if a process
                 has ended.
         """
         number = self._post(method, args)
@@ -171,8 +177,10 @@ class RemoteExecutor(Executor):
             return len(replies) == self.layout.world
 
         in_time = self._wait(deadline, lambda: all_replied() or bool(_failures(replies)))
-        if in_time and not all_replied():  # one has failed
-            in_time = self._wait(min(deadline, time.monotonic() + _SETTLE_SECONDS), all_replied)
+        # A rank has failed, and others may wait for it for ever.
+        if in_time and not all_replied():
+            deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+            in_time = self._wait(deadline, all_replied)
         if not in_time:
             self._out_of_step(number, replies, limit)
         del self._awaited[number]
@@ -180,11 +188,11 @@ class RemoteExecutor(Executor):
 
     @property
     def depth(self) -> int:
-        """The number of steps that are worth submitting ahead of results: one for each stage."""
+        """The number of steps to submit ahead of results: one for each stage."""
         return self.layout.pipeline
 
     def submit(self, step: Step) -> None:
-        """Let the workers compute a step after the steps that were submitted before.
+        """Let the workers compute a step after all submitted steps.
 
         Raises:
             EngineError: there is no worker.
@@ -196,7 +204,7 @@ class RemoteExecutor(Executor):
         """Return the result of the oldest submitted step without a result yet, or raise its error.
 
         If some ranks have failed and others are in the middle of the step, ranks would wait for
-        each other for ever. Then all are ended.
+        each other for ever. All workers are ended in this case.
 
         Raises:
             EngineError: a process has ended, or ranks were out of step.
@@ -205,9 +213,11 @@ class RemoteExecutor(Executor):
         started = time.monotonic()
         replies = self._awaited.get(number, {})
         limit = self._limit("execute")
-        if not self._wait(
-            started + limit, lambda: self.output_rank in replies or bool(_failures(replies))
-        ):
+
+        def is_decided() -> bool:
+            return self.output_rank in replies or bool(_failures(replies))
+
+        if not self._wait(started + limit, is_decided):
             self._out_of_step(number, replies, limit)
         self._slowest = max(self._slowest, time.monotonic() - started)
         if _failures(replies):
@@ -216,13 +226,14 @@ class RemoteExecutor(Executor):
         return cast(StepResult, self._results(replies, [self.output_rank])[0])
 
     def drop(self) -> None:
-        """Forget the submitted steps, once the workers have computed all."""
+        """Wait until the workers have computed the submitted steps, and forget the results."""
         while self._steps:
-            with suppress(Exception):  # which nobody asks for either
+            # Errors of these steps are forgotten, too.
+            with suppress(Exception):
                 self.result()
 
     def _post(self, method: str, args: Sequence[Any]) -> int:
-        """Send a call that all workers answer, and return the number of the call."""
+        """Send a call with replies from all workers, and return the number of the call."""
         return self._send(encoded((method, args, True)))
 
     def _send(self, data: memoryview) -> int:
@@ -240,12 +251,12 @@ class RemoteExecutor(Executor):
             raise
 
     def _limit(self, method: str) -> float:
-        """Return the seconds of a call after which a rank counts as hanging."""
+        """Return the time limit of a call in seconds. A rank that takes longer hangs."""
         parallel = self.opgraft_config.parallel
         return parallel.start_seconds if method in STAGES_OF_START else parallel.step_seconds
 
     def _wait(self, deadline: float, is_done: Callable[[], bool]) -> bool:
-        """Take replies until a condition holds. Return False if the time is over before.
+        """Take replies until a condition holds. The result is False if the time runs out first.
 
         Raises:
             EngineError: a process has ended.
@@ -258,23 +269,24 @@ class RemoteExecutor(Executor):
     def _take_reply(self, link: WorkerLink) -> None:
         number, done, answer = link.calls.receive()
         if number in self._awaited:
-            self._awaited[number][link.rank] = done, answer
+            self._awaited[number][link.rank] = (done, answer)
         elif not done:
             raise self.workers.ended(
-                f"rank {link.rank} has failed in a step that the others have completed: {described(answer)}"
+                f"rank {link.rank} has failed in a step that the others have completed: "
+                f"{described(answer)}"
             )
 
     def _results(self, replies: Replies, ranks: Sequence[int] = ()) -> list[Any]:
-        """Return the results of ranks, of all if none are named, or raise the first failure."""
+        """Return the results of some ranks, by default of all ranks, or raise the first failure."""
         for _, error in _failures(replies):
             raise error
         return [replies[rank][1] for rank in ranks or range(self.layout.world)]
 
     def _settle(self, failed: Replies) -> None:
-        """Wait until every rank has ended its calls, after one has failed.
+        """Wait until every rank has ended its calls, after a failure.
 
         Raises:
-            EngineError: a rank did not end in time, so all were ended.
+            EngineError: a rank did not end in time, and all workers were ended.
         """
         if self.in_rounds:
             raise self.workers.ended(self._left_behind(failed))
@@ -282,38 +294,42 @@ class RemoteExecutor(Executor):
             return
         number = self._post("synchronize", ())
         replies = self._awaited[number]
-        behind = 2 * len(self._steps) * self._slowest  # steps that they compute before
-        deadline = time.monotonic() + _SETTLE_SECONDS + behind
+        # The ranks compute the submitted steps first.
+        seconds_before = 2 * len(self._steps) * self._slowest
+        deadline = time.monotonic() + _SETTLE_SECONDS + seconds_before
         if not self._wait(deadline, lambda: len(replies) == self.layout.world):
             raise self.workers.ended(self._left_behind(failed), at_once=True)
         del self._awaited[number]
 
     def _out_of_step(self, number: int, replies: Replies, limit: float) -> NoReturn:
-        """End all workers. Raise the first failure, or an error that names the ranks that hang."""
+        """End all workers. Raise the first failure, or an error with the ranks that hang."""
         failed = _failures(replies)
-        reason = (
-            self._left_behind(replies) if failed else hanging(self.workers.links, number, limit)
-        )
-        error = self.workers.ended(reason, at_once=True)
-        raise failed[0][1] if failed else error
+        if not failed:
+            raise self.workers.ended(hanging(self.workers.links, number, limit), at_once=True)
+        self.workers.ended(self._left_behind(replies), at_once=True)
+        _, failure = failed[0]
+        raise failure
 
     def _left_behind(self, replies: Replies) -> str:
         rank, error = _failures(replies)[0]
-        return f"rank {rank} has failed ({described(error)}), and others would have waited for it: all were ended"
+        return (
+            f"rank {rank} has failed ({described(error)}), and others would have waited for it: "
+            "all were ended"
+        )
 
     def expect_servable(self, request: Request) -> None:
-        """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
+        """Refuse a request with objects that cannot be sent, such as logits processors.
 
         Raises:
-            RequestError: it has some.
+            RequestError: the request has such an object.
         """
         expect_portable(request)
 
     def share(self, grammar: Grammar) -> None:
-        """Have the workers compile a grammar, unless they have; from any thread.
+        """Let the workers compile a grammar, unless they have. Any thread may call this.
 
         Raises:
-            InputError: it cannot be compiled there.
+            InputError: a worker cannot compile the grammar.
             EngineError: a process has ended.
         """
         workers = self.workers
@@ -328,23 +344,23 @@ class RemoteExecutor(Executor):
         return id(found)
 
     def check_health(self) -> None:
-        """Raise if the workers are lost, and none start in their place; from any thread.
+        """Raise if the workers are lost and cannot start again. Any thread may call this.
 
         Raises:
-            EngineError: that is so.
+            EngineError: the workers are lost.
         """
         workers = self.workers
         if workers.look() and not workers.can_restart:
             raise workers.error()
 
     def kill(self, reason: str = HUNG) -> None:
-        """End the processes at once, whatever they do; from any thread."""
+        """End the processes at once. Any thread may call this."""
         workers = self.workers
         workers.note(reason)
         workers.kill()
 
     def shutdown(self) -> None:
-        """End the processes of the workers, from any thread. Further calls do nothing."""
+        """End the processes. Any thread may call this. Further calls do nothing."""
         with self._changing:
             self._is_shut_down = True
             self.workers.restarts_left = 0
@@ -361,12 +377,13 @@ class RemoteExecutor(Executor):
         return self.workers.can_restart
 
     def restart(self, prepare: Callable[[], None]) -> None:
-        """Start workers in the place of those that are lost, as often as is allowed until that succeeds.
+        """Start new workers after a loss. A failed start is repeated as often as is allowed.
 
-        Where it does not, the workers stay lost, and ``check_health`` and the next call say why.
+        If no start succeeds, the workers stay lost. ``check_health`` and the next call raise the
+        reason.
 
         Args:
-            prepare: has the new workers load the model.
+            prepare: lets the new workers load the model.
         """
         self.ready_since = math.inf
         try:
@@ -376,7 +393,8 @@ class RemoteExecutor(Executor):
             self.ready_since = time.monotonic()
 
     def _start_again(self, prepare: Callable[[], None]) -> None:
-        before, left = self.workers, self.workers.restarts_left - 1
+        before = self.workers
+        left = before.restarts_left - 1
         logger.warning("%s; the workers start again, and may %d times more", before.reason, left)
         before.end()
         try:
@@ -395,12 +413,13 @@ def _failures(replies: Replies) -> list[tuple[int, Exception]]:
 
 
 def encoded_step(step: Step, name_of: Callable[[Any], Any] | None = None) -> memoryview:
-    """Return the call that computes a step, as channels send it. Only the output rank answers.
+    """Return the message of a call that computes a step. Only the output rank answers.
 
     Args:
-        step: which is plain where it adds no sequence, as most do not.
-        name_of: names the grammars of those that it adds.
+        step: the step.
+        name_of: returns the name of a grammar of a new sequence.
     """
+    # Most steps add no sequence, and plain parts are encoded faster.
     if not step.added:
         return encoded_plain((EXECUTE_PARTS, step.parts(), False))
     has_grammars = any(new.grammar is not None for new in step.added)

@@ -1,4 +1,4 @@
-"""``RemoteWorkers``: the workers of one start, from then until they are ended, and why they are."""
+"""``RemoteWorkers``: the workers of one start, until they end, with the reason of their end."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _nothing() -> None:
 
 
 class Started(NamedTuple):
-    """Processes that were started for workers.
+    """The started processes of workers.
 
-    Nothing in it may hold the executor: the executor would never be dropped.
+    No attribute may hold the executor, or the executor would never be dropped.
 
     Attributes:
-        links: to the workers, in the order of ranks.
-        local_ranks: the local rank of each, and the number of workers of its host.
-        meeting: where they find each other, as long as they run; ``None`` for one that is alone.
-        release: gives back the shared resources, once all have ended.
+        links: the links to the workers, in the order of ranks.
+        local_ranks: for each rank, the local rank and the number of workers on its host.
+        meeting: the store through which ranks find each other; ``None`` for a single rank.
+        release: releases shared resources after the end of all workers.
     """
 
     links: Sequence[WorkerLink] = ()
@@ -60,32 +60,34 @@ _NONE = Started()
 
 
 class RemoteWorkers:
-    """The workers of one start, who run until there is a reason why they do not.
+    """The workers of one start.
 
-    Others that start in their place are another object: a thread that still has this one reaches
-    none of them. One thread calls; any may look, ask beside, kill and end.
+    A restart makes another object, so that a thread with this object reaches no new worker. One
+    thread makes calls. Any thread may look, send grammars, kill and end.
 
     Args:
-        started: their processes.
-        seconds: that a message, and the compilation of a grammar, may take.
-        restarts_left: how often others may start in their place.
+        started: the processes.
+        seconds: the time limit of a message, and of the compilation of a grammar.
+        restarts_left: the number of restarts that are still allowed.
 
     Attributes:
-        links: to the workers, in the order of ranks.
-        reason: why they are there no more, the first that there was; empty while they are.
-        grammars: those that they know.
+        links: the links to the workers, in the order of ranks.
+        reason: the first reason for the end of the workers; empty while they run.
+        grammars: the grammars that the workers have compiled.
     """
 
     def __init__(
         self, started: Started = _NONE, seconds: float = 0.0, restarts_left: int = 0
     ) -> None:
-        self.links, self._started = tuple(started.links), started
+        self.links = tuple(started.links)
+        self._started = started
         self.reason = ""
         self.restarts_left = restarts_left
         self.grammars = GrammarSharing()
         self._seconds = seconds
         self._noting = threading.Lock()
-        self._calling = threading.RLock()  # while it is held, the files of the channels are theirs
+        # Channels are closed under this lock, so that no call uses the file of another object.
+        self._calling = threading.RLock()
         self._is_over = False
         self._poll = select.poll()
         for link in self.links:
@@ -95,15 +97,20 @@ class RemoteWorkers:
         self._disown: Callable[[], object] = _nothing
 
     def end_with(self, owner: object) -> None:
-        """Have them end when nobody has their owner any more, or the interpreter ends."""
+        """End the workers when the owner is dropped, or the interpreter ends."""
         self._disown = weakref.finalize(owner, self.end).detach
 
     def look(self) -> str:
-        """Return the reason why the workers are lost, from any thread. Note a process that has ended."""
+        """Look for a process that has ended. Any thread may call this.
+
+        Returns:
+            The reason why the workers are lost; empty while they run.
+        """
         if not self.reason:
-            dead = next((link for link in self.links if link.ended()), None)
-            if dead is not None:
-                self._note_end(dead)
+            for link in self.links:
+                if link.ended():
+                    self._note_end(link)
+                    break
         return self.reason
 
     @property
@@ -114,38 +121,42 @@ class RemoteWorkers:
 
     @property
     def can_restart(self) -> bool:
-        """Tell whether they are lost, and others may start in their place."""
+        """True if the workers are lost and new workers may start."""
         return self.restarts_left > 0 and self.loss != ""
 
     def error(self) -> EngineError:
-        """Return the error that says why they are there no more."""
-        advice = (
-            "workers start again with the next request"
-            if self.can_restart
-            else "start the engine or server anew"
-        )
+        """Make an error with the reason for the end of the workers."""
+        advice = "start the engine or server anew"
+        if self.can_restart:
+            advice = "workers start again with the next request"
         return EngineError(f"{self.reason}; {advice}")
 
     def note(self, reason: str) -> None:
-        """Note why they are there no more, unless there is a reason already."""
+        """Note the reason for the end of the workers. Only the first reason counts."""
         with self._noting:
             self.reason = self.reason or reason
 
     def _note_end(self, link: WorkerLink) -> None:
-        """Note that the process of a worker has ended, or of another worker that ended before."""
+        """Note that the process of a worker has ended.
+
+        Args:
+            link: the worker with closed channels. If another process has ended, that process was
+                probably the first.
+        """
         dead = next((each for each in self.links if each.ended()), link)
         how = dead.ended(dead.telling_seconds) or "as far as its channels tell"
-        whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
+        name = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
         stage = printable(dead.progress().stage)
         self.note(
-            f"the process of {whose} has ended, {how}; last stage: {stage}. What it wrote to stderr may say why"
+            f"the process of {name} has ended, {how}; last stage: {stage}. What it wrote to stderr "
+            "may say why"
         )
 
     def post(self, number: int, data: memoryview) -> None:
-        """Send all workers a call that ``encoded`` returned.
+        """Send a call, from ``encoded``, to all workers.
 
         Raises:
-            EngineError: the workers are lost, or one does not take calls.
+            EngineError: the workers are lost, or a worker takes no calls.
         """
         with self._calling:
             self._expect_going()
@@ -157,7 +168,7 @@ class RemoteWorkers:
         self.end(_INTERRUPTED)
 
     def begin(self, rank: int, job: memoryview) -> None:
-        """Send a rank its job.
+        """Send the job of a rank.
 
         Raises:
             EngineError: the workers are lost.
@@ -175,10 +186,10 @@ class RemoteWorkers:
             raise self._ended_by(link, error) from error
 
     def reply(self, seconds: float, take: Callable[[WorkerLink], object]) -> bool:
-        """Wait for a reply, and take the reply in. Return False if none comes in time.
+        """Wait for a reply, and take the reply in. The result is False if none comes in time.
 
         Args:
-            seconds: to wait.
+            seconds: the time to wait.
             take: takes the reply from the link of a worker.
 
         Raises:
@@ -193,8 +204,11 @@ class RemoteWorkers:
                 take(link)
                 return True
             except TimeoutError:
-                reason = f"{link.told()} did not come to the end of its reply within {self._seconds:g} seconds"
-                raise self.ended(f"{reason}: all were ended", at_once=True) from None
+                reason = (
+                    f"{link.told()} did not come to the end of its reply within "
+                    f"{self._seconds:g} seconds: all were ended"
+                )
+                raise self.ended(reason, at_once=True) from None
             except (EOFError, OSError) as error:
                 raise self._ended_by(link, error) from error
             except Exception:
@@ -213,7 +227,8 @@ class RemoteWorkers:
             found = self._poll.poll(min(left, _LOOK_SECONDS) * 1000)
             if found:
                 return self._by_file[found[0][0]]
-            if self.look():  # a child of the process may still have its sockets
+            # The sockets of a process that has ended are open if a child has them.
+            if self.look():
                 raise self._lost()
             if left <= _LOOK_SECONDS:
                 return None
@@ -227,21 +242,21 @@ class RemoteWorkers:
         return self._lost()
 
     def _note_failure(self, link: WorkerLink, error: Exception) -> None:
-        """Note that a channel of a worker has come to its end, or that its host is silent."""
+        """Note that a channel of a worker was closed, or that the host of the worker is silent."""
         if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
             link.note_silence()
         if not self.reason:
             self._note_end(link)
 
     def _lost(self) -> EngineError:
-        """End the workers that are left: at once, because requests wait; gently for a shutdown."""
+        """End the other workers: gently for a shutdown, else at once, because requests wait."""
         return self.ended(self.reason, at_once=self.reason != SHUT_DOWN)
 
     def ask_beside(self, data: memoryview) -> None:
-        """Send a message by the second channel of each worker, and raise the error of a worker.
+        """Send a message through the second channel of each worker. Raise the error of a worker.
 
-        Any thread may ask. An interrupt of the main thread ends the processes: nobody knows then
-        how much of a message has come.
+        Any thread may call this. An interrupt of the main thread ends the processes, as part of a
+        message may have been sent.
 
         Raises:
             EngineError: the workers are lost, or one does not answer.
@@ -266,30 +281,31 @@ class RemoteWorkers:
             return function()
         except TimeoutError:
             self.note(
-                f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all were ended. "
-                "Raise parallel.step_seconds where this was no hang"
+                f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all "
+                "were ended. Raise parallel.step_seconds where this was no hang"
             )
         except (EOFError, OSError) as error:
             self._note_failure(link, error)
-        self.kill()  # on which the thread that calls ends them
+        # The thread that makes calls notices the end, and releases the workers.
+        self.kill()
         raise self.error()
 
     def kill(self) -> None:
-        """End the processes at once, whatever they do; from any thread."""
+        """End the processes at once. Any thread may call this."""
         for link in self.links:
             link.kill()
 
     def ended(self, reason: str, *, at_once: bool = False) -> EngineError:
-        """End them, and return the error that says why."""
+        """End the workers, and return an error with the reason."""
         self.end(reason, patience=0.0 if at_once else END_SECONDS)
         return self.error()
 
     def end(self, reason: str = SHUT_DOWN, patience: float = END_SECONDS) -> None:
-        """End the processes, once, from any thread; one that waits for them is told so.
+        """End the processes, once. Any thread may call this. A waiting thread raises the reason.
 
         Args:
-            reason: why, unless there is a reason already.
-            patience: seconds that they have to end by themselves.
+            reason: the reason, unless there was one before.
+            patience: seconds for the processes to end by themselves.
         """
         self.note(reason)
         for link in self.links:

@@ -1,4 +1,4 @@
-"""``StageLink``: the way of hidden states from one stage of a pipeline to the next."""
+"""``StageLink``: passes hidden states from one stage of a pipeline to the next."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from opgraft.errors import StageError
 from torch import Tensor
 
 _TEXT_BYTES = 1024
-"""Of the message that says why a stage has failed."""
+"""Bytes of the message with the error of a stage."""
 
 
 class StageLink:
-    """Passes what the stage before has computed in a step on to the next; each tensor rank to its counterpart.
+    """Passes the hidden states of a step on to the next stage: each tensor rank to its counterpart.
 
-    Both ends know the size from the step. One more number tells whether the stage before has
-    failed, after which its error follows as text. So no stage waits for what does not come, and the
-    last one raises the error.
+    Both ends know the size from the step. The last number of a message is 1 if the stage before has
+    failed, and the error follows as text. No stage therefore waits for a message that does not
+    come, and the last stage raises the error.
 
     Args:
         group: the pipeline, of at least two ranks.
-        model: of this stage.
-        device: where it is.
+        model: the model of this stage.
+        device: the device of the model.
     """
 
     def __init__(self, group: ParallelGroup, model: Any, device: torch.device) -> None:
@@ -37,30 +37,38 @@ class StageLink:
         self._place = group.rank_in_group
         self._size = 0
         self._message: Tensor | None = None
-        self._due = self._owed = False
+        # The message of the stage before is still to come.
+        self._due = False
+        # The message for the next stage is still to be sent.
+        self._owed = False
 
     @classmethod
     def of(cls, model: Any, device: torch.device) -> StageLink | None:
-        """Return the link of this rank; ``None`` where it has all layers."""
+        """Return the link of this rank; ``None`` for a rank with all layers."""
         group = get_pp_group()
         return cls(group, model, device) if group.world_size > 1 else None
 
     def begin(self, tokens: int) -> None:
-        """Begin with a step of so many tokens."""
-        self._size = self.shape[0] * tokens * self.shape[2] + 1
+        """Begin a step with a number of tokens."""
+        streams, _, hidden_size = self.shape
+        # One more number for the failure.
+        self._size = streams * tokens * hidden_size + 1
         self._message = None
-        self._due, self._owed = not self.group.is_first_rank, not self.group.is_last_rank
+        self._due = not self.group.is_first_rank
+        self._owed = not self.group.is_last_rank
 
     def empty(self, tokens: int) -> Sequence[Tensor]:
-        """Return what a later stage receives for so many tokens, as zeros; nothing on the first."""
+        """Return the input of a later stage as zeros; nothing on the first stage."""
         if self.group.is_first_rank:
             return ()
-        return (
-            torch.zeros(self.shape[0], tokens, self.shape[2], dtype=self.dtype, device=self.device),
-        )
+        streams, _, hidden_size = self.shape
+        return (torch.zeros(streams, tokens, hidden_size, dtype=self.dtype, device=self.device),)
 
     def receive(self) -> Tensor | None:
-        """Return what the stage before passes on, ``[streams, tokens, hidden_size]``; ``None`` on the first."""
+        """Return the output of the stage before, ``[streams, tokens, hidden_size]``.
+
+        ``None`` on the first stage.
+        """
         if not self._due:
             return None
         self._due = False
@@ -68,10 +76,12 @@ class StageLink:
         return self._message[:-1].view(self.shape)
 
     def _expect_computed(self) -> None:
-        """Raise where the stage before has failed. On a device this waits, so it comes after the call of the model.
+        """Raise the error of the stage before, if it has failed.
+
+        Call this after the model: on a device, reading the number waits for the message.
 
         Raises:
-            StageError: it has; the message is that of its error.
+            StageError: the stage before has failed.
         """
         if self._message is not None and self._message[-1].item():
             self._message = None
@@ -93,7 +103,11 @@ class StageLink:
         self.group.send(message, self._place + 1)
 
     def fail(self, error: Exception) -> None:
-        """Take what is still to come, and tell the next stage that this one has failed, unless it has its input."""
+        """Tell the next stage about the error of this stage, unless its message was sent.
+
+        An error of the stage before replaces ``error``.
+        """
+        # The message of the stage before must be taken, or the next step would receive it.
         try:
             self.receive()
             self._expect_computed()
@@ -102,34 +116,35 @@ class StageLink:
         if not self._owed:
             return
         self._owed = False
-        said = (
-            str(error)
-            if isinstance(error, StageError)
-            else f"{described(error)} (in stage {self._place})"
-        )
-        text = said.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        self.group.send(
-            torch.ones(self._size, dtype=self.dtype, device=self.device), self._place + 1
-        )
-        self.group.send(
-            torch.tensor(list(text), dtype=torch.uint8, device=self.device), self._place + 1
-        )
+        # An error of an earlier stage names that stage already.
+        words = str(error)
+        if not isinstance(error, StageError):
+            words = f"{described(error)} (in stage {self._place})"
+        text = words.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        following = self._place + 1
+        self.group.send(torch.ones(self._size, dtype=self.dtype, device=self.device), following)
+        self.group.send(torch.tensor(list(text), dtype=torch.uint8, device=self.device), following)
 
 
 def of_last_stage(compute: Callable[[], StepResult]) -> StepResult:
-    """Return the result of the last stage on all ranks of the pipeline, each of which computes, or raise its error."""
+    """Compute on all ranks of the pipeline, and return the result of the last stage on each rank.
+
+    Raises:
+        Exception: the last stage has failed.
+    """
     group = get_pp_group()
     if group.world_size == 1:
         return compute()
-    result, failed = None, None
+    result: StepResult | None = None
+    failure: Exception | None = None
     try:
         result = compute()
     except Exception as error:
-        failed = error
-    said = None if failed is None else described(failed)
-    shared: tuple[StepResult, str | None] = group.broadcast_object(
-        (result, said), group.world_size - 1
-    )
-    if shared[1] is not None:
-        raise failed or StageError(shared[1])
-    return shared[0]
+        failure = error
+    words = None if failure is None else described(failure)
+    last = group.world_size - 1
+    shared: tuple[StepResult, str | None] = group.broadcast_object((result, words), last)
+    result_of_last, failure_of_last = shared
+    if failure_of_last is not None:
+        raise failure or StageError(failure_of_last)
+    return result_of_last

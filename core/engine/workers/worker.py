@@ -32,11 +32,14 @@ from opgraft.plugins.selection import current_platform
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-DEVICE_SHARE, HOST_SHARE = 0.9, 0.25
-"""Of the free memory, for the cache: a device works for one process as a rule, the memory of a host is everybody's."""
+DEVICE_SHARE = 0.9
+"""The cache's share of the free memory of a device, which mostly works for one process."""
+
+HOST_SHARE = 0.25
+"""The cache's share of the free memory of a host, which other programs need, too."""
 
 _SMALL = 0.5
-"""Of the memory for step and cache. If the largest step takes less by its bound, it is not computed to see."""
+"""A share of the memory for step and cache. A largest step with a smaller bound is not tried."""
 
 
 @PluggableClass.register("worker")
@@ -44,10 +47,9 @@ class Worker(PluggableClass):
     """Prepares a device, loads the model there, and computes steps.
 
     Args:
-        opgraft_config: all settings; what it leaves open has the built-in default.
-        local_rank: place among the workers of this host, which chooses the device where there are
-            several.
-        local_size: the number of workers of this host.
+        opgraft_config: all settings. Missing settings have the built-in default.
+        local_rank: the number of the worker on this host. It chooses one of several devices.
+        local_size: the number of workers on this host.
     """
 
     def __init__(
@@ -60,42 +62,46 @@ class Worker(PluggableClass):
 
     @classmethod
     def expect_split(cls, parallel: ParallelConfig) -> None:
-        """Refuse a split of the model that the devices cannot compute; called before any process starts.
+        """Refuse a split of the model that the devices cannot compute.
+
+        The engine calls this before any process starts.
 
         Raises:
-            ConfigError: a process is to have several devices, which a subclass is for.
+            ConfigError: the settings have several devices for a process. Only a subclass can do so.
         """
         count = parallel.devices_per_rank
         if count > 1:
             raise ConfigError(
-                f"parallel.devices_per_rank is {count}, and on the platform {current_platform().name} a process "
-                "computes on one device: set parallel.tensor to share each layer among processes"
+                f"parallel.devices_per_rank is {count}, and on the platform "
+                f"{current_platform().name} a process computes on one device: set parallel.tensor "
+                "to share each layer among processes"
             )
 
     def claim_devices(self) -> None:
-        """Set the process up for the devices that it is to have, before anything asks for one."""
+        """Prepare the process for its devices, before any code uses a device."""
 
     def init_device(self) -> None:
         """Choose the device, and seed its random numbers.
 
         Raises:
-            ConfigError: there is no device for this worker, torch knows none of the name that is
-                set, or one is set for several ranks.
+            ConfigError: there is no device for this worker, torch does not know the device of the
+                settings, or the settings have one device for several ranks.
         """
         self.claim_devices()
-        platform, load = current_platform(), self.opgraft_config.load
+        load = self.opgraft_config.load
         self.device = device_named(load.device or self._own_device())
-        if self.device.index is not None and self.local_size > 1 and load.device:
+        has_number = self.device.index is not None
+        if has_number and self.local_size > 1 and load.device:
             raise ConfigError(
-                f"load.device is {load.device!r:.80}, one device for {self.local_size} ranks of this host: leave its "
-                "number out, so that each rank has its own"
+                f"load.device is {load.device!r:.80}, one device for {self.local_size} ranks of "
+                "this host: leave its number out, so that each rank has its own"
             )
         self.memory = MemoryQuery(self.device)
-        platform.manual_seed(self.opgraft_config.model.seed)
-        if self.device.index is not None:
-            self.opgraft_config = replace(
-                self.opgraft_config, load=replace(load, device=str(self.device))
-            )
+        current_platform().manual_seed(self.opgraft_config.model.seed)
+        if has_number:
+            # The model is loaded on this rank's device.
+            own = replace(load, device=str(self.device))
+            self.opgraft_config = replace(self.opgraft_config, load=own)
         self.runner = ModelRunner(self.opgraft_config, self.device)
 
     def _own_device(self) -> str:
@@ -105,67 +111,67 @@ class Worker(PluggableClass):
             return platform.device_type
         if self.local_rank >= devices:
             raise ConfigError(
-                f"this host has {self.local_size} ranks and {devices} devices of {platform.name}: lower "
-                "parallel.tensor or parallel.pipeline"
+                f"this host has {self.local_size} ranks and {devices} devices of {platform.name}: "
+                "lower parallel.tensor or parallel.pipeline"
             )
         return f"{platform.device_type}:{self.local_rank}"
 
     def synchronize(self) -> None:
-        """Wait until the device has computed what it was given."""
+        """Wait until the device has finished its work."""
         current_platform().synchronize(self.device.index or 0)
 
     def load_model(self) -> CacheSizes:
-        """Load the model; its layers say which cache they need."""
+        """Load the model, and return the sizes of the cache that its layers need."""
         self.runner.load_model()
         return self.runner.layout.sizes()
 
     def load_encoder(self) -> None:
-        """Load the model for ``embed`` and prepare it, as ``ModelRunner.prepare_encoder`` says.
+        """Load the model for ``embed`` and prepare it: see ``ModelRunner.prepare_encoder``.
 
         Raises:
-            ConfigError: it cannot be compiled.
+            ConfigError: the model cannot be compiled.
         """
         self.runner.load_model()
         self.runner.prepare_encoder()
 
     def group_cache(self, windows: Sequence[int | None]) -> CacheSizes:
-        """Put the layers into groups of these windows, which the stages of a pipeline share."""
+        """Group the layers by the windows of all stages of a pipeline, and return the sizes."""
         self.runner.layout = self.runner.layout.grouped(windows)
         return self.runner.layout.sizes()
 
     def max_context(self) -> int | None:
-        """Return the tokens of the longest context; ``None`` where neither settings nor checkpoint say."""
+        """Return the tokens of the longest context; ``None`` if there is no limit."""
         longest = int(self.runner.model.max_position)
         return None if longest == sys.maxsize else longest
 
     def trained_context(self) -> int | None:
-        """Return the tokens of the longest context that the model was made for; ``None`` where its config says none."""
+        """Return the longest context of the training in tokens; ``None`` if the config has none."""
         config = self.runner.model.config
         return None if config is None else trained_context(config.get_text_config())
 
     def why_uncached(self) -> str:
-        """Return the reason for a model of transformers to run without a cache, or an empty text."""
+        """Return the reason why a model of transformers has no cache; empty if it has one."""
         model = self.runner.model
         if not isinstance(model, TransformersModel) or not model.uncached:
             return ""
         return f"{model.uncached}. {GRAFT_INSTEAD}"
 
     def context_fits(self) -> tuple[ContextFit, ...]:
-        """Return which ropes of the model depend on the length of the context, and how."""
+        """Return the ropes of the model that depend on the length of the context."""
         return tuple(
             ContextFit(rope.trained_positions, rope.gradual)
             for rope in self.runner.model.fitted_ropes
         )
 
     def cache_bytes(self) -> int:
-        """Return the bytes that the cache may take: as set, or a share of the memory that is free now.
+        """Return the bytes for the cache: those of the settings, else a share of the free memory.
 
-        On a device that is not the host, what the largest step takes at its peak is subtracted. The
-        share of the host's memory is small enough to leave room for every step.
+        On a device other than the host, the peak of the largest step is subtracted. On the host,
+        the share is small enough to leave room for every step.
 
         Raises:
             ConfigError: the platform does not know the memory of the device, or the largest step
-                fails there.
+                fails on the device.
         """
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:
@@ -177,42 +183,54 @@ class Worker(PluggableClass):
         return max(0, budget - self._peak(budget))
 
     def _sharing(self) -> int:
-        """Return the number of workers of this host that share the memory of this one's device."""
-        return (
-            self.local_size
-            if self.memory.is_of_host or current_platform().device_count() < 2
-            else 1
-        )
+        """Return the number of workers on this host that share the memory of the device."""
+        if self.memory.is_of_host or current_platform().device_count() < 2:
+            return self.local_size
+        return 1
 
     def _free_memory(self) -> int:
-        """Return the bytes that are free on the device, which may be another than the platform's."""
+        """Return the free bytes of the device, which may belong to another platform.
+
+        Raises:
+            ConfigError: the platform does not know the memory of the device.
+        """
         free = self.memory.free()
         if free is None:
             platform = current_platform()
             raise ConfigError(
-                f"the free memory of load.device={self.device} is not known, as the platform {platform.name} is for "
-                f"{platform.device_type}: set cache.memory_bytes or cache.num_blocks"
+                f"the free memory of load.device={self.device} is not known, as the platform "
+                f"{platform.name} is for {platform.device_type}: set cache.memory_bytes or "
+                "cache.num_blocks"
             )
         return free
 
     def expect_memory(self, num_blocks: int, num_states: int) -> None:
-        """Refuse a cache for which there is no memory: on a host the process would be killed once it is filled.
+        """Refuse a cache that is larger than the free memory.
+
+        On a host, the system would kill the process later, when the cache is filled.
 
         Raises:
-            ConfigError: it takes more than is free.
+            ConfigError: the cache is too large.
         """
-        layout, free = self.runner.layout, self.memory.free()
+        layout = self.runner.layout
+        free = self.memory.free()
         needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
-        if free is not None and needed * self._sharing() > free:
-            ranks = f" on each of {self._sharing()} ranks" if self._sharing() > 1 else ""
+        sharing = self._sharing()
+        if free is not None and needed * sharing > free:
+            ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
             raise ConfigError(
-                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} bytes{ranks}, and "
-                f"{free:,} are free on {self.device}: lower cache.num_blocks, cache.memory_bytes or cache.num_states, "
-                "or leave them out, so that it takes the share cache.memory_share of what is free"
+                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} "
+                f"bytes{ranks}, and {free:,} are free on {self.device}: lower cache.num_blocks, "
+                "cache.memory_bytes or cache.num_states, or leave them out, so that it takes the "
+                "share cache.memory_share of what is free"
             )
 
     def _peak(self, budget: int) -> int:
-        """Return the bytes that the largest step takes at its peak, or a bound if that is small for the budget."""
+        """Return the bytes of the largest step at its peak, or a bound if the bound is small.
+
+        Raises:
+            ConfigError: the step fails.
+        """
         bound = self.runner.bound_of_largest_step()
         if bound is not None and bound < budget * _SMALL:
             size = f"{bound / 2**20:,.1f}"
@@ -221,30 +239,33 @@ class Worker(PluggableClass):
         try:
             peak = self._tried_peak()
             current_platform().synchronize(self.device.index or 0)
-        except RuntimeError as error:  # torch's, such as one that is out of memory
+        # torch raises RuntimeError if it runs out of memory.
+        except RuntimeError as error:
             limits = self.opgraft_config.scheduler
             raise ConfigError(
-                f"the largest step, of {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences, "
-                f"fails on {self.device}: {described(error)}. Lower scheduler.max_num_batched_tokens or "
-                "scheduler.max_num_seqs, or set cache.memory_bytes to leave it out"
+                f"the largest step, of {limits.max_num_batched_tokens} tokens and "
+                f"{limits.max_num_seqs} sequences, fails on {self.device}: {described(error)}. "
+                "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs, or set "
+                "cache.memory_bytes to leave it out"
             ) from error
         logger.info("the largest step takes %s MiB on %s", f"{peak / 2**20:,.1f}", self.device)
         return peak
 
     def _tried_peak(self) -> int:
-        """Compute the largest step to see the bytes that it takes, which may last a minute on a slow device."""
+        """Compute the largest step and return its bytes. A slow device may take a minute."""
         limits = self.opgraft_config.scheduler
         words = (
-            f"trial step of {limits.max_num_batched_tokens:,} tokens on {self.device}, for the size "
-            "of the cache"
+            f"trial step of {limits.max_num_batched_tokens:,} tokens on {self.device}, for the "
+            "size of the cache"
         )
         logger.info("%s", words)
+        # None shows the bar on a terminal only.
         shown = None if self.opgraft_config.load.progress and self.local_rank == 0 else False
         with progress_bar(words, self.runner.calls_of_largest_step(), shown) as called:
             return self.runner.peak_of_largest_step(self._free_memory, lambda: called(1))
 
     def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
-        """Make the cache of that many blocks and states, and compile the model if ``compilation_config`` says so.
+        """Make the cache, and compile the model if ``compilation_config`` asks for that.
 
         Raises:
             ConfigError: the model cannot be compiled.
@@ -256,36 +277,38 @@ class Worker(PluggableClass):
     def embed(
         self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool
     ) -> list[list[float]]:
-        """Return a vector for each of some sequences, computed whole and without a cache.
+        """Return a vector for each sequence, computed at once and without a cache.
 
         Args:
-            sequences: token ids of each.
-            pooling: names of ``opgraft.models.pooling.POOLINGS``.
+            sequences: the token ids of each sequence.
+            pooling: names in ``opgraft.models.pooling.POOLINGS``.
             normalize: make the vectors of unit length.
         """
         states = self.runner.encode(sequences)
-        mask = pad_sequence(
-            [torch.ones(len(rows), device=rows.device) for rows in states], batch_first=True
-        )
+        ones = [torch.ones(len(rows), device=rows.device) for rows in states]
+        mask = pad_sequence(ones, batch_first=True)
         vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
-        return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
+        if normalize:
+            vectors = functional.normalize(vectors, dim=-1)
+        return vectors.tolist()
 
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
-        """Encode sequences once more, and return what ``culprit_of`` says."""
+        """Encode sequences once more, and return the result of ``culprit_of``."""
         return self.runner.wrong_kernel(sequences)
 
     def replaced_class(self) -> str:
-        """Name a class of a plugin that replaces a part of the engine as a whole; empty if none does."""
+        """Name a plugin's class that replaces a whole part of the engine; empty without one."""
         return replaced_among([self]) or self.runner.replaced_class()
 
     def explain(self) -> Explanation:
-        """Tell which kernel each op of the model is bound to as the engine calls it, and which classes are in use."""
+        """Return the used classes, and the kernel of each op of the model in the engine's calls."""
         batch = AttentionBatch.of_sequences([], block_size=self.runner.layout.block_size)
         with attending(batch) if self._paged else nullcontext():
             explained = explain(self.runner.model)
         communicator = get_tp_group().communicator
         others: dict[str, object] = {} if communicator is None else {"communicator": communicator}
-        if self._paged:  # an encoder has no cache to size and draws no tokens
+        # An encoder has no cache, and samples no tokens.
+        if self._paged:
             others |= {"memory_query": self.memory, "sampler": self.runner.sampler}
         if self.runner.compiled is not None:
             others["attention_nodes"] = self.runner.compiled.nodes

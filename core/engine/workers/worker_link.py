@@ -1,4 +1,4 @@
-"""``WorkerLink``: how an executor reaches a worker in another process, whoever has started that."""
+"""``WorkerLink``: the connection of an executor to a worker in another process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from opgraft.machine.channel import Channel
 from opgraft.version import __version__
 
 PROTOCOL = 2
-"""Number of what an engine and its workers say to each other: jobs, calls, replies."""
+"""The number of the protocol between engine and workers: jobs, calls, replies."""
 
 EXECUTE_PARTS = "execute_parts"
-"""The call of ``execute`` with the parts of a step, which are plain, in place of the step."""
+"""The call of ``execute`` with the plain parts of a step instead of the step."""
 
 END_SECONDS = 2.0
-"""Seconds that processes have to end once nobody asks them any more, and again once they are killed."""
+"""Seconds for processes to end after the last call, and again after a kill."""
 
 _MOST_SHOWN = 200
-"""Bytes of a greeting that a message has."""
+"""Bytes of a greeting in a message."""
 
 STAGES_OF_START = MappingProxyType(
     {
@@ -42,26 +42,26 @@ STAGES_OF_START = MappingProxyType(
         "allocate_cache": "making the cache",
     }
 )
-"""Method of a worker that has the time limit of the start → the stage that it is at."""
+"""Method of a worker with the time limit of the start → the stage during the call."""
 
 
 Meeting: TypeAlias = "tuple[str, int] | str"
-"""Host and port of the store by which ranks find each other, or the path of its file where they are of one host."""
+"""The store through which ranks find each other: host and port, or a file for ranks of one host."""
 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """Everything that the process of a worker is told at its start.
+    """The engine's first message to the process of a worker.
 
     Attributes:
         opgraft_config: resolved.
-        layout: of the ranks that are one job.
-        rank: of the worker.
-        local_rank: its place among the workers of its host, which chooses the device.
-        local_size: the number of workers of its host.
-        meeting: where ranks find each other; ``None`` for one that is alone.
-        writes_json: whether its log is JSON.
-        digest: of what decides in the engine's process how ops are computed, see ``engine_digest``.
+        layout: the layout of the ranks of the job.
+        rank: the rank of the worker.
+        local_rank: the number of the worker on its host, which chooses the device.
+        local_size: the number of workers on the host.
+        meeting: the store through which ranks find each other; ``None`` for a single rank.
+        writes_json: the log is JSON.
+        digest: ``engine_digest`` of the engine's process.
     """
 
     opgraft_config: OpgraftConfig
@@ -78,13 +78,13 @@ class WorkerLink(ABC):
     """The channels to the process of one worker, and the means to watch it.
 
     Args:
-        rank: of the worker.
-        calls: takes calls of its methods, one after the other.
-        beside: takes grammars, at any time.
+        rank: the rank of the worker.
+        calls: the channel for calls of methods, one after the other.
+        beside: the channel for grammars, at any time.
     """
 
     telling_seconds: ClassVar[float] = END_SECONDS
-    """Seconds until it is known how a process has ended whose channels have come to their end."""
+    """Seconds between the end of the channels and a known exit status of the process."""
 
     def __init__(self, rank: int, calls: Channel, beside: Channel) -> None:
         self.rank = rank
@@ -92,25 +92,25 @@ class WorkerLink(ABC):
         self.beside = beside
 
     def post(self, data: memoryview) -> None:
-        """Send a call that ``encoded`` returned.
+        """Send a call, from ``encoded``.
 
         Raises:
-            TimeoutError: the process does not take calls any more.
+            TimeoutError: the process takes no more calls.
             OSError: the process has ended.
         """
         self.calls.send_encoded(data)
 
     def limit(self, seconds: float) -> None:
-        """Have whatever is sent and received fail with ``TimeoutError`` after so many seconds."""
+        """Set the limit after which sending and receiving raise ``TimeoutError``."""
         self.calls.limit(seconds)
         self.beside.limit(seconds)
 
     @abstractmethod
     def ended(self, patience: float = 0.0) -> str | None:
-        """Return how the process has ended, in words; ``None`` while it runs.
+        """Describe the end of the process; ``None`` while the process runs.
 
         Args:
-            patience: seconds to wait for its end.
+            patience: seconds to wait for the end.
         """
 
     def note_silence(self) -> None:  # noqa: B027  # optional
@@ -118,33 +118,36 @@ class WorkerLink(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
+        """End the process at once."""
 
     def progress(self) -> Progress:
-        """Return what the worker does, as far as that is known here."""
+        """Return the known stage of the worker."""
         return Progress(0, "unknown")
 
     def told(self) -> str:
-        """Return the rank, and what it does or did last, in words."""
+        """Return a text with the rank and the stage of the worker."""
         return f"rank {self.rank} ({printable(self.progress().stage)})"
 
     def stack(self) -> str:
-        """Return the stack of the worker as it is now, as far as that can be asked for."""
+        """Return the present stack of the worker; empty if the worker cannot be asked."""
         return ""
 
     def hang_up(self) -> None:
-        """End the channels: the process ends on that, and no thread waits at a channel any more."""
+        """End the channels. Then the process ends, and no thread waits at a channel."""
         self.calls.hang_up()
         self.beside.hang_up()
 
     def close(self) -> None:
-        """Give back what this process has of the worker. Further calls do nothing."""
+        """Release the resources of this process for the worker. Further calls do nothing."""
         self.calls.close()
         self.beside.close()
 
 
 def greeting() -> bytes:
-    """Return what a worker says first, in plain text: objects that come later are read by the same versions only."""
+    """Return the first message of a worker, with its versions.
+
+    The greeting is plain text, as objects in later messages can be read by the same versions only.
+    """
     python = ".".join(platform.python_version_tuple()[:2])
     versions = {
         "protocol": PROTOCOL,
@@ -156,36 +159,37 @@ def greeting() -> bytes:
 
 
 def expect_greeting(found: bytes, rank: int) -> None:
-    """Refuse a worker that could not read what the engine says.
+    """Refuse a worker with other versions, which could not read the engine's messages.
 
     Args:
-        found: what it has said first.
-        rank: of the worker.
+        found: the first message of the worker.
+        rank: the rank of the worker.
 
     Raises:
-        EngineError: its versions are others.
+        EngineError: the versions differ.
     """
     if found != greeting():
+        versions = printable(found[:_MOST_SHOWN].decode(errors="replace"))
         raise EngineError(
-            f"rank {rank} has {printable(found[:_MOST_SHOWN].decode(errors='replace'))}, and the process of the engine "
-            f"{greeting().decode()}: they would not understand each other. Install the same versions on all hosts"
+            f"rank {rank} has {versions}, and the process of the engine {greeting().decode()}: "
+            "they would not understand each other. Install the same versions on all hosts"
         )
 
 
 def output_rank(layout: ParallelLayout) -> int:
-    """Return the rank that steps have their results from: the first of the last stage."""
+    """Return the rank with the results of steps: the first rank of the last stage."""
     return (layout.pipeline - 1) * layout.tensor
 
 
 def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
-    """Say which ranks hang in a call, and where, and which only wait for them.
+    """Describe a hang: the ranks that hang in a call, their stages, and the ranks that wait.
 
     Args:
-        workers: of all ranks.
-        number: of the call.
-        seconds: for which it has been waited.
+        workers: the workers of all ranks.
+        number: the number of the call.
+        seconds: the time limit of the call.
     """
-    # Before the signal for the stack, which may wake it.
+    # Asked before the stack, as the signal for the stack may wake a worker.
     progress = {worker: worker.progress() for worker in workers}
     behind = [worker for worker in workers if progress[worker].finished <= number]
     waiting = [worker for worker in behind if waits_for_others(worker.stack())]
@@ -194,18 +198,19 @@ def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
         f"rank {worker.rank} ({printable(progress[worker].stage)})" for worker in stuck
     )
     others = ", ".join(f"rank {worker.rank}" for worker in waiting if worker not in stuck)
+    also = f", and {others} wait" if others else ""
     return (
-        f"{names} did not come to the end of a call within {seconds:g} seconds{f', and {others} wait' * bool(others)}: "
-        "all were ended. Raise parallel.step_seconds, or parallel.start_seconds, where this was no hang"
+        f"{names} did not come to the end of a call within {seconds:g} seconds{also}: all were "
+        "ended. Raise parallel.step_seconds, or parallel.start_seconds, where this was no hang"
     )
 
 
 def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) -> None:
-    """End the processes of workers, kill those that do not end on that, and give back what this process has of them.
+    """End the processes of workers, and release the resources of this process for them.
 
     Args:
-        workers: which nobody uses any more.
-        patience: seconds that they have before they are killed.
+        workers: the workers. Nobody may use them any more.
+        patience: seconds before a process is killed.
     """
     with ExitStack() as undo:
         for worker in workers:
@@ -213,7 +218,8 @@ def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) ->
             worker.hang_up()
         try:
             left = _running(workers, patience)
-        except BaseException:  # who interrupts this once more does not wait
+        # A second interrupt means that the user will not wait.
+        except BaseException:
             left = list(workers)
             raise
         finally:
@@ -224,8 +230,11 @@ def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) ->
 
 
 def _running(workers: Sequence[WorkerLink], seconds: float) -> list[WorkerLink]:
-    """Wait so many seconds for the ends of all workers, and return the workers that still run."""
+    """Wait for the ends of all workers, and return the workers that still run after the time."""
     deadline = time.monotonic() + seconds
-    return [
-        worker for worker in workers if worker.ended(max(0.0, deadline - time.monotonic())) is None
-    ]
+    running = []
+    for worker in workers:
+        left = max(0.0, deadline - time.monotonic())
+        if worker.ended(left) is None:
+            running.append(worker)
+    return running

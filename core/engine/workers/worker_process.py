@@ -1,4 +1,4 @@
-"""The process of a worker: it makes the calls of a ``RemoteExecutor`` until the engine ends."""
+"""The process of a worker, which makes the calls of a ``RemoteExecutor`` until the engine ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SharedGrammars:
         self._known: dict[int, Grammar] = {}
 
     def named(self, name: int) -> Grammar:
-        """Return a grammar by its name."""
+        """Return the grammar with a name."""
         return self._known[name]
 
     def take(
@@ -57,33 +57,33 @@ class SharedGrammars:
         """Compile a grammar and forget others.
 
         Args:
-            name: of the grammar.
-            spec: what it is compiled from.
-            tokens: arguments of the ``GrammarTokens`` of this grammar and those that follow; None
-                for those of before.
+            name: the name of the grammar.
+            spec: the source of the grammar.
+            tokens: arguments of ``GrammarTokens`` for this grammar and later grammars; ``None`` for
+                the same tokens as before.
             forgotten: names that no step has any more.
 
         Raises:
-            InputError: it cannot be compiled.
+            InputError: the grammar cannot be compiled.
         """
         for other in forgotten:
             self._known.pop(other, None)
         if tokens is not None:
             self._tokens = GrammarTokens(*tokens)
-        self._known[name] = Grammar(spec, self._tokens)  # type: ignore[arg-type]  # tokens come with the first
+        # The first grammar comes with tokens.
+        self._known[name] = Grammar(spec, self._tokens)  # type: ignore[arg-type]
 
 
 def main(calls_file: int, beside_file: int, pipe_file: int, record_file: int) -> None:
     """Be the process of a worker until the engine closes both sockets.
 
-    Then the process ends, even in a step that hangs.
-
-    Signals are for the process of the engine, which finishes its requests first.
+    Then the process ends, even in a step that hangs. The process ignores interrupts: the engine's
+    process gets them too, and finishes its requests first.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for file in (calls_file, beside_file, pipe_file, record_file):
-        # A child that had them would keep the engine from seeing the end of this one.
+        # If a child had these files, the engine would not see the end of this process.
         os.set_inheritable(file, False)
     record = ProgressRecord(record_file)
     record.answer_signals(record_file)
@@ -101,11 +101,11 @@ def serve_calls(
     """Make a worker and its calls, until the other end of both sockets is closed.
 
     Args:
-        calls_file: socket by which calls come.
-        beside_file: socket by which grammars come.
-        note: is told what the worker does.
+        calls_file: the socket for calls.
+        beside_file: the socket for grammars.
+        note: takes the stage of the worker.
         ends_process: end the process when the second socket is closed. Otherwise the starter does.
-        pipe_file: pipe by which calls come instead.
+        pipe_file: a pipe for calls, instead of the socket.
     """
     grammars = SharedGrammars()
     beside = Channel(socket.socket(fileno=beside_file))
@@ -114,14 +114,16 @@ def serve_calls(
     ).start()
     connection = socket.socket(fileno=calls_file)
     calls: Channel
-    if pipe_file is None:  # a network, whose silence is noticed if nobody reads
+    if pipe_file is None:
+        # Over a network, unread data would count as the silence of this host.
         calls = ReadAhead(connection, grammars.named)
     else:
         calls = Channel(connection, grammars.named, pipe_file)
     try:
         calls.send_encoded(framed(greeting()))
         job: WorkerJob = calls.receive()
-    except (EOFError, OSError):  # the engine has ended before
+    # The engine has ended already.
+    except (EOFError, OSError):
         return
     if job.writes_json:
         write_json()
@@ -131,21 +133,22 @@ def serve_calls(
 
 
 class WorkerCalls:
-    """Makes the calls of the engine, of a worker that the first one makes, and notes the stage that it is at.
+    """Makes the calls of the engine, and notes the stage. The first call makes the worker.
 
     Args:
-        job: what the worker is to be.
-        note: is told the stage.
+        job: the job of the worker.
+        note: takes the stage.
     """
 
     def __init__(self, job: WorkerJob, note: Callable[[Progress], None]) -> None:
         self._job = job
         self._tell = note
         self._worker: Worker | None = None
-        self._answers = job.rank % (job.layout.pipeline * job.layout.tensor) == output_rank(
-            job.layout
-        )
-        self._finished = self._steps = 0
+        # The job may have several replicas.
+        ranks_of_replica = job.layout.pipeline * job.layout.tensor
+        self._answers = job.rank % ranks_of_replica == output_rank(job.layout)
+        self._finished = 0
+        self._steps = 0
         self._note("starting")
 
     def __call__(self, method: str, arguments: Sequence[Any], everyone: bool) -> Any:
@@ -153,16 +156,18 @@ class WorkerCalls:
         if self._worker is None:
             self._worker = self._made()
         if method == EXECUTE_PARTS:
-            method, arguments = "execute", (step_of(*arguments),)
-        self._steps += method == "execute"
-        self._note(
-            f"step {self._steps}" if method == "execute" else STAGES_OF_START.get(method, method)
-        )
+            method = "execute"
+            arguments = (step_of(*arguments),)
+        stage = STAGES_OF_START.get(method, method)
+        if method == "execute":
+            self._steps += 1
+            stage = f"step {self._steps}"
+        self._note(stage)
         result = getattr(self._worker, method)(*arguments)
         return result if everyone or self._answers else UNANSWERED
 
     def note_end(self, number: int) -> None:
-        """Note that the call of a number has come to its end, or could not be read."""
+        """Note that a call has ended, or could not be read."""
         self._finished = number + 1
         self._note(f"after {self._stage}")
 
@@ -172,35 +177,44 @@ class WorkerCalls:
 
     def _made(self) -> Worker:
         """Make the worker, once plugins are loaded and the ranks have joined."""
-        job, parallel = self._job, self._job.opgraft_config.parallel
+        job = self._job
+        parallel = job.opgraft_config.parallel
         load_plugins()
         expect_same_digest(job.digest, engine_digest(), job.rank)
         if job.meeting is not None:
             self._note("joining ranks")
-            # Longer than the executor waits, which knows who hangs.
+            # The executor's limit is shorter, as the executor can name the rank that hangs.
             limit = parallel.start_seconds + parallel.step_seconds
-            patience = timedelta(seconds=limit)
-            sizes = job.layout.tensor, job.layout.pipeline, job.layout.data
+            store = _store(job.meeting, timedelta(seconds=limit))
+            layout = job.layout
             init_distributed(
-                *sizes, rank=job.rank, store=_store(job.meeting, patience), timeout=limit
+                layout.tensor,
+                layout.pipeline,
+                layout.data,
+                rank=job.rank,
+                store=store,
+                timeout=limit,
             )
             gather_on_first_rank()
         return Worker(job.opgraft_config, job.local_rank, job.local_size)
 
 
 def _store(meeting: Meeting, patience: timedelta) -> Any:
-    """Return the store by which ranks meet: at a host and port, or in a file."""
+    """Return the store through which ranks meet: at a host and port, or in a file."""
     if not isinstance(meeting, str):
-        return dist.TCPStore(*meeting, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        host, port = meeting
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=False, timeout=patience
+        )
     store = dist.FileStore(meeting)  # type: ignore[attr-defined]
     store.set_timeout(patience)
     return store
 
 
 def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> None:
-    """Take grammars in until the other process has ended, and end this one then, even in a step that hangs.
+    """Compile grammars until the engine ends. Then end this process, even in a step that hangs.
 
-    It ends too if this thread fails, as the other process would wait for ever.
+    The process also ends if this thread fails, as the engine would wait for ever.
     """
     try:
         _answer(beside, grammars.take)
@@ -216,14 +230,14 @@ def _answer(
     function: Callable[..., Any],
     note_end: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Call a function with each message that comes, and send its number and outcome, until the other end is closed.
+    """Call a function for each message, and send number and outcome, until the channel is closed.
 
-    A result that is ``UNANSWERED`` is not sent.
+    The result ``UNANSWERED`` is not sent.
 
     Args:
-        channel: whose messages are arguments of the function.
-        function: whose result, or what it raises, is the outcome.
-        note_end: called with the number of each message, before its outcome is sent.
+        channel: each message has arguments of the function.
+        function: returns the result of a message, or raises an error.
+        note_end: called with the number of each message, before the outcome is sent.
     """
     for number in count():
         try:
@@ -238,12 +252,13 @@ def _answer(
             channel.send((number, done, answer))
         except OSError:
             return
-        except Exception as error:  # the result cannot be pickled, and nothing of it was sent
+        # The result cannot be pickled, so that no part was sent.
+        except Exception as error:
             channel.send((number, False, portable(error)))
 
 
 def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:
-    """Return True and the result of a call, or False and the error of the call or its arguments."""
+    """Return True and the result of a call; or False and the error of the call or of unpickling."""
     try:
         with kernels_told_when_late(), exits_as_errors():
             return True, function(*channel.unpickled(pickled))
@@ -252,13 +267,15 @@ def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> 
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error as another process can have it: one that cannot be pickled, as an ``EngineError`` that names it.
+    """Return an error that another process can unpickle.
 
-    Its traceback and cause stay behind.
+    An error that cannot be pickled becomes an ``EngineError`` with its description. Traceback and
+    cause are not sent.
     """
     try:
         copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
-    except Exception:  # whatever its class raises
+    # The class of the error may raise anything.
+    except Exception:
         copy = None
-    same = type(copy) is type(error) and str(copy) == str(error)
-    return error if same else EngineError(f"the worker raised {described(error)}")
+    is_same = type(copy) is type(error) and str(copy) == str(error)
+    return error if is_same else EngineError(f"the worker raised {described(error)}")

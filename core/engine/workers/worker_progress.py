@@ -1,4 +1,4 @@
-"""The record of what a worker does, which its executor reads where it hangs or has ended."""
+"""The record of a worker's stage, for the executor if the worker hangs or has ended."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import NamedTuple
 _STAGE_BYTES = 128
 RECORD_BYTES = 1 << 16
 _COLLECTIVES = os.sep + os.path.join("distributed", "")
-"""Part of the paths of the modules in which ranks wait for each other."""
+"""Part of the path of a module with collectives, in which ranks wait for each other."""
 
 WAITS = "opgraft waits"
-"""The name that native code gives its thread while it waits for other ranks: no stack of Python tells that."""
+"""The name of a thread in native code that waits for other ranks. Python's stack does not tell."""
 
 
 class Progress(NamedTuple):
-    """The stage of a worker, and how far it has come.
+    """The stage of a worker, and the number of its calls.
 
     Attributes:
-        finished: the number of calls that it has come to the end of.
-        stage: what it does, or did last.
+        finished: the number of calls that the worker has ended.
+        stage: the work of the worker now, or its last work.
     """
 
     finished: int
@@ -34,7 +34,7 @@ class Progress(NamedTuple):
 
 
 def anonymous_file(size: int) -> int:
-    """Return a descriptor of a file without a name, which ends with the processes that have it."""
+    """Return a descriptor of a file without a name, which ends with the last process."""
     if sys.platform == "linux":
         file = os.memfd_create("opgraft")
     else:
@@ -45,19 +45,19 @@ def anonymous_file(size: int) -> int:
 
 
 class ProgressRecord:
-    """Memory of two processes in which the stage of a worker stands first, and its stack where it is asked for.
+    """Memory of two processes: the stage of a worker, then its stack, if the stack was asked for.
 
     Args:
-        file: descriptor of the memory, of ``RECORD_BYTES``.
+        file: descriptor of ``RECORD_BYTES`` of memory.
     """
 
     def __init__(self, file: int) -> None:
         self._memory = mmap.mmap(file, RECORD_BYTES)
 
     def answer_signals(self, file: int) -> None:
-        """Have this process write the stack of its main thread whenever ``SIGUSR1`` comes, whatever it does.
+        """Make this process write the stack of its main thread on ``SIGUSR1``.
 
-        Where it crashes, it writes its stack to stderr.
+        On a crash, the process writes the stack to stderr.
 
         Args:
             file: descriptor of the memory.
@@ -67,12 +67,12 @@ class ProgressRecord:
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
     def write(self, progress: Progress) -> None:
-        """Put what is being done in the place of what was."""
+        """Replace the stage."""
         text = f"{progress.finished} {progress.stage}".encode()[:_STAGE_BYTES]
         self._memory[:_STAGE_BYTES] = text.ljust(_STAGE_BYTES)
 
     def read(self) -> Progress:
-        """Return what the worker does.
+        """Return the stage of the worker.
 
         Raises:
             ValueError: the record is closed.
@@ -81,7 +81,9 @@ class ProgressRecord:
         return Progress(int(finished or 0), stage or "starting")
 
     def stack(self) -> str:
-        """Return what the worker has written of its stack, the innermost call first; empty before it has.
+        """Return the stack that the worker has written, the innermost call first.
+
+        Empty before the worker was asked.
 
         Raises:
             ValueError: the record is closed.
@@ -92,12 +94,12 @@ class ProgressRecord:
         return self._memory[first:end].decode(errors="replace").strip("\0 ")
 
     def close(self) -> None:
-        """Give the memory back, as far as this process has it."""
+        """Release the memory in this process."""
         self._memory.close()
 
 
 def thread_name(process: int | str) -> str:
-    """Return the name of the main thread of a process, by its id or as ``self``; empty if unknown."""
+    """Return the name of the main thread of a process, by its id or ``self``; empty if unknown."""
     with suppress(OSError):
         return Path(f"/proc/{process}/comm").read_text(errors="replace").strip()
     return ""
@@ -106,6 +108,7 @@ def thread_name(process: int | str) -> str:
 def waits_for_others(stack: str) -> bool:
     """Return True for the stack of a rank in a collective. The first line names the thread."""
     name, *lines = stack.splitlines() or [""]
-    return name == WAITS or any(
-        _COLLECTIVES in line for line in lines if line.lstrip().startswith("File")
-    )
+    if name == WAITS:
+        return True
+    files = [line for line in lines if line.lstrip().startswith("File")]
+    return any(_COLLECTIVES in line for line in files)
