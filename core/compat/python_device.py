@@ -128,7 +128,8 @@ _OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")
 
 @functools.cache
 def _keys() -> Any:
-    return torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))
+    key: Any = torch._C._parse_dispatch_key(_KEY)
+    return torch._C.DispatchKeySet(key)
 
 
 _classes: set[type] = {torch.Tensor}

@@ -386,7 +386,8 @@ def _fill_by_defaults(
 ) -> None:
     """Fill fields without a value by built-in defaults."""
     fields: list[Field] = []
-    for section in (OpgraftConfig, *classes):
+    sections: list[type[Section]] = [OpgraftConfig, *classes]
+    for section in sections:
         fields += own_fields(section).values()
     fields += plugin_fields().values()
     for field in fields:
