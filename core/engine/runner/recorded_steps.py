@@ -53,8 +53,8 @@ def expect_recorder(config: OpgraftConfig) -> None:
 
 def without_recording(config: OpgraftConfig) -> OpgraftConfig:
     """Return a config for the code of a model alone: the steps around are recorded as a whole."""
-    changed = {"graph_mode": "none", "capture_sizes": None}
-    compilation = dataclasses.replace(config.compilation_config, **changed)
+    given = config.compilation_config
+    compilation = dataclasses.replace(given, graph_mode="none", capture_sizes=None)
     return dataclasses.replace(config, compilation_config=compilation)
 
 
