@@ -327,13 +327,16 @@ class _Scan:
 
     def _add_settings(self, offer: Offer) -> None:
         """Add the settings that a distribution declares. A faulty file adds none."""
-        settings = self.discovery.settings
-        known = {**FIELDS, **settings}
+        known = {**FIELDS, **self.discovery.settings}
+        section = offer.name
+        owner = str(offer.provider)
         try:
-            settings.update(fields_of_package(offer.value, offer.name, str(offer.provider), known))
+            found = fields_of_package(offer.value, section, owner, known)
         except Exception as error:  # a file may be anything, and finders are somebody's code
-            reason = f"its settings {offer.name!r} in {offer.value} are not used: {error}"
+            reason = f"its settings {section!r} in {offer.value} are not used: {error}"
             self._report(Problem(offer.provider, printable(reason)))
+            return
+        self.discovery.settings.update(found)
 
     def _report(self, problem: Problem) -> None:
         self.discovery.problems.append(problem)
