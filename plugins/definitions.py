@@ -183,8 +183,10 @@ class Definitions:
     def read(self) -> _Seen:
         things = self._present_things()
         with self._lock:
-            imported, self._imported = self._imported, {}
-            imported_code, self._imported_code = self._imported_code, {}
+            imported = self._imported
+            self._imported = {}
+            imported_code = self._imported_code
+            self._imported_code = {}
             reading = _Reading(things)
             # Unchanged names are not copied again.
             if not reading.is_same(self._reading):
@@ -208,7 +210,9 @@ class Definitions:
         return self._found
 
     def _owner(self, thing: Any) -> _Owner:
-        known, names, shape = self._known.get(id(thing)), _names_of(thing), _shape_of(thing)
+        known = self._known.get(id(thing))
+        names = _names_of(thing)
+        shape = _shape_of(thing)
         if known is not None and _alike(known.names, names) and _alike(known.shape, shape):
             return known
         return _Owner(thing, *_described(thing, known), dict(names), shape)

@@ -17,7 +17,7 @@ from opgraft.plugins.changes import Change, equal
 _CODE = operator.attrgetter("__code__")
 _DEFAULTS = operator.attrgetter("__defaults__")
 _KEYWORDS = operator.attrgetter("__kwdefaults__")
-_FIXED = ("__code__", "__defaults__")
+_ASSIGNED = ("__code__", "__defaults__")
 _IN_PLACE = "__kwdefaults__"
 """The attribute with a dictionary, which a plugin can change without an assignment."""
 
@@ -35,46 +35,54 @@ class CodeReader:
         self._found: dict[int, tuple[Mapping[str, Any], tuple[FunctionType, ...]]] = {}
         self._functions: tuple[FunctionType, ...] = ()
         self._with_keywords: tuple[FunctionType, ...] = ()
-        self._columns: list[list[Any]] = []
+        self._values: list[list[Any]] = []
         self._code: Code = {}
 
     def read(self, names: tuple[Mapping[str, Any], ...]) -> Code:
         """Return the code of all functions among definitions by name.
 
         Args:
-            names: the definitions of each thing. A thing with other definitions has another mapping.
+            names: the definitions of each thing. If one changes, the thing has another mapping.
         """
         if names is not self._names:  # a definition was added, removed or replaced
+            self._find_functions(names)
+            # Last, so that an interrupt before has the functions found again.
             self._names = names
-            self._find_functions()
-        # Lists are compared without a loop of Python's: there are 6,000 functions and more.
-        codes = [*map(_CODE, self._functions)]
-        defaults = [*map(_DEFAULTS, self._functions)]
-        keywords: list[Any] = [*map(_KEYWORDS, self._with_keywords)]
-        if not equal([codes, defaults, keywords], self._columns):
-            self._columns = [codes, defaults, [*map(_keywords_of, self._with_keywords)]]
+        now = self._values_now()
+        if not equal(now, self._values):
             self._code = {function: self._parts(function) for function in self._functions}
+            self._values = [*now[:2], [*map(_keywords_of, self._with_keywords)]]
         return self._code
 
-    def _find_functions(self) -> None:
+    def _values_now(self) -> list[list[Any]]:
+        """Return the code, the defaults and the defaults of keywords of all functions."""
+        # Without a loop of Python's: there are 6,000 functions and more.
+        codes = [*map(_CODE, self._functions)]
+        defaults = [*map(_DEFAULTS, self._functions)]
+        keywords = [*map(_KEYWORDS, self._with_keywords)]
+        return [codes, defaults, keywords]
+
+    def _find_functions(self, names: tuple[Mapping[str, Any], ...]) -> None:
         """Find the functions of changed definitions; those of the others are known."""
         found = {}
-        for each in self._names:
+        for each in names:
             known = self._found.get(id(each))
             found[id(each)] = known or (each, tuple(_functions_of([each])))
         self._found = found
         functions = chain.from_iterable(functions for _, functions in found.values())
+        # A function may stand in several things.
         self._functions = tuple(dict.fromkeys(functions))
         self._with_keywords = tuple(filter(_takes_keywords, self._functions))
 
     def _parts(self, function: FunctionType) -> _Parts:
         """Return the known parts of a function, or a copy of the present ones."""
         known = self._code.get(function)
-        if known is None or any(known[name] is not getattr(function, name) for name in _FIXED):
+        if known is None:
             return _parts_of(function)
-        if not equal(known[_IN_PLACE], function.__kwdefaults__):
-            return _parts_of(function)
-        return known
+        is_same = all(known[name] is getattr(function, name) for name in _ASSIGNED)
+        if is_same and equal(known[_IN_PLACE], function.__kwdefaults__):
+            return known
+        return _parts_of(function)
 
 
 def code_of(names: Iterable[Mapping[str, Any]]) -> Code:
