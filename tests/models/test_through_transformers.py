@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from opgraft import OpgraftConfig
-from opgraft.config import ModelConfig
+from opgraft.config import ModelConfig, ParallelConfig
 from opgraft.errors import CheckpointError, ModelError
 from opgraft.models import (
     TransformersForCausalLM,
@@ -107,10 +107,13 @@ def reference(kind: str, options: dict[str, Any], folder: Path, auto: Any = None
     return model
 
 
-def through(folder: Path) -> Any:
+def through(folder: Path, expert: int = 1) -> Any:
     """Construct the model of a checkpoint through transformers and load it."""
     return load_model(
-        OpgraftConfig(model=ModelConfig(name=str(folder), implementation="transformers"))
+        OpgraftConfig(
+            model=ModelConfig(name=str(folder), implementation="transformers"),
+            parallel=ParallelConfig(expert=expert),
+        )
     )
 
 
@@ -199,9 +202,9 @@ def test_a_model_that_asks_values_is_grafted_instead(tmp_path: Path) -> None:
     assert opgraft.graft(model).replaced
 
 
-def logits_of_rank(folder: str) -> tuple[Tensor, int]:
+def logits_of_rank(folder: str, expert: int = 1) -> tuple[Tensor, int]:
     """Return the logits of a checkpoint and the bytes of this rank's weights."""
-    model = through(Path(folder))
+    model = through(Path(folder), expert)
     size = sum(parameter.nbytes for parameter in model.parameters())
     return model.compute_logits(model(tokens(0), torch.arange(TOKENS))), size
 
@@ -490,12 +493,12 @@ def test_experts_are_layers_of_experts(kind: str, tmp_path: Path) -> None:
     assert greedy_tokens(model, ids.tolist(), 8) == whole[TOKENS:].tolist()
 
 
-@pytest.mark.parametrize("kind", ["minimax_m2", "qwen2_moe"])
-def test_two_ranks_share_each_expert(two: Ranks, kind: str, tmp_path: Path) -> None:
-    """Two ranks give the logits of one, and each has half of every expert."""
+@pytest.mark.parametrize(("kind", "ranks"), [("minimax_m2", 1), ("qwen2_moe", 1), ("qwen2_moe", 2)])
+def test_two_ranks_share_the_experts(two: Ranks, kind: str, ranks: int, tmp_path: Path) -> None:
+    """Two ranks give the logits of one. Each has half of every expert, or half of the experts."""
     reference(kind, EXPERTS[kind], tmp_path)
     logits, size = logits_of_rank(str(tmp_path))
-    for of_rank, part in two.run(logits_of_rank, str(tmp_path)):
+    for of_rank, part in two.run(logits_of_rank, str(tmp_path), ranks):
         torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-5)
         assert part < 0.8 * size
 
