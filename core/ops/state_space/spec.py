@@ -95,8 +95,9 @@ def _conv_step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _conv_step(
-    x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, **others: Any
+    x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, out: Tensor, **others: Any
 ) -> tuple[Tensor, Tensor]:
+    # Nothing of out is read: the form writes all of it.
     bounds = torch.arange(x.shape[0] + 1)
     y, final = _conv(x, weight, bounds, conv_state[slots], **others)
     state = conv_state.clone()
