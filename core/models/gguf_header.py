@@ -170,6 +170,7 @@ def read_header(path: Path, data: memoryview) -> Header:
     Raises:
         CheckpointError: the file is no whole and sound GGUF file. The message lists all faults of
             the tensors.
+        InputError: the library ``gguf`` is not installed.
     """
     cursor = _Cursor(data)
     try:
@@ -183,12 +184,13 @@ def read_header(path: Path, data: memoryview) -> Header:
         ) from error
     # The bytes of tensors begin at the next multiple of the alignment.
     start = -(-cursor.place // alignment) * alignment
+    gguf = import_extra("gguf")
     rows = []
     times = Counter(name for name, *_ in infos)
     problems = [f"tensor {name!r:.200} occurs {n} times" for name, n in times.items() if n > 1]
     for info in infos:
         try:
-            rows.append(_row(info, start))
+            rows.append(_row(info, start, gguf))
         except ValueError as error:
             problems.append(f"tensor {info[0]!r:.200}: {error}")
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
@@ -245,18 +247,18 @@ def _read_info(cursor: _Cursor) -> _TensorInfo:
     return name, sizes[::-1], kind, offset
 
 
-def _row(info: _TensorInfo, start: int) -> TensorRow:
+def _row(info: _TensorInfo, start: int, gguf: Any) -> TensorRow:
     """Return the row of a tensor.
 
     Args:
         info: the tensor's entry.
         start: the place of the first tensor's bytes.
+        gguf: the library.
 
     Raises:
         ValueError: the type is not known, or rows are no whole blocks of the type.
     """
     name, shape, kind, offset = info
-    gguf = import_extra("gguf")
     try:
         known = gguf.GGMLQuantizationType(kind)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from opgraft.config import ModelConfig, OpgraftConfig
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, InputError
 from opgraft.models import load_model, open_weights
 from opgraft.models.config import check_config
 from safetensors.torch import save_file
@@ -189,6 +190,14 @@ def test_parts_of_a_split_file(gguf_file) -> None:
     part = gguf_file.rename(gguf_file.parent / "model-00001-of-00002.gguf")
     with pytest.raises(CheckpointError, match=r"a part of 2: model-00002-of-00002.gguf is missing"):
         open_weights(part)
+
+
+def test_a_missing_library_is_no_damage(gguf_file, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library gguf, the error of a sound file names the library and the way to install it."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match=r"^gguf cannot be imported .*'opgraft\[demo\]'") as caught:
+        open_weights(gguf_file)
+    assert not isinstance(caught.value, CheckpointError)
 
 
 def test_edited_gguf_headers(gguf_file) -> None:
