@@ -137,11 +137,12 @@ class Discovery:
     """The result of one scan of the installed distributions.
 
     Attributes:
-        offers: the entry points for opgraft.
+        offers: the entry points for opgraft that code is loaded from.
         problems: unusable metadata.
         distributions: the distributions with offers, without opgraft itself.
         groups: every group of entry points with its distributions, for any host.
         providers: the answers of ``provider_of``.
+        sections: the entry points for settings, by distribution. The names mean no plugin.
         settings: the settings that distributions declare, by dotted name.
     """
 
@@ -150,6 +151,7 @@ class Discovery:
     distributions: dict[Provider, importlib_metadata.Distribution] = field(default_factory=dict)
     groups: dict[str, list[importlib_metadata.Distribution]] = field(default_factory=dict)
     providers: dict[str, Provider] = field(default_factory=dict)
+    sections: dict[Provider, Offer] = field(default_factory=dict)
     settings: dict[str, Field] = field(default_factory=dict)
 
     def of_group(self, group: str) -> list[Offer]:
@@ -315,7 +317,7 @@ class _Scan:
             reason = self._refusal(offer, known)
             if reason:
                 self._report(Problem(offer.provider, reason))
-        for offer in discovery.of_group(SETTINGS_GROUP):
+        for offer in discovery.sections.values():
             self._add_settings(offer)
         # A folder may be on sys.path twice.
         discovery.problems = list(dict.fromkeys(discovery.problems))
@@ -477,9 +479,16 @@ class _Scan:
                 f"{entry} has the name of the distribution {namesake}, which a setting with that "
                 "name means: give it another name, or uninstall one of the two"
             )
+        section = self.discovery.sections.get(offer.provider)
+        if offer.group == SETTINGS_GROUP and section is not None:
+            # The limit on settings holds for a distribution. One reason stands for all sections.
+            return (
+                f"it has several sections in {SETTINGS_GROUP}, and {section.name!r} counts: "
+                "declare all settings of the distribution there"
+            )
         rival = known.setdefault((offer.group, offer.name), offer)
         if rival is offer:
-            self.discovery.offers.append(offer)
+            self._admit(offer)
             return ""
         if rival.built_in and offer.built_in:
             return ""
@@ -490,9 +499,18 @@ class _Scan:
             "distributions"
         )
 
+    def _admit(self, offer: Offer) -> None:
+        if offer.group == SETTINGS_GROUP:
+            self.discovery.sections[offer.provider] = offer
+        else:
+            self.discovery.offers.append(offer)
+
     def _namesake(self, offer: Offer) -> str | None:
-        """Return another distribution with the name of an entry point."""
-        if offer.built_in or normalized(offer.name) == normalized(offer.provider.name):
+        """Return another distribution with the name of a plugin or platform."""
+        # Lists in settings name plugins and distributions, and no sections.
+        if offer.built_in or offer.group == SETTINGS_GROUP:
+            return None
+        if normalized(offer.name) == normalized(offer.provider.name):
             return None
         others = (provider.name for provider in self.discovery.distributions)
         for name in (HOST_DISTRIBUTION, *others):

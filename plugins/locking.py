@@ -19,6 +19,7 @@ from opgraft.base.files import read_regular, replace_file
 from opgraft.base.text import described
 from opgraft.config import Settings
 from opgraft.config.declaration import without_duplicates
+from opgraft.config.plugin_settings import SETTINGS_GROUP
 from opgraft.errors import ConfigError, InputError, PluginError
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import Problem, text_of
@@ -243,6 +244,8 @@ def as_installed(provider: Provider) -> Locked:
     distribution = discover().distributions[provider]
     try:
         read = {offer.stands_in for offer in discover().offers if offer.provider == provider}
+        if provider in discover().sections:
+            read.add(SETTINGS_GROUP)
         # Groups of other hosts may change without harm.
         points = [point for point in distribution.entry_points if point.group in read]
         digest = hashlib.sha256(_record(distribution).encode()).hexdigest()

@@ -145,8 +145,18 @@ def fresh_host(
             for name, field in found.settings.items()
             if field.provider.partition(" ")[0] not in _FOREIGN
         }
+        sections = {
+            provider: offer
+            for provider, offer in found.sections.items()
+            if provider.name not in _FOREIGN
+        }
         return discovery.Discovery(
-            own, [*found.problems], found.distributions, found.groups, settings=settings
+            own,
+            [*found.problems],
+            found.distributions,
+            found.groups,
+            sections=sections,
+            settings=settings,
         )
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)

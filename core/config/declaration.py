@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -345,6 +346,12 @@ def _is(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
+def _is_number(value: Any) -> bool:
+    """Return True for an integer or a float. NaN is no number."""
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return _is(int, float)(value) and not is_nan
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
@@ -378,7 +385,7 @@ KINDS: dict[str, Kind] = {
         "INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")
     ),
     "float": Kind(
-        "NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")
+        "NUMBER", "a number", _is_number, functools.partial(_parse_number, float, "a number")
     ),
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
     "Sequence[Any]": Kind(

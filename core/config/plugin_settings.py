@@ -8,8 +8,10 @@ the command line and the environment know the settings before the plugin is load
 from __future__ import annotations
 
 import importlib
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import printable
@@ -30,15 +32,14 @@ _KEYS = ("type", "help", "default", "unset", "choices", "minimum", "above", "max
 _LIMITS = ("minimum", "above", "maximum")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _MOST = 200
-"""Settings of a distribution at most. Help lists all of them."""
+"""Settings of a section at most. A distribution has one section, and help lists all settings."""
 
 
 def plugin_fields() -> Mapping[str, Field]:
     """Return the settings of installed plugins by dotted name. No plugin is imported."""
     # The plugin host reads the installed distributions, and imports this package.
     discovery: Any = importlib.import_module("opgraft.plugins.discovery")
-    fields: Mapping[str, Field] = discovery.discover().settings
-    return fields
+    return MappingProxyType(discovery.discover().settings)
 
 
 def declared_fields(
@@ -156,19 +157,70 @@ def _bounds(name: str, table: Mapping[str, Any], kind: str) -> Bounds:
     are_texts = isinstance(choices, list) and all(isinstance(each, str) for each in choices)
     if not are_texts or (choices and kind != "str"):
         raise ConfigError(f"{name}.choices is {choices!r:.80}: write strings, for the type str")
+    _expect_printable(f"{name}.choices", choices)
     limits = {key: _limit(name, table, key, kind) for key in _LIMITS}
+    _expect_values_within(name, **limits)
     return Bounds(tuple(choices), **limits, instead={})
 
 
 def _limit(name: str, table: Mapping[str, Any], key: str, kind: str) -> Any:
-    """Return a limit of a number, or ``None``."""
+    """Return a limit of a number, or ``None``.
+
+    Raises:
+        ConfigError: the type has no limits, or the limit is no finite number of the type.
+    """
     limit = table.get(key)
     if limit is None:
         return None
-    is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-    if is_number and kind in ("int", "float"):
+    is_integer = isinstance(limit, int) and not isinstance(limit, bool)
+    is_finite = is_integer or (isinstance(limit, float) and math.isfinite(limit))
+    fits = {"int": is_integer, "float": is_finite}
+    if fits.get(kind, False):
         return limit
-    raise ConfigError(f"{name}.{key} is {limit!r:.80}: write a number, for the types int and float")
+    raise ConfigError(
+        f"{name}.{key} is {limit!r:.80}: write an integer for the type int, or a finite number for "
+        "the type float"
+    )
+
+
+def _expect_values_within(name: str, minimum: Any, above: Any, maximum: Any) -> None:
+    """Check that limits leave a value.
+
+    Raises:
+        ConfigError: no number is within the limits.
+    """
+    if maximum is None:
+        return
+    if minimum is not None and minimum > maximum:
+        raise ConfigError(
+            f"{name}.minimum is {minimum}, above the maximum of {maximum}: exchange them"
+        )
+    if above is not None and above >= maximum:
+        raise ConfigError(
+            f"{name}.above is {above}, and the maximum is {maximum}: no number is between them"
+        )
+
+
+def _expect_printable(what: str, value: Any) -> None:
+    """Check the texts in a value. Help, messages and completion print them as they are.
+
+    Raises:
+        ConfigError: a text has characters that a terminal obeys.
+    """
+    for text in _texts_in(value):
+        if printable(text) != text:
+            raise ConfigError(f"{what} has the text {text!a:.80}: take out the control characters")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield each text in a value of TOML."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts_in(each)
 
 
 def _default(field: Field) -> Any:
@@ -178,6 +230,7 @@ def _default(field: Field) -> Any:
         ConfigError: the default is not allowed, or there is neither a default nor ``unset``.
     """
     if field.default is not None:
+        _expect_printable(f"{field.name}.default", field.default)
         return field.check(field.default)
     if not field.unset:
         raise ConfigError(

@@ -8,6 +8,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from opgraft.config.compilation import (
@@ -68,6 +69,7 @@ class OpgraftConfig(Section):
         compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server:
             sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
+            Read-only.
     """
 
     platform: str | None = setting(
@@ -124,7 +126,15 @@ class OpgraftConfig(Section):
         for name, value in self.of_plugins.items():
             field = _plugin_field(name)
             checked[name] = None if value is None else field.check(value)
-        object.__setattr__(self, "of_plugins", checked)
+        object.__setattr__(self, "of_plugins", MappingProxyType(checked))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A read-only view cannot be pickled.
+        return {**vars(self), "of_plugins": dict(self.of_plugins)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self)["of_plugins"] = MappingProxyType(state["of_plugins"])
 
     def op_names(self) -> dict[str, list[str]]:
         """Return the names of ops in each field with such names. The ops may not exist yet."""
@@ -352,7 +362,8 @@ def resolve(
     _leave_out_defaults(values, origins)
     _fill_by_defaults(values, origins, classes.values())
     config = made_of(OpgraftConfig, values, classes)
-    vars(config)["of_plugins"] = {name: values[name] for name in plugin_fields()}
+    of_plugins = {name: values[name] for name in plugin_fields()}
+    vars(config)["of_plugins"] = MappingProxyType(of_plugins)
     _check_contradictions(config, origins)
 
     scoped: dict[str, str] = {}

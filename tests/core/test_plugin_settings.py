@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import opgraft
@@ -17,7 +17,7 @@ from opgraft.config.environment import known_variables, read_environment
 from opgraft.errors import ConfigError
 from opgraft.hosts import current_config
 from opgraft.kernels.engine import Worker
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import discover, names_of
 from opgraft.registry.state import host_state
 from support.small_words import word_llama
 
@@ -86,7 +86,11 @@ def acme(site) -> Acme:
     """Install a distribution with a plugin and settings."""
 
     def install(
-        settings: str | None = SETTINGS, section: str = "acme", name: str = "opgraft-acme"
+        settings: str | None = SETTINGS,
+        section: str = "acme",
+        name: str = "opgraft-acme",
+        value: str = "",
+        further: Sequence[str] = (),
     ) -> None:
         package = name.replace("-", "_")
         files = {f"{package}/__init__.py": "raise RuntimeError('imported')\n"}
@@ -95,7 +99,7 @@ def acme(site) -> Acme:
             files[f"{package}/settings.toml"] = settings
         points = {
             "opgraft.plugins": [f"{package} = {package}_plugin"],
-            "opgraft.settings": [f"{section} = {package}"],
+            "opgraft.settings": [f"{section} = {value or package}", *further],
         }
         site.install(name, files, points)
 
@@ -117,7 +121,34 @@ def test_settings_are_known_before_any_code_of_the_plugin_runs(acme: Acme) -> No
     assert fields["acme.firmware"].metavar == "stable|fast"
     assert known_variables()["OPGRAFT_ACME_ECC"] == "check memory"
     assert current_config().of_plugins == DEFAULTS
-    assert "opgraft_acme" not in sys.modules
+    assert not {"opgraft_acme", "opgraft_acme_plugin"} & sys.modules.keys()
+
+
+def test_settings_are_read_only(acme: Acme) -> None:
+    """No part of the engine changes the settings of another: neither those handed down, nor the declarations."""
+    acme()
+    given = OpgraftConfig(of_plugins={"acme.streams": 3})
+    handed = host_state().settings().handed_down()
+    copies = [copy.deepcopy(handed), pickle.loads(pickle.dumps(handed))]  # noqa: S301  # made here
+    mappings = [each.of_plugins for each in (given, handed, given.resolved(), *copies)]
+    for mapping in (*mappings, plugin_fields()):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            mapping["acme.streams"] = 5  # type: ignore[index]
+    assert [each["acme.streams"] for each in mappings] == [3, 2, 3, 2, 2]
+
+
+def test_a_section_is_no_name_of_a_plugin(acme: Acme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of plugins take no section, and a section may have the name of another distribution."""
+    acme(section="opgraft_bolt")
+    acme(name="opgraft-bolt", section="bolt")
+    assert {name.partition(".")[0] for name in plugin_fields()} == {"opgraft_bolt", "bolt"}
+    with pytest.raises(ConfigError, match="no plugin or platform 'bolt' is installed"):
+        names_of("bolt")
+    assert names_of("opgraft_bolt")[1] == ["opgraft_bolt"]
+    monkeypatch.setenv("OPGRAFT_PLUGINS", "bolt")
+    opgraft.reset()
+    with pytest.raises(ConfigError, match=r"plugins names 'bolt' .*, which is not installed"):
+        opgraft.load_plugins()
 
 
 def test_keyword_variable_and_file_reach_every_part_of_the_engine(
@@ -291,6 +322,8 @@ def declared(body: str) -> str:
 
 
 WHOLE = 'type = "int"\nhelp = "streams"\ndefault = 2'
+SHARE = 'type = "float"\nhelp = "share"\ndefault = 2.0'
+WORD = 'type = "str"\nhelp = "word"\ndefault = "a"'
 
 
 @pytest.mark.parametrize(
@@ -304,7 +337,40 @@ WHOLE = 'type = "int"\nhelp = "streams"\ndefault = 2'
         (declared('type = "int"\nhelp = "x"'), "acme", "acme.streams has no default: give one"),
         (declared(f"{WHOLE}\nminimun = 1"), "acme", "the key 'minimun': did you mean 'minimum'"),
         (declared(f"{WHOLE}\nminimum = 3"), "acme", "is 2: use an integer at least 3"),
-        (declared(f'{WHOLE}\nminimum = "3"'), "acme", "acme.streams.minimum is '3': write a num"),
+        (declared(f'{WHOLE}\nminimum = "3"'), "acme", "acme.streams.minimum is '3': write an in"),
+        (declared(f"{WHOLE}\nminimum = 1.5"), "acme", "minimum is 1.5: write an integer for the"),
+        (declared(f"{WHOLE}\nminimum = nan"), "acme", "acme.streams.minimum is nan: write an int"),
+        (declared(f"{SHARE}\nmaximum = inf"), "acme", "maximum is inf: write an integer for the"),
+        (declared(f"{SHARE}\nabove = nan"), "acme", "acme.streams.above is nan: write an integer"),
+        (declared(f"{WHOLE}\nminimum = 3\nmaximum = 1"), "acme", "is 3, above the maximum of 1"),
+        (declared(f"{SHARE}\nabove = 3\nmaximum = 3"), "acme", "above is 3, and the maximum is 3"),
+        (declared(SHARE.replace("2.0", "nan")), "acme", "opgraft-acme 1.0 is nan: use a number"),
+        (
+            declared(WORD.replace('"a"', '"\\u001b[31m"')),
+            "acme",
+            r"acme.streams.default has the text '\x1b[31m': take out the control characters",
+        ),
+        (
+            declared(WORD + '\nchoices = ["a", "\\u202eb"]'),
+            "acme",
+            r"acme.streams.choices has the text '\u202eb': take out",
+        ),
+        (
+            declared('type = "Mapping[str, str]"\nhelp = "x"\ndefault = {a = "\\u0007"}'),
+            "acme",
+            r"acme.streams.default has the text '\x07': take out",
+        ),
+        (
+            declared('type = "Sequence[str]"\nhelp = "x"\ndefault = ["a", "\\n"]'),
+            "acme",
+            r"acme.streams.default has the text '\n': take out",
+        ),
+        (
+            "".join(f"[s{number}]\n{WHOLE}\n" for number in range(201)),
+            "acme",
+            "it declares 201 settings: declare 200 at most",
+        ),
+        (declared(WHOLE) + "#" * (1 << 18), "acme", "settings.toml cannot be read"),
         (declared(f'{WHOLE}\nchoices = ["2"]'), "acme", "write strings, for the type str"),
         (declared(WHOLE).replace("streams]", '"a b"]'), "acme", "'acme.a b' is no name"),
         (declared(WHOLE), "model", "opgraft has the name 'model' already"),
@@ -332,6 +398,31 @@ def test_faulty_declarations_are_told_and_left_out(
     (problem,) = discover().problems
     assert message in problem.reason
     opgraft.load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("opgraft_acme_plugin", "opgraft_acme_plugin is a module: name the package whose folder"),
+        ("opgraft_nowhere", "there is no package opgraft_nowhere: name the one with settings.toml"),
+        ("opgraft_acme.nowhere", "there is no package opgraft_acme.nowhere: name the one with"),
+    ],
+)
+def test_the_value_is_a_package(value: str, message: str, acme: Acme) -> None:
+    """A value that is a module, or names nothing, declares nothing, and the problem says so."""
+    acme(value=value)
+    assert plugin_fields() == {}
+    (problem,) = discover().problems
+    assert message in problem.reason
+
+
+def test_a_distribution_has_one_section_of_200_settings(acme: Acme) -> None:
+    """200 settings are taken. Further sections of a distribution are one problem, and their files are not read."""
+    tables = "".join(f"[s{number}]\n{WHOLE}\n" for number in range(200))
+    acme(tables, further=["bolt = opgraft_acme", "cord = opgraft_acme"])
+    assert list(plugin_fields()) == [f"acme.s{number}" for number in range(200)]
+    (problem,) = discover().problems
+    assert "it has several sections in opgraft.settings, and 'acme' counts" in problem.reason
 
 
 def test_two_distributions_do_not_share_a_section(acme: Acme) -> None:
