@@ -274,8 +274,10 @@ class TransformersModel(Model):
         replacer.embeddings(*self._cut(model))
         sharing = expert_sharing(self.opgraft_config)
         replacer.experts(found.experts, ExpertLayers(quantization, sharing))
-        left = {row.path for row in replacer.left}
-        self.weights_mapper = replace(found.names, experts=found.experts.keys() - left)
+        here = {path for path, _ in model.named_modules()}
+        elsewhere = found.experts.keys() - here
+        # A module that stays takes the one tensor of transformers.
+        self.weights_mapper = replace(found.names, experts={*replacer.experts_paths, *elsewhere})
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:

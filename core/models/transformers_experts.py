@@ -1,4 +1,4 @@
-"""Experts in a model of transformers: the modules that a call finds, and layers of experts for them."""
+"""Experts in a model of transformers: find the modules by a call, and make layers for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from opgraft.grafting import graft
 from opgraft.grafting.experts import experts_recogniser, has_experts
 from opgraft.ops.linear.quantization_config import QuantizationConfig
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 _TENSORS = 3
 """Arguments of experts: hidden states, the chosen ids, and the weights of these."""
+
+_ID_DTYPES = (torch.int32, torch.int64)
+"""Dtypes of ids. Experts that take the weights before the ids are of another kind."""
 
 
 class ExpertsRecorder:
@@ -33,7 +37,7 @@ class ExpertsRecorder:
     def _note(self, module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         is_usual = len(given) == _TENSORS and not named
         ids = given[1] if is_usual else None
-        if isinstance(ids, Tensor) and ids.dim() == 2:
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype in _ID_DTYPES:
             self.choices[module] = ids.shape[-1]
 
 
@@ -85,10 +89,11 @@ class ExpertLayers:
 
 
 def _with_ops(module: nn.Module) -> nn.Module:
-    """Return a copy of a module of experts, with ops in place of children, such as the activation."""
+    """Return a copy of a module of experts with ops as children, such as the activation."""
     children = nn.Module()
     for name, child in module.named_children():
-        children.add_module(name, child)
+        # A graft replaces the children of children in place, and the module itself may stay.
+        children.add_module(name, copy.deepcopy(child))
     graft(children)
     made = copy.copy(module)
     made.__dict__["_modules"] = children._modules

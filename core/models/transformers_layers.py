@@ -131,7 +131,7 @@ class Replacer:
         return style in STYLES or style in WHOLE or style.startswith("embedding")
 
     def experts(self, choices: Mapping[str, int], layers: ExpertLayers) -> None:
-        """Replace modules of experts; report those that compute something else.
+        """Replace modules of experts. Report each module that stays.
 
         Args:
             choices: path of a module of experts → experts of a token.
@@ -139,18 +139,32 @@ class Replacer:
         """
         modules = dict(self.model.named_modules())
         for path, top_k in choices.items():
-            # Other stages of a pipeline have the others.
+            # Other stages of a pipeline have the other modules.
             module = modules.get(path)
-            if module is None or module in self.untouched:
+            if module is None:
                 continue
             try:
-                layer = layers.layer(module, top_k, joined(self.prefix, path))
+                layer = self._experts_layer(path, module, top_k, layers)
             except LeaveAlone as reason:
                 self.left.append(LeftAlone(path, type(module).__name__, str(reason)))
                 continue
-            if layer is not None:
-                self.put(path, module, layer)
-                self.experts_paths.append(path)
+            self.put(path, module, layer)
+            self.experts_paths.append(path)
+
+    def _experts_layer(
+        self, path: str, module: nn.Module, top_k: int, layers: ExpertLayers
+    ) -> nn.Module:
+        """Return the layer for a module of experts.
+
+        Raises:
+            LeaveAlone: the module has to stay.
+        """
+        if module in self.untouched:
+            raise LeaveAlone(self.untouched[module])
+        layer = layers.layer(module, top_k, joined(self.prefix, path))
+        if layer is None:
+            raise LeaveAlone("its parameters are not those of experts")
+        return layer
 
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
         served = STYLES.get(self.style(path) or "")

@@ -88,7 +88,9 @@ _PARTS = {
 def _stacks(converter: Any) -> bool:
     """Return True if a converter stacks the matrices of experts, as ``FusedMoE`` loads them."""
     patterns = [pattern.replace("\\", "") for pattern in converter.source_patterns]
-    matrices = tuple(pattern.removesuffix("$").split(".")[-2] for pattern in patterns)
+    # A pattern of one part gives an empty name, and no matrix of an expert has that name.
+    modules = [pattern.removesuffix("$").rpartition(".")[0] for pattern in patterns]
+    matrices = tuple(module.rpartition(".")[2] for module in modules)
     operations = tuple(
         (type(each).__name__, getattr(each, "dim", None)) for each in converter.operations
     )
