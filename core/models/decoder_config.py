@@ -38,6 +38,9 @@ GEMMA_SCALES = frozenset(
 PARTIAL_ROPE = "partial_rotary_factor"
 """The share of a head that a rope rotates."""
 
+_FACTORS = frozenset({"embedding_multiplier", "residual_multiplier", "logits_scaling"})
+"""Settings that change nothing if they are 1. A multiplier of scores replaces the usual one."""
+
 
 @dataclass(frozen=True)
 class DecoderFamily:
@@ -249,7 +252,7 @@ def _expect_read(
         shares = [rope.get(PARTIAL_ROPE) for rope in ropes.values()]
         found[PARTIAL_ROPE] = next((share for share in shares if share not in (None, 1)), None)
     for name, value in sorted(found.items()):
-        neutral = (None,) if name in GEMMA_SCALES else (None, 1)
+        neutral = (None, 1) if name in _FACTORS | {PARTIAL_ROPE} else (None,)
         if name in family.reads or value in neutral:
             continue
         raise ModelError(
@@ -294,6 +297,7 @@ def _positive(given: GivenSettings, name: str) -> float | None:
     value = given(name, None)
     if value is None:
         return None
+    # transformers divides by a cap of 0. In GGUF files, 0 means no cap, and becomes None there.
     if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ModelError(f"{given.name}: {name} is {value!r:.40}, expected a number above 0")
     return float(value)

@@ -368,6 +368,7 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
         ({"is_causal": False}, "is_causal is set to false, and decoders attend causally only"),
         ({"embedding_multiplier": 2.0}, r"embedding_multiplier is 2\.0, which models of this fam"),
         ({"attention_multiplier": 0.3}, r"attention_multiplier is 0\.3, which models of this fam"),
+        ({"attention_multiplier": 1}, "attention_multiplier is 1, which models of this family do"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0, which models of"),
         ({"query_pre_attn_scalar": 24}, r"query_pre_attn_scalar is 24, which models of"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer_types is miss"),
@@ -389,6 +390,14 @@ def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str)
     edit(tmp_path, value)
     with pytest.raises(ModelError, match=words):
         loaded(tmp_path)
+
+
+def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
+    """A family that reads no scales takes a config in which each factor is 1."""
+    written("Llama", tmp_path)
+    names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    edit(tmp_path, dict.fromkeys(names, 1) | {"partial_rotary_factor": 1.0})
+    assert loaded(tmp_path)
 
 
 @pytest.mark.parametrize(
