@@ -9,7 +9,7 @@ from typing import Any
 from opgraft.config import OpgraftConfig
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.workers.executor import Executor
-from opgraft.errors import ModelError
+from opgraft.errors import ConfigError, ModelError, close_matches
 from opgraft.models.build import generates
 from opgraft.serving.embedding_engine import EmbeddingEngine
 from opgraft.serving.engine_settings import engine_config
@@ -18,6 +18,8 @@ from opgraft.serving.request_engine import RequestEngine
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.template_file import checked_template
 from opgraft.serving.text_engine import TextEngine
+
+_RUNNERS = ("auto", "generate", "pooling")
 
 END_SECONDS = 2.0
 """The longest wait for the end of a running step.
@@ -31,6 +33,9 @@ class FrontEnd:
 
     Args:
         model, opgraft_config, on_step, runner, **settings: as for ``LLM``.
+
+    Raises:
+        ConfigError: ``runner`` is no kind of model.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class FrontEnd:
         runner: str = "auto",
         **settings: Any,
     ) -> None:
+        if runner not in _RUNNERS:
+            raise ConfigError(f"runner is {runner!r:.80}: {close_matches(str(runner), _RUNNERS)}")
         self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
         template = checked_template(self.opgraft_config.model.chat_template)
         self._expect_kind(runner)

@@ -16,7 +16,7 @@ from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import ConfigError, EngineError, RequestError, close_matches
+from opgraft.errors import EngineError, RequestError
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.arguments import (
     listed_chats,
@@ -36,8 +36,6 @@ from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 
 Message: TypeAlias = Mapping[str, Any]
-
-_RUNNERS = ("auto", "generate", "pooling")
 
 _PATIENCE = 0.5
 """The longest wait for a step after a second interrupt. Then processes of workers are ended."""
@@ -96,10 +94,9 @@ class LLM(FrontEnd):
         runner: str = "auto",
         **settings: Any,
     ) -> None:
-        if runner not in _RUNNERS:
-            raise ConfigError(f"runner is {runner!r:.80}: {close_matches(str(runner), _RUNNERS)}")
-        given: Any = {"on_step": on_step, "runner": runner, **settings}
-        super().__init__(model, opgraft_config=opgraft_config, **given)
+        super().__init__(
+            model, opgraft_config=opgraft_config, on_step=on_step, runner=runner, **settings
+        )
         self._numbers = count()
         self._answering = Lock()
         self._answering_thread: int | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft import LLM, SamplingParams
+from opgraft import LLM, AsyncLLM, SamplingParams
 from opgraft.base.files import read_regular
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.serving import template_file
@@ -203,5 +203,6 @@ def test_another_kind_of_model(folder: Path, tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     with pytest.raises(ModelError, match=r"runner is 'generate', and .* is a model for 'pooling'"):
         LLM(damaged(tmp_path / "bert", tmp_path / "other"), runner="generate", **SMALL)
-    with pytest.raises(ConfigError, match=r"runner is 'poling': did you mean 'pooling'\?"):
-        LLM(str(folder), runner="poling", **SMALL)
+    for cls in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match=r"runner is 'poling': did you mean 'pooling'\?"):
+            cls(str(folder), runner="poling", **SMALL)
