@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from opgraft import ops
-from opgraft.errors import QuantizationError
+from opgraft.errors import QuantizationError, WeightError
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
 from opgraft.ops.linear.quantized.storage import dequantize
 from opgraft.quantization import GGUFConfig
@@ -153,7 +153,7 @@ def test_embeddings(kind: str) -> None:
 
 
 def test_what_does_not_fit() -> None:
-    """Inputs that cut blocks, weights without blocks or that never came, and checkpoints of other formats."""
+    """Inputs that cut blocks; weights without blocks, missing or with more rows; checkpoints of other formats."""
     with pytest.raises(
         QuantizationError, match="down has 128 inputs on this rank, which blocks of 256, as Q4_K"
     ):
@@ -161,6 +161,10 @@ def test_what_does_not_fit() -> None:
     layer: Any = ops.ReplicatedLinear(256, 8, quant_config=config(down="Q4_K"), prefix="down")
     with pytest.raises(QuantizationError, match="this weight has no blocks"):
         load(layer, torch.zeros(8, 256))  # type: ignore[arg-type]
+    with pytest.raises(QuantizationError, match="its weight was not loaded"):
+        layer.process_weights_after_loading()
+    with pytest.raises(WeightError, match=r"has shape \(12, 256\), expected 8 in dimension 0"):
+        load(layer, lazy("Q4_K", drawn("Q4_K", 12, 256)))
     with pytest.raises(QuantizationError, match="its weight was not loaded"):
         layer.process_weights_after_loading()
     with pytest.raises(
