@@ -36,7 +36,7 @@ RECORD = "machine.json"
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch, as the text of ``torch/version.py`` tells. Torch is not imported.
+    """The installed torch, as the text of its module ``version`` tells. Torch is not imported.
 
     Attributes:
         version: such as ``2.9.0+cu128``.
