@@ -1,1 +1,4 @@
-"""The only users of private names of torch. Each name has a reason, and a fallback without it."""
+"""The only users of private names of torch. Each name has a reason.
+
+Without a name, a module has a fallback or gives the reason for a refusal.
+"""

@@ -19,6 +19,16 @@ _wrap: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
 _is_traceable: Any = getattr(_python_dispatch, "is_traceable_wrapper_subclass", None)
 """Dynamo's own question about a tensor of a subclass, which has no public name."""
 
+_OF_C = (
+    "_ExcludeDispatchKeyGuard",
+    "DispatchKeySet",
+    "_dispatch_get_all_op_names",
+    "_dispatch_has_kernel_for_dispatch_key",
+    "_get_privateuse1_backend_name",
+    "_parse_dispatch_key",
+)
+"""Names of ``torch._C`` by which operators find the device. Nothing public takes their place."""
+
 _KEY = "PrivateUse1"
 
 _kept: list[torch.library.Library] = []
@@ -30,6 +40,14 @@ def why_not() -> str:
     if _set_up is None or _no_functions is None or _wrap is None:
         return (
             f"torch {torch.__version__} takes the guard of a device in C++ only: take a later one"
+        )
+    missing = [name for name in _OF_C if not hasattr(torch._C, name)]
+    if not hasattr(torch._ops.OpOverload, "redispatch"):
+        missing.append("OpOverload.redispatch")
+    if missing:
+        return (
+            f"torch {torch.__version__} has no {missing[0]}, by which a device in Python runs "
+            "operators: take another version of torch"
         )
     taken = torch._C._get_privateuse1_backend_name()
     if not _kept and taken != "privateuseone":
@@ -120,6 +138,12 @@ def serves_every_device(operator: Any) -> bool:
 def run_own_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel of such an operator on tensors of the device."""
     return operator.redispatch(_keys(), *args, **kwargs)
+
+
+def writes_to_arguments(operator: Any) -> bool:
+    """Return True if an operator writes to an argument, or if torch does not tell."""
+    schema: Any = getattr(operator, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
 
 
 _OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")

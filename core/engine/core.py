@@ -30,7 +30,7 @@ from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.runner.cache_room import smallest_room
 from opgraft.engine.runner.compiled_model import expect_compilable
-from opgraft.engine.runner.recorded_steps import expect_recorder
+from opgraft.engine.runner.recorded_steps import blocks_of_padding, expect_recorder
 from opgraft.engine.schedule.kv_cache import KVCacheManager
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
@@ -191,11 +191,12 @@ class EngineCore:
         there = self.cache.pool.num_blocks
         if needed <= there:
             return
+        padding = blocks_of_padding(self.opgraft_config)
+        enough = (needed + padding) * bytes_per_block
         raise ConfigError(
             f"the cache has room for {there} blocks of {bytes_per_block} bytes, and one request of "
             f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
-            f"{needed * bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
-            "model.max_model_len"
+            f"{enough}, cache.memory_share or cache.num_blocks, or lower model.max_model_len"
         )
 
     @property

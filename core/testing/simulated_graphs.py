@@ -59,7 +59,7 @@ class Graph:
         Raises:
             RuntimeError: the result is a value for the host.
         """
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        results = _results_of(result)
         if not all(isinstance(each, Tensor) for each in results):
             raise RuntimeError(
                 f"{name} gives the host a value, which no recording has: the value may differ in "
@@ -69,6 +69,13 @@ class Graph:
         fresh = [each.untyped_storage().data_ptr() not in shared for each in results]
         if writes or any(fresh):
             self.kernels.append(_Kernel(run, results, fresh))
+
+
+def _results_of(returned: Any) -> list[Any]:
+    """Return the results of an operator as a list; an operator without results returns ``None``."""
+    if returned is None:
+        return []
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
 
 
 class _Kernel:
@@ -88,8 +95,7 @@ class _Kernel:
         self._fresh = fresh
 
     def __call__(self) -> None:
-        again = self._run()
-        computed = again if isinstance(again, (tuple, list)) else [again]
+        computed = _results_of(self._run())
         for result, new, is_fresh in zip(self._results, computed, self._fresh, strict=True):
             if is_fresh:
                 result.copy_(new)

@@ -17,6 +17,7 @@ from opgraft.compat.python_device import (
     run_without_device,
     serves_every_device,
     wrapper_of,
+    writes_to_arguments,
 )
 from opgraft.platform import HOST
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice
@@ -241,7 +242,7 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     result = run()
     if graph is not None:
         numbers = [each.numbers for each in ours]
-        graph.add(name, run, numbers, result, operator._schema.is_mutable)
+        graph.add(name, run, numbers, result, writes_to_arguments(operator))
     # An operator such as resize_ changes a tensor in place.
     for each, form, memory in before:
         if _form(each.numbers) != form:

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError
@@ -19,6 +20,9 @@ from opgraft.machine.machine import Machine
 from opgraft.testing.devices import SimulatedDevice, probe
 from opgraft.testing.simulated_tensors import Running
 from support.random_decoders import written
+from support.simulated_device import UNFIT
+
+TESTS = Path(__file__).parents[1]
 
 needs_backend = pytest.mark.skipif(
     bool(why_not()), reason="this torch takes a device's guard in C++ only"
@@ -147,7 +151,7 @@ print(json.dumps([opgraft.current_platform().name, *told]))
 """
 
 RECORDED = """
-import json, sys
+import dataclasses, json, sys
 import opgraft
 from opgraft import SamplingParams
 from opgraft.errors import ConfigError
@@ -175,12 +179,47 @@ def refusal(**further):
 print(answers() == answers(compilation_config=full))
 print(sorted(set(replayed)), len(replayed) > 8)
 print(refusal(compilation_config=full, **{"parallel.data": 1, "parallel.pipeline": 2}))
+print(refusal(compilation_config=full, **{"parallel.expert_balance_steps": 5}))
+settings["cache.memory_bytes"] = 4 * settings.pop("cache.num_blocks") << 12
+def blocks(**further):
+    with opgraft.LLM(sys.argv[1], dtype="float32", max_num_seqs=4, **settings, **further) as llm:
+        return llm.engine.core.cache.pool.num_blocks
+print(blocks() - blocks(compilation_config=full))
+def keep(given, name, now):
+    return dataclasses.replace(given, **{name: now})
+WRONG = {
+    "lengths": lambda batch, kept: keep(batch, "seq_lens", kept.seq_lens),
+    "slots": lambda batch, kept: with_pages(batch, kept, "slots"),
+    "tables": lambda batch, kept: with_pages(batch, kept, "block_table"),
+}
+def with_pages(batch, kept, name):
+    pages = {
+        prefix: keep(each, name, getattr(kept.pages[prefix], name))
+        for prefix, each in batch.pages.items()
+    }
+    return keep(batch, "pages", pages)
+kind, plans = "values", {}
 @Attention.register_oot
-class Asking(Attention):
+class Planning(Attention):
     def attend_batch(self, batch, *given):
-        batch.seq_lens.max().item()
+        if kind == "values":
+            batch.seq_lens.max().item()
+            return super().attend_batch(batch, *given)
+        try:
+            batch.seq_lens.tolist()
+        except RuntimeError:
+            # A plan of the warm run serves the recording.
+            return super().attend_batch(WRONG[kind](batch, plans[self]), *given)
+        pages = {
+            prefix: dataclasses.replace(
+                each, slots=each.slots.clone(), block_table=each.block_table.clone()
+            )
+            for prefix, each in batch.pages.items()
+        }
+        plans[self] = dataclasses.replace(batch, seq_lens=batch.seq_lens.clone(), pages=pages)
         return super().attend_batch(batch, *given)
-print(refusal(compilation_config=full))
+for kind in ("values", *WRONG):
+    print(refusal(compilation_config=full))
 """
 
 GRAPHS = """
@@ -188,7 +227,7 @@ import torch, opgraft
 from opgraft.testing.simulated_graphs import Graph, graph
 platform = opgraft.current_platform()
 assert platform.graph_class is Graph
-x, weight = (torch.ones(4, device="simulated") for _ in range(2))
+x, weight, z = (torch.ones(4, device="simulated") for _ in range(3))
 recorded = Graph()
 called = []
 with torch.get_device_module("simulated").graph(recorded, pool=recorded.pool()):
@@ -196,11 +235,12 @@ with torch.get_device_module("simulated").graph(recorded, pool=recorded.pool()):
     y = (x + weight).view(2, 2).t()
     x.mul_(2)
     first, second = torch.max(x.view(2, 2), 1)
+    torch._foreach_add_([z], 1)
 assert y.cpu().tolist() == [[2, 2], [2, 2]] and x.tolist() == [2, 2, 2, 2]
 weight.fill_(10)
 recorded.replay()
 assert y.cpu().tolist() == [[12, 12], [12, 12]] and x.tolist() == [4, 4, 4, 4] and first.tolist() == [4, 4]
-assert called == [1]
+assert called == [1] and z.tolist() == [3, 3, 3, 3]
 for forbidden in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.copy_(torch.ones(4)), lambda: x.tolist()):
     try:
         with graph(Graph()):
@@ -411,12 +451,18 @@ def test_graphs_are_recorded_and_replayed(warm_python: str) -> None:
 def test_whole_steps_are_recorded(warm_python: str, tmp_path: Path) -> None:
     """Steps with a token of each sequence are replayed, padded, and answer as before; what cannot be is refused."""
     written("Llama", tmp_path, vocab_size=400)
-    alike, sizes, pipeline, asking = on("default", warm_python, RECORDED, str(tmp_path))
+    lines = on("default", warm_python, RECORDED, str(tmp_path))
+    alike, sizes, pipeline, balance, padding, asking, *stale = lines
     assert (alike, sizes) == ("True", "[1, 3] True")
     assert "a step waits for other ranks, as parallel.pipeline is 2" in pipeline
+    assert "parallel.expert_balance_steps is 5" in balance
+    assert padding == "1"  # for three rows of padding, in blocks of four tokens
     assert "a step of 3 sequences cannot be recorded" in asking
     assert "gives the host a value, which no recording has" in asking
     assert asking.endswith("Next: set compilation_config.graph_mode to piecewise or none")
+    assert len(stale) == 3
+    for line in stale:
+        assert "a recorded step of 3 sequences computes something else than the model" in line
 
 
 @needs_backend
@@ -484,6 +530,21 @@ def test_a_plugin_serves_it(warm_python: str, site) -> None:
     """A model is moved there and grafted, and takes the kernel that a plugin has for that platform."""
     site.plugin("acme", PLUGIN)
     assert on("default", warm_python, GRAFTED, site=site.folder) == ["Acme.forward_oot"]
+
+
+@pytest.mark.parametrize("name", ["_ExcludeDispatchKeyGuard", "_parse_dispatch_key"])
+def test_a_torch_without_a_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch lacks a name that the device needs, the reason names it, and no device is made."""
+    monkeypatch.delattr(torch._C, name)
+    assert f"has no {name}, by which a device in Python runs operators" in why_not()
+
+
+def test_tests_that_are_left_out_exist() -> None:
+    """Each row of the tests that the device does not run is a file, or a function in one."""
+    for row in UNFIT:
+        file, _, function = row.partition("::")
+        source = (TESTS / file).read_text(encoding="utf-8")
+        assert not function or f"def {function}(" in source, row
 
 
 def test_without_the_variable_there_is_none(cli) -> None:

@@ -130,7 +130,7 @@ class ModelRunner(PluggableClass):
             model,
             groups,
             numbers_of_sequences(self.opgraft_config),
-            -(-self.model.max_position // block_size),
+            self.model.max_position,
             block_size,
             self.num_blocks,
             self.device,
@@ -158,7 +158,7 @@ class ModelRunner(PluggableClass):
         """Make the cache and the slots for states, and forget all sequences."""
         self.recorded = None
         self.num_blocks = num_blocks
-        padding = blocks_of_padding(self.opgraft_config, self.layout.block_size)
+        padding = blocks_of_padding(self.opgraft_config)
         self.caches = self.layout.allocate(num_blocks + padding, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
         self.batch = self._input_batch(self.device, self.caches, self.states)

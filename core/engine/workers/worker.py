@@ -19,6 +19,7 @@ from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
+from opgraft.engine.runner.recorded_steps import blocks_of_padding
 from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError
 from opgraft.logger import logger
@@ -164,6 +165,21 @@ class Worker(PluggableClass):
         )
 
     def cache_bytes(self) -> int:
+        """Return the bytes for the blocks and states of requests.
+
+        Blocks for rows of padding, which recorded steps have, take a part of the cache.
+
+        Raises:
+            ConfigError: the platform does not know the memory of the device, or the largest step
+                fails on the device.
+        """
+        room = self._bytes_of_cache()
+        padding = blocks_of_padding(self.opgraft_config)
+        if padding:
+            room -= padding * self.runner.layout.bytes_per_block
+        return max(0, room)
+
+    def _bytes_of_cache(self) -> int:
         """Return the bytes for the cache: those of the settings, else a share of the free memory.
 
         On a device other than the host, the peak of the largest step is subtracted. On the host,
@@ -214,12 +230,13 @@ class Worker(PluggableClass):
         """
         layout = self.runner.layout
         free = self.memory.free()
-        needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
+        blocks = num_blocks + blocks_of_padding(self.opgraft_config)
+        needed = blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
         sharing = self._sharing()
         if free is not None and needed * sharing > free:
             ranks = f" on each of {sharing} ranks" if sharing > 1 else ""
             raise ConfigError(
-                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} "
+                f"the cache of {blocks:,} blocks and {num_states:,} states takes {needed:,} "
                 f"bytes{ranks}, and {free:,} are free on {self.device}: lower cache.num_blocks, "
                 "cache.memory_bytes or cache.num_states, or leave them out, so that it takes the "
                 "share cache.memory_share of what is free"
