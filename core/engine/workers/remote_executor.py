@@ -64,7 +64,6 @@ class RemoteExecutor(Executor):
         self.workers.note(SHUT_DOWN)
         self._changing = threading.Lock()
         self._is_shut_down = False
-        self._calls = 0
         self._steps: deque[int] = deque()
         self._slowest = 0.0
         self._awaited: dict[int, Replies] = {}
@@ -86,7 +85,6 @@ class RemoteExecutor(Executor):
         load_plugins()
         started = self._start_workers()
         self._take(RemoteWorkers(started, self.opgraft_config.parallel.step_seconds, restarts_left))
-        self._calls = 0
         self._steps.clear()
         self._awaited.clear()
         with set_config(self.opgraft_config, origin="the engine"):
@@ -237,18 +235,10 @@ class RemoteExecutor(Executor):
         return self._send(encoded((method, args, True)))
 
     def _send(self, data: memoryview) -> int:
-        try:
-            number = self._calls
-            self._calls += 1
-            self._awaited[number] = {}
-            self.workers.post(number, data)
-            return number
-        except Exception:
-            raise
-        except BaseException:
-            # Workers count calls, too, and a call may have reached some ranks only.
-            self.workers.interrupted()
-            raise
+        number = self.workers.calls
+        self._awaited[number] = {}
+        self.workers.post(data)
+        return number
 
     def _limit(self, method: str) -> float:
         """Return the time limit of a call in seconds. A rank that takes longer hangs."""

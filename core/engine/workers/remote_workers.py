@@ -7,8 +7,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class RemoteWorkers:
     Attributes:
         links: the links to the workers, in the order of ranks.
         reason: the first reason for the end of the workers; empty while they run.
+        calls: the number of calls so far, and the number of the next call.
         grammars: the grammars that the workers have compiled.
     """
 
@@ -82,6 +83,7 @@ class RemoteWorkers:
         self.links = tuple(started.links)
         self._started = started
         self.reason = ""
+        self.calls = 0
         self.restarts_left = restarts_left
         self.grammars = GrammarSharing()
         self._seconds = seconds
@@ -152,7 +154,7 @@ class RemoteWorkers:
             "may say why"
         )
 
-    def post(self, number: int, data: memoryview) -> None:
+    def post(self, data: memoryview) -> None:
         """Send a call, from ``encoded``, to all workers.
 
         Raises:
@@ -160,12 +162,24 @@ class RemoteWorkers:
         """
         with self._calling:
             self._expect_going()
-            for link in self.links:
-                self._send(link, number, data)
+            # Workers count calls, too, and an interrupted call may have reached some workers only.
+            with self._message():
+                for link in self.links:
+                    self._send(link, self.calls, data)
+                self.calls += 1
 
-    def interrupted(self) -> None:
-        """End the processes after an interrupt in the middle of a message to or from a worker."""
-        self.end(_INTERRUPTED)
+    @contextmanager
+    def _message(self) -> Iterator[None]:
+        """Return a scope for a message to or from a worker.
+
+        An interrupt in the scope ends the processes, because half a message may be on its way.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.end(_INTERRUPTED)
+            raise
 
     def begin(self, rank: int, job: memoryview) -> None:
         """Send the job of a rank.
@@ -201,7 +215,8 @@ class RemoteWorkers:
             if link is None:
                 return False
             try:
-                take(link)
+                with self._message():
+                    take(link)
                 return True
             except TimeoutError:
                 reason = (
@@ -211,11 +226,6 @@ class RemoteWorkers:
                 raise self.ended(reason, at_once=True) from None
             except (EOFError, OSError) as error:
                 raise self._ended_by(link, error) from error
-            except Exception:
-                raise
-            except BaseException:
-                self.interrupted()
-                raise
 
     def _replying(self, seconds: float) -> WorkerLink | None:
         for link in self.links:
@@ -261,15 +271,10 @@ class RemoteWorkers:
         Raises:
             EngineError: the workers are lost, or one does not answer.
         """
-        try:
+        with self._message():
             for link in self.links:
                 self._beside(link, partial(link.beside.send_encoded, data))
             answers = [self._beside(link, link.beside.receive) for link in self.links]
-        except Exception:
-            raise
-        except BaseException:
-            self.interrupted()
-            raise
         for _, done, answer in answers:
             if not done:
                 raise answer
