@@ -79,12 +79,13 @@ def set_level(level: str | None) -> None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Log nothing within the block."""
+    """Log nothing within the block. Afterwards the level of ``logging.disable`` is as before."""
+    before = logging.root.manager.disable
     logging.disable()
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def write_json() -> None:

@@ -6,7 +6,7 @@ import logging
 
 import opgraft
 import pytest
-from opgraft.logger import logger
+from opgraft.logger import logger, silent
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
@@ -28,3 +28,15 @@ def test_it_is_the_logger_of_that_name() -> None:
     """init_logger adds to the one logger of a name, so that logging is configured as anywhere."""
     assert opgraft.init_logger("acme") is logging.getLogger("acme") is opgraft.init_logger("acme")
     assert logger is logging.getLogger("opgraft")
+
+
+def test_silence_ends_as_it_began() -> None:
+    """A level below which the program logs nothing holds again after silent()."""
+    before = logging.root.manager.disable
+    try:
+        logging.disable(logging.INFO)
+        with silent():
+            assert logging.root.manager.disable == logging.CRITICAL
+        assert logging.root.manager.disable == logging.INFO
+    finally:
+        logging.disable(before)
