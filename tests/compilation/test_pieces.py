@@ -12,7 +12,8 @@ from opgraft import CompilationConfig, PluggableClass
 from opgraft.compat.ahead_of_time import write_package
 from opgraft.compilation.static_graph import StaticGraph
 from opgraft.errors import CompilationError, ConfigError
-from opgraft.ops import Linear, RMSNorm, SiLU
+from opgraft.ops import Attention, Linear, RMSNorm, SiLU
+from opgraft.ops.attention.node import AttentionNodes
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -162,6 +163,31 @@ def test_what_the_host_must_see_is_not_recorded(counting: list[Any]) -> None:
     found = compiled(Chosen().eval(), graph_mode="piecewise", splitting_ops=("aten::nonzero",))
     x = torch.randn(3, 5, WIDTH)
     torch.testing.assert_close(found(x), x * 2)
+
+
+def test_attention_is_never_recorded(counting: list[Any]) -> None:
+    """A recording would read the batch of its own step for ever, so the node of a layer is refused by its tag."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Attention(2, 8, 1.0, prefix="attn")
+            self.attn.is_node = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = self.attn(x, x, x)
+            return attended
+
+    model = Attending().eval()
+    config = CompilationConfig(backend="counting", graph_mode="full", capture_sizes=(1, 4))
+    with (
+        AttentionNodes({"attn": model.attn}).entered(),
+        pytest.raises(
+            CompilationError,
+            match=r"cannot record opgraft::attend_layer, as it is tagged cudagraph_unsafe",
+        ),
+    ):
+        opgraft.compile(model, config, args=(torch.randn(3, 16),))
 
 
 @pytest.mark.parametrize(("settings", "message"), [
