@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +132,14 @@ def parts_of(out: Path) -> dict[str, Any]:
     return {part["name"]: part for part in data["parts"]}
 
 
-@dataclass
-class Timed:
-    """A run that is limited in time: its results, and how long it took."""
-
-    results: dict[str, Any]
-    seconds: float
-
-
-@pytest.fixture(scope="module", autouse=True)
-def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Timed]]:
-    """A run that mostly waits, beside the other tests."""
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[str, Any]]]:
+    """The parts of a run that is limited in time. The run mostly waits, so others go on beside it."""
     with ThreadPoolExecutor(1) as threads:
         yield threads.submit(run_in_time, tmp_path_factory.mktemp("timed"))
 
 
+@pytest.mark.usefixtures("timed")
 def test_no_part_stops_the_others(tmp_path: Path) -> None:
     """Parts that fail, raise, crash, say nothing or hang are named, with what they reported; the others pass."""
     names = ("wrong", "nested", "raises", "crashes", "silent", "hangs", "absent", "fine")
@@ -237,31 +229,31 @@ program.main()
 """
 
 
-def run_in_time(work: Path) -> Timed:
-    """Run parts below a folder, with 16 of 26 seconds left."""
+def run_in_time(work: Path) -> dict[str, Any]:
+    """Run parts below a folder, with 20 of 30 seconds left, and return them."""
     for folder in ("planted", "bundle/wheels", "scratch"):
         (work / folder).mkdir(parents=True)
     for name in ("hangs", "fine"):
         (work / "planted" / f"{name}.py").write_text(PLANTED[name])
-    started, wall = time.monotonic(), time.time()
     options = ["--bundle", str(work / "bundle"), "--scratch", str(work / "scratch")]
     command = [sys.executable, "-c", BUNDLED, str(work / "out"), *options]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(TOOLS), str(work))),
-        "ON_GPU_STARTED": str(wall - 10),  # as if imports had taken so long
+        "ON_GPU_STARTED": str(time.time() - 10),  # as if imports had taken so long
     }
-    subprocess.run([*command, "--seconds", "26", "--reserve", "0"], env=environment, check=False)
-    seconds = time.monotonic() - started
-    return Timed(json.loads((work / "out" / "results.json").read_text()), seconds)
+    command += ["--seconds", "30", "--reserve", "0"]
+    subprocess.run(command, env=environment, check=False, timeout=120)
+    return parts_of(work / "out")
 
 
-def test_the_run_ends_in_time(timed: Future[Timed]) -> None:
-    """Imports, unpacking, killing and reporting are within the seconds of the run, counted from its start."""
-    run = timed.result()
-    assert run.seconds < 16
-    outcomes = {part["name"]: part["outcome"] for part in run.results["parts"]}
+def test_the_run_ends_in_time(timed: Future[dict[str, Any]]) -> None:
+    """A part gets what the run has left, counted from its start, but for 8 seconds to kill and report."""
+    parts = timed.result()
+    outcomes = {name: part["outcome"] for name, part in parts.items()}
     assert outcomes == {"hangs": "out of time", "fine": "not started"}
+    # By the clock of the run: the test itself may have to wait for a processor.
+    assert 0 < parts["hangs"]["limit"] <= 30 - 10 - 8
 
 
 def test_the_script_says_when_it_began(tmp_path: Path) -> None:

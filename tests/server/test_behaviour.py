@@ -438,12 +438,12 @@ def test_signals_are_for_the_server(checkpoint: Path) -> None:
     """Signals to the whole group let what runs finish; the worker ends with the server, also where that is killed."""
     with serving(checkpoint) as server:
         worker = process_of_model(server)
-        asked = server.later(lambda: server.complete(max_tokens=100, ignore_eos=True))
+        asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
         until(lambda: server.metric("num_requests_running") == 1)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(worker, number)
         server.process.send_signal(signal.SIGTERM)
-        assert asked.result().json()["usage"]["completion_tokens"] == 100
+        assert asked.result().json()["usage"]["completion_tokens"] == 500
         assert server.process.wait(60) == 0
         assert ended(worker)
     with serving(checkpoint) as server:

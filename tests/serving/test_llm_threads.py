@@ -143,10 +143,11 @@ def test_a_model_goes_on_after_a_second_interrupt(
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     run = llm.engine.core._run
     going, left = threading.Event(), threading.Event()
+    was_left: list[bool] = []
 
     def slowly() -> Any:
         going.set()
-        left.wait(60)
+        was_left.append(left.wait(60))
         return run()
 
     def interrupt_twice() -> None:
@@ -162,13 +163,16 @@ def test_a_model_goes_on_after_a_second_interrupt(
             thread.start()
             with pytest.raises(KeyboardInterrupt) as caught:
                 llm.generate([PROMPT] * 9, LONG)
-            left.set()  # only here: nobody has waited for the step
+            left.set()
         assert not isinstance(caught.value, Interrupted)
     finally:
         left.set()
         thread.join()
         signal.signal(signal.SIGINT, former)
     expect_goes_on(llm)
+    # Else the caller has waited for the step.
+    assert was_left
+    assert all(was_left)
 
 
 def test_an_interrupt_ends_a_with_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,24 @@ def _counting_op(target: Any) -> type:
     return made
 
 
-@functools.cache  # each search looks at all classes
-def _target_of(op: str) -> type | None:
-    return host_state().registry.find_target(op)
+class _Targets:
+    """The targets of the present registry. Each search looks at all classes, so they are kept."""
+
+    def __init__(self) -> None:
+        self._registry: object = None
+        self._found: dict[str, type | None] = {}
+
+    def find(self, op: str) -> type | None:
+        registry = host_state().registry
+        if registry is not self._registry:
+            self._registry = registry
+            self._found = {}
+        if op not in self._found:
+            self._found[op] = registry.find_target(op)
+        return self._found[op]
+
+
+_target_of = _Targets().find
 
 
 def _counting_form(form: Any, kernel: str) -> Callable[..., Any]:
