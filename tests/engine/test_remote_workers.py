@@ -333,6 +333,25 @@ def test_an_interrupt_within_a_call(make: Make) -> None:
     assert {reason.partition(":")[0] for reason in reasons} == {INTERRUPTED}
 
 
+def test_an_interrupt_before_a_call_ends_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first byte of a call, the workers know nothing of it, and answer the next one."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    executor = make()
+    executor._take(RemoteWorkers(Started([InThread()]), 30.0))
+    executor.call("__setattr__", "kept", "before")
+    with monkeypatch.context() as patched:
+        patched.setattr(executor.workers, "_expect_going", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            executor.call("__setattr__", "kept", "after")
+    assert executor.call("__getattribute__", "kept") == "before"
+    executor.shutdown()
+
+
 def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) -> None:
     """The worker takes in what comes while it sends what nobody reads yet."""
     executor, long = started(make, step_seconds=20), b"x" * 5_000_000
