@@ -185,40 +185,23 @@ def blocks(**further):
     with opgraft.LLM(sys.argv[1], dtype="float32", max_num_seqs=4, **settings, **further) as llm:
         return llm.engine.core.cache.pool.num_blocks
 print(blocks() - blocks(compilation_config=full))
-def keep(given, name, now):
-    return dataclasses.replace(given, **{name: now})
-WRONG = {
-    "lengths": lambda batch, kept: keep(batch, "seq_lens", kept.seq_lens),
-    "slots": lambda batch, kept: with_pages(batch, kept, "slots"),
-    "tables": lambda batch, kept: with_pages(batch, kept, "block_table"),
-}
-def with_pages(batch, kept, name):
-    pages = {
-        prefix: keep(each, name, getattr(kept.pages[prefix], name))
-        for prefix, each in batch.pages.items()
-    }
-    return keep(batch, "pages", pages)
 kind, plans = "values", {}
 @Attention.register_oot
 class Planning(Attention):
-    def attend_batch(self, batch, *given):
-        if kind == "values":
-            batch.seq_lens.max().item()
-            return super().attend_batch(batch, *given)
+    def attend_batch(self, batch, pages, *given):
+        known = {"lengths": batch.seq_lens, "slots": pages.slots, "tables": pages.block_table}
         try:
-            batch.seq_lens.tolist()
+            batch.seq_lens.max().item()
+            plans[self] = {name: x.clone() for name, x in known.items()}
         except RuntimeError:
+            if kind == "values":
+                raise
             # A plan of the warm run serves the recording.
-            return super().attend_batch(WRONG[kind](batch, plans[self]), *given)
-        pages = {
-            prefix: dataclasses.replace(
-                each, slots=each.slots.clone(), block_table=each.block_table.clone()
-            )
-            for prefix, each in batch.pages.items()
-        }
-        plans[self] = dataclasses.replace(batch, seq_lens=batch.seq_lens.clone(), pages=pages)
-        return super().attend_batch(batch, *given)
-for kind in ("values", *WRONG):
+            known[kind] = plans[self][kind]
+        batch = dataclasses.replace(batch, seq_lens=known["lengths"])
+        pages = dataclasses.replace(pages, slots=known["slots"], block_table=known["tables"])
+        return super().attend_batch(batch, pages, *given)
+for kind in ("values", "lengths", "slots", "tables"):
     print(refusal(compilation_config=full))
 """
 
