@@ -87,12 +87,7 @@ def blocks_of_padding(config: OpgraftConfig) -> int:
 
 
 class _Trial(NamedTuple):
-    """Sequences that try a recording out.
-
-    Attributes:
-        lengths: tokens of each sequence, the last one included.
-        tables: for each group of layers, the blocks of each sequence.
-    """
+    """Sequences that try a recording out: lengths, and for each group the blocks."""
 
     lengths: list[int]
     tables: list[Tensor]
@@ -229,48 +224,55 @@ class RecordedSteps:
             )
 
     def _replays_right(self, size: int) -> bool:
-        """Return True if a replay computes the same as the model.
-
-        A recording may keep values of the step that was recorded. So every input is another one:
-        tokens, positions, lengths, slots and tables.
-        """
+        """Return True if a replay with other inputs computes the same as the model."""
         trial = self._trial(size)
-        count = len(trial.lengths)
         self._compute_prompts(trial)
-        lengths = torch.tensor(trial.lengths, dtype=torch.int64)
-        ids = torch.ones(count, dtype=torch.int64).to(self._device)
+        # A stale recording computes with tokens, positions, lengths, slots or tables of its own.
+        count = len(trial.lengths)
+        ones = [1] * count
+        batch = self._batch(ones, trial.lengths, trial.tables)
+        ids = torch.tensor(ones).to(self._device)
+        lengths = torch.tensor(trial.lengths)
         positions = (lengths - 1).to(self._device)
-        batch = self._batch([1] * count, trial.lengths, trial.tables)
-        replayed = self(Inputs(ids, positions, batch, ids[:0], ()))
+        inputs = Inputs(ids, positions, batch, ids[:0], ())
+        replayed = self(inputs)
         # New tensors: a kernel may keep a plan for the tensors of the recording.
-        given = [each.clone() for each in self._graphs[size].inputs]
-        (expected,) = self._step(size)(*given)
+        graph = self._graphs[size]
+        given = [each.clone() for each in graph.inputs]
+        step = self._step(size)
+        (expected,) = step(*given)
         return replayed is not None and results_agree(replayed, expected[:count])
 
     def _trial(self, size: int) -> _Trial:
         """Return sequences of several lengths. Each fills a block, and begins another one."""
+        block_size = self._block_size
         groups = len(self._groups)
         # A small cache has room for one sequence of this length.
-        most = min(self._longest, max(1, self._padding // groups) * self._block_size)
-        width = -(-min(most, self._block_size + _MOST_TRIED) // self._block_size)
-        room = self._padding // (groups * width)
-        count = max(1, min(size, _MOST_TRIED, room))
-        lengths = [min(most, self._block_size + 1 + row) for row in range(count)]
-        blocks = torch.arange(groups * count * width, dtype=torch.int32)
+        room = max(1, self._padding // groups)
+        most = min(self._longest, room * block_size)
+        longest = min(most, block_size + _MOST_TRIED)
+        width = -(-longest // block_size)
+        count = min(size, _MOST_TRIED, room // width)
+        count = max(1, count)
+        lengths = []
+        for row in range(count):
+            length = block_size + 1 + row
+            lengths.append(min(most, length))
         # Groups share memory, so no block is in two tables.
-        return _Trial(lengths, list(blocks.view(groups, count, width)))
+        blocks = torch.arange(groups * count * width, dtype=torch.int32)
+        tables = blocks.view(groups, count, width)
+        return _Trial(lengths, list(tables))
 
     def _compute_prompts(self, trial: _Trial) -> None:
-        """Write keys and values of the sequences of a trial to the cache, by the model itself.
-
-        The last token is another one than in the trial, so that a replay must write its own.
-        """
+        """Write keys and values of the sequences of a trial to the cache, by the model itself."""
+        # The last token is another one than in the trial, so that a replay must write its own.
         for row, length in enumerate(trial.lengths):
-            ids = (torch.arange(length) % 2).flip(0).to(self._device)
-            positions = torch.arange(length).to(self._device)
+            positions = torch.arange(length)
+            ids = positions.flip(0) % 2
             tables = [table[row : row + 1] for table in trial.tables]
-            with attending(self._batch([length], [length], tables)):
-                self._model(ids, positions)
+            batch = self._batch([length], [length], tables)
+            with attending(batch):
+                self._model(ids.to(self._device), positions.to(self._device))
 
     def _batch(
         self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Tensor]

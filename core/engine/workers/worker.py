@@ -165,9 +165,11 @@ class Worker(PluggableClass):
         )
 
     def cache_bytes(self) -> int:
-        """Return the bytes for the blocks and states of requests.
+        """Return the bytes for the cache: those of the settings, else a share of the free memory.
 
-        Blocks for rows of padding, which recorded steps have, take a part of the cache.
+        On a device other than the host, the peak of the largest step is subtracted. On the host,
+        the share is small enough to leave room for every step. Blocks for padding of recorded steps
+        are subtracted, too.
 
         Raises:
             ConfigError: the platform does not know the memory of the device, or the largest step
@@ -180,15 +182,6 @@ class Worker(PluggableClass):
         return max(0, room)
 
     def _bytes_of_cache(self) -> int:
-        """Return the bytes for the cache: those of the settings, else a share of the free memory.
-
-        On a device other than the host, the peak of the largest step is subtracted. On the host,
-        the share is small enough to leave room for every step.
-
-        Raises:
-            ConfigError: the platform does not know the memory of the device, or the largest step
-                fails on the device.
-        """
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:
             return cache.memory_bytes
