@@ -153,9 +153,14 @@ class RecordedSteps:
         size = next((size for size in self.sizes if size >= count), None)
         if size is None or batch.max_query_len != 1 or len(inputs.input_ids) != count:
             return None
-        pages = [batch.pages[next(iter(group))] for group in self._groups]
-        slots = [each.slots for each in pages]
-        tables = [each.block_table for each in pages]
+        slots = []
+        tables = []
+        for group in self._groups:
+            # Layers of a group share both.
+            name = next(iter(group))
+            pages = batch.pages[name]
+            slots.append(pages.slots)
+            tables.append(pages.block_table)
         given = [inputs.input_ids, inputs.positions, batch.seq_lens, *slots, *tables]
         graph = self._graphs[size]
         padding = self._rows_of_padding[size]
@@ -169,18 +174,28 @@ class RecordedSteps:
 
     def _inputs(self, size: int) -> list[Tensor]:
         """Return the inputs of a step of padding: ids, positions, lengths, slots and tables."""
-        ids, positions = (torch.zeros(size, dtype=torch.int64).to(self._device) for _ in range(2))
-        lengths = torch.ones(size, dtype=torch.int32).to(self._device)
+        device = self._device
+        zeros = torch.zeros(size, dtype=torch.int64)
+        ids = zeros.to(device, copy=True)
+        positions = zeros.to(device, copy=True)
+        lengths = torch.ones(size, dtype=torch.int32)
+        lengths = lengths.to(device)
         # No two rows write to one place.
-        places = torch.arange(size, dtype=torch.int64) + self._padding * self._block_size
-        table = torch.full((size, self._width), self._padding, dtype=torch.int32)
-        slots = [places.to(self._device) for _ in self._groups]
-        tables = [table.to(self._device) for _ in self._groups]
+        first = self._padding * self._block_size
+        places = torch.arange(first, first + size)
+        shape = size, self._width
+        table = torch.full(shape, self._padding, dtype=torch.int32)
+        slots = []
+        tables = []
+        for _ in self._groups:
+            slots.append(places.to(device, copy=True))
+            tables.append(table.to(device, copy=True))
         return [ids, positions, lengths, *slots, *tables]
 
     def _step(self, size: int) -> Callable[..., list[Tensor]]:
         """Return a function of the inputs of a step. Constants of the step are made once."""
-        bounds = torch.arange(size + 1, dtype=torch.int32).to(self._device)
+        bounds = torch.arange(size + 1, dtype=torch.int32)
+        bounds = bounds.to(self._device)
         longest = self._width * self._block_size
 
         def step(
@@ -188,11 +203,11 @@ class RecordedSteps:
         ) -> list[Tensor]:
             count = len(self._groups)
             pages: dict[str, LayerPages] = {}
-            for group, slots, table in zip(
-                self._groups, of_groups[:count], of_groups[count:], strict=True
-            ):
+            slots = of_groups[:count]
+            tables = of_groups[count:]
+            for group, places, table in zip(self._groups, slots, tables, strict=True):
                 for name, cache in group.items():
-                    pages[name] = LayerPages(cache, table, slots)
+                    pages[name] = LayerPages(cache, table, places)
             batch = AttentionBatch(
                 bounds, lengths, 1, longest, pages, self._block_size, continues=True
             )
@@ -209,7 +224,9 @@ class RecordedSteps:
         """
         before = next(iter(self._graphs.values()), None)
         try:
-            self._graphs[size] = StaticGraph(self._step(size), self._inputs(size), before)
+            step = self._step(size)
+            inputs = self._inputs(size)
+            self._graphs[size] = StaticGraph(step, inputs, before)
             is_right = self._replays_right(size)
         # Kernels and libraries of devices raise errors of all classes.
         except Exception as error:
@@ -300,10 +317,11 @@ def results_agree(replayed: Tensor, expected: Tensor) -> bool:
     others = ~is_finite
     if not torch.allclose(found[others], wanted[others], equal_nan=True):
         return False
-    numbers = wanted[is_finite]
-    if not len(numbers):
+    found = found[is_finite]
+    wanted = wanted[is_finite]
+    if not len(wanted):
         return True
     rounding = torch.finfo(expected.dtype).eps
     tolerance = max(_LEAST_TOLERANCE, _TOLERANCE * rounding)
-    most = tolerance * float(numbers.abs().max())
-    return torch.allclose(found[is_finite], numbers, rtol=0, atol=most)
+    largest = float(wanted.abs().max())
+    return torch.allclose(found, wanted, rtol=0, atol=tolerance * largest)
