@@ -204,7 +204,8 @@ def effective_chain(platform: Platform) -> tuple[str, ...]:
             f"platform {platform.name!r} ({type(platform).__module__}) declares the dispatch chain "
             f"{declared}: each key may stand once and must be one of {DISPATCH_KEYS}"
         )
-    inherits = platform.runs_cpu_kernels and HOST not in declared
+    # The declared keys come first: a class that lists the host is not asked for more.
+    inherits = HOST not in declared and platform.runs_cpu_kernels
     inherited = (HOST,) if inherits else ()
     return ("oot", *declared, *inherited, "native")
 

@@ -80,7 +80,7 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_section_without_rows_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no variable concerns opgraft, the report says so instead of showing the head of a table."""
-    monkeypatch.setattr(env, "VARIABLES", {})
+    monkeypatch.setattr(env, "known_variables", dict)
     monkeypatch.setattr(env, "_FURTHER_VARIABLES", ("ACME_THREADS",))
     assert report().rstrip().endswith("### Environment\n\n(none)")
     assert (

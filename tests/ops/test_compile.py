@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import ops
+from opgraft.functional import conv2d, fused_experts, linear, quant_fp8_static
 from torch import Tensor, nn
 
 WIDTH, HEADS, HEAD_SIZE = 12, 3, 4
@@ -55,6 +56,26 @@ def test_one_graph_for_all_batch_sizes() -> None:
         positions, x = torch.randint(0, 64, (batch, 5)), torch.randn(batch, 5, WIDTH)
         torch.testing.assert_close(compiled(positions, x), stack(positions, x))
     assert len(graphs) == 1
+
+
+def test_tables_are_read_after_a_change_of_a_dictionary() -> None:
+    """Traced code may change a dictionary before an op, as the forward of a transformers model does."""
+    x, weight = torch.randn(2, 4), torch.randn(4, 4)
+    image, kernel = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+    experts = torch.randn(3, 8, 4), torch.randn(3, 4, 4)
+    chosen = torch.rand(2, 2), torch.tensor([[0, 1], [2, 0]])
+
+    def run(noted: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        noted["x"] = x
+        return (
+            linear(x, weight, activation="gelu_tanh"),
+            conv2d(image, kernel),
+            fused_experts(x, *experts, *chosen),
+            quant_fp8_static(x, torch.tensor([0.1]), (-1, -1)).float(),
+        )
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled({}), run({}))
 
 
 def test_checks_hold_in_compiled_code() -> None:

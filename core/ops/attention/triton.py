@@ -388,8 +388,8 @@ def _tile_of_heads(rows: int, head_size: int) -> Tile:
 def _tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
     """Return a tile for tokens of one sequence, each with the heads of a group.
 
-    Sequences with few tokens get a small tile. A tile has at most 16 KiB, unless one token alone
-    has more: then sums stay in registers.
+    Sequences with few tokens get a small tile. A tile has at most 16 KiB, so
+    that sums stay in registers, unless one token alone has more.
     """
     tokens, _, head_size = query.shape
     has_few = tokens * group <= 32 * sequences

@@ -86,7 +86,7 @@ class GatedMLP(JointLayer):
                 return self.at_once(joint, x)
         modules: dict[str, Any] = self._modules
         gate, up, down = (modules[name] for name in self.names[:3])
-        activate: Any = act if act is not None else functional.ACTIVATIONS[self.activation]
+        activate: Any = act if act is not None else functional.activation_of(self.activation)
         gated = activate(gate(x)) * up(x)
         out: Tensor = down(gated)
         return out

@@ -19,7 +19,10 @@ from torch.nn import functional as F
 
 __all__ = ["conv2d", "conv3d"]
 
-DIMENSIONS = MappingProxyType({"conv2d": 2, "conv3d": 3})
+# Traced code reads the dictionary: Dynamo refuses a proxy after a change of any dictionary.
+_DIMENSIONS = {"conv2d": 2, "conv3d": 3}
+
+DIMENSIONS = MappingProxyType(_DIMENSIONS)
 """Dimensions that the kernel of an op moves over."""
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -51,7 +54,7 @@ class ConvSettings:
     padding_mode: str = "zeros"
 
     def __post_init__(self) -> None:
-        dims = DIMENSIONS[self.op]
+        dims = _DIMENSIONS[self.op]
         expect_choice(self.op, "padding_mode", self.padding_mode, PADDING_MODES)
         self._expect_numbers("kernel_size", self.kernel_size, 1, (dims,))
         self._expect_numbers("stride", self.stride, 1, (dims,))
@@ -213,7 +216,7 @@ def _settings_over(
     groups: int,
     padding_mode: str,
 ) -> ConvSettings:
-    dims = DIMENSIONS[op]
+    dims = _DIMENSIONS[op]
     if weight.dim() != dims + 2:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected {dims + 2} dimensions"

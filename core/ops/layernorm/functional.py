@@ -219,7 +219,7 @@ def layer_norm(
 
     Args:
         x: ``[..., *normalized_shape]``.
-        normalized_shape: the last dimensions, over all of them mean and biased variance are taken.
+        normalized_shape: the last dimensions; mean and biased variance are over all of them.
         weight: ``[*normalized_shape]``.
         bias: ``[*normalized_shape]``.
         eps: added to the variance.

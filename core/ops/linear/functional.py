@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType
 
@@ -20,16 +21,22 @@ from torch.nn import functional as F
 
 __all__ = ["linear"]
 
-ACTIVATIONS = MappingProxyType(
-    {
-        "none": None,
-        "relu": F.relu,
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    }
-)
+# Traced code reads the dictionary: Dynamo refuses a proxy after a change of any dictionary.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+ACTIVATIONS = MappingProxyType(_ACTIVATIONS)
 """The activations of ``linear`` by name."""
+
+
+def activation_of(name: str) -> Callable[[Tensor], Tensor] | None:
+    """Return an activation of ``linear``, ``None`` for "none". Traced code may call this."""
+    return _ACTIVATIONS[name]
 
 
 def mapped(
@@ -70,10 +77,10 @@ def linear(
     Raises:
         ValueError: the activation has no such name, or a shape, a dtype or a device does not fit.
     """
-    expect_choice("linear", "activation", activation, tuple(ACTIVATIONS))
+    expect_choice("linear", "activation", activation, tuple(_ACTIVATIONS))
     expect_mappable(x, weight, bias)
     y = F.linear(x, weight, bias)
-    activate = ACTIVATIONS[activation]
+    activate = _ACTIVATIONS[activation]
     if activate is not None:
         y = activate(y)
     if residual is None:

@@ -97,7 +97,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             self._load(param, loaded_weight, shards)
             return
         one = isinstance(loaded_shard_id, int)
-        wanted: Any = (loaded_shard_id,) if one else loaded_shard_id
+        wanted: Any = (loaded_shard_id,) if one else tuple(loaded_shard_id)
         known = range(len(shards))
         if not all(isinstance(index, int) and index in known for index in wanted):
             raise WeightError(

@@ -144,7 +144,7 @@ def withdraw(weights: Iterable[Tensor]) -> None:
 
 
 def forget_copies(weights: Iterable[Tensor]) -> None:
-    """Forget the copies of all memory of these weights."""
+    """Forget all copies of memory that overlaps with the memory of these weights."""
     changed = [_addresses(each.untyped_storage()) for each in weights if _is_plain(each)]
     for cache in list(_CACHES.values()):
         cache.discard(changed)

@@ -126,10 +126,8 @@ def _fp4_codes(quotients: Tensor) -> Tensor:
     whole steps have consecutive codes.
     """
     magnitudes = quotients.abs().clamp(max=FP4_MAX)
-    up_to_2 = (magnitudes * 2).round()
-    up_to_4 = magnitudes.round() + 2
-    up_to_6 = (magnitudes / 2).round() + 4
-    above_2 = torch.where(magnitudes < 4, up_to_4, up_to_6)
-    codes = torch.where(magnitudes < 2, up_to_2, above_2).to(torch.uint8)
+    # Without a name for each range, so that no more than two ranges take memory at a time.
+    above_2 = torch.where(magnitudes < 4, magnitudes.round() + 2, (magnitudes / 2).round() + 4)
+    codes = torch.where(magnitudes < 2, (magnitudes * 2).round(), above_2).to(torch.uint8)
     sign = quotients.signbit().to(torch.uint8)
     return codes | sign << 3

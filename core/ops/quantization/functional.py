@@ -27,14 +27,15 @@ from torch.nn import functional as F
 
 __all__ = ["quant_fp8_dynamic", "quant_fp8_static"]
 
-FP8_MAX = MappingProxyType(
-    {
-        torch.float8_e4m3fn: 448.0,
-        torch.float8_e4m3fnuz: 224.0,
-        torch.float8_e5m2: 57344.0,
-        torch.float8_e5m2fnuz: 57344.0,
-    }
-)
+# Traced code reads the dictionary: Dynamo refuses a proxy after a change of any dictionary.
+_FP8_MAX = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e4m3fnuz: 224.0,
+    torch.float8_e5m2: 57344.0,
+    torch.float8_e5m2fnuz: 57344.0,
+}
+
+FP8_MAX = MappingProxyType(_FP8_MAX)
 """The largest quantised magnitude by dtype.
 
 e4m3fnuz reaches 240, but checkpoints use 224, half of 448.
@@ -72,9 +73,14 @@ GroupShape.PER_TOKEN = GroupShape(1, -1)
 GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 
+def largest_code(dtype: torch.dtype) -> float:
+    """Return ``FP8_MAX`` of a dtype. Traced code may call this."""
+    return _FP8_MAX[dtype]
+
+
 def smallest_scale(dtype: torch.dtype) -> float:
     """Return the lower bound of computed scales, against a division by zero in a group of zeros."""
-    return 1.0 / (FP8_MAX[dtype] * 512.0)
+    return 1.0 / (largest_code(dtype) * 512.0)
 
 
 def expect_group_shape(op: str, group_shape: Sequence[int]) -> None:
@@ -217,7 +223,7 @@ def quant_fp8_dynamic(
         expect_same_device(op, "scale_ub", scale_ub, "x", x)
         bound = scale_ub.detach().reshape(1, 1).to(largest.dtype)
         largest = torch.minimum(largest, bound)
-    scale = (largest / FP8_MAX[dtype]).to(torch.float32).clamp(min=smallest_scale(dtype))
+    scale = (largest / largest_code(dtype)).to(torch.float32).clamp(min=smallest_scale(dtype))
     if use_ue8m0:
         scale = _power_of_two_above(scale)
     divisors = scale[:, None, :, None].to(blocks.dtype)
@@ -228,7 +234,7 @@ def quant_fp8_dynamic(
 
 
 def _expect_input(op: str, x: Tensor, dtype: torch.dtype) -> None:
-    expect_choice(op, "dtype", dtype, tuple(FP8_MAX))
+    expect_choice(op, "dtype", dtype, tuple(_FP8_MAX))
     expect_floating(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected [..., hidden]")
@@ -277,7 +283,7 @@ def _blocks(x: Tensor, group_shape: Sequence[int]) -> Tensor:
 
 
 def _rounded(quotients: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = FP8_MAX[dtype]
+    limit = largest_code(dtype)
     return quotients.clamp(-limit, limit).reshape(x.shape).to(dtype)
 
 

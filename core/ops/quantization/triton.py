@@ -295,7 +295,7 @@ def quant_fp8_dynamic(
         return definitions.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
     q = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(definitions.scale_shape(x.shape, group_shape), dtype=torch.float32)
-    limits = (definitions.FP8_MAX[dtype], definitions.smallest_scale(dtype))
+    limits = (definitions.largest_code(dtype), definitions.smallest_scale(dtype))
     if group_shape[0] == -1:
         _per_tensor(x, q, scale, limits, use_ue8m0)
     else:
@@ -398,7 +398,7 @@ def quant_fp8_static(
         *scales.stride(),
         height,
         width,
-        definitions.FP8_MAX[dtype],
+        definitions.largest_code(dtype),
         by_row=down > 1,
         by_column=across > 1,
     )

@@ -230,7 +230,8 @@ class _Angles(NamedTuple):
     Attributes:
         cos: ``[rows, pairs]``, with adjacent columns.
         sin: the same, with the stride of ``cos``.
-        positions: the positions of the tokens; three for each token with sections.
+        positions: the positions of the tokens; three for each token with sections. The rule
+            "sequence" reads none: any pointer will do.
         length: the number of tokens; of a sequence, for the rule "sequence".
         table: the rule, see ``_angles``.
         bounds: with sections, the ends of two of them; by chunks, length and size of a chunk.

@@ -322,7 +322,9 @@ def apply_interleaved_rope(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
     Returns:
         ``[..., pairs]``.
     """
-    by_time, by_height, by_width = x
+    by_time = x[0]
+    by_height = x[1]
+    by_width = x[2]
     pair = torch.arange(x.shape[-1], device=x.device)
     is_height = (pair % 3 == 1) & (pair < 3 * mrope_section[1])
     is_width = (pair % 3 == 2) & (pair < 3 * mrope_section[2])

@@ -35,7 +35,7 @@ class Mixer2RMSNormGated(CustomOp):
     Args:
         full_hidden_size: elements of all ranks.
         full_n_groups: groups of all ranks, each with a mean square of its own.
-        use_rms_norm: False leaves the gate alone.
+        use_rms_norm: False applies the gate only, without the norm.
         eps: added to the mean square.
 
     Shapes:

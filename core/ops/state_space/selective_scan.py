@@ -209,7 +209,8 @@ def _scan(
     length = min(CHUNK, max(tokens, 1)) if known else CHUNK_OF_GRAPHS
     count = (tokens + length - 1) // length
     if not known:
-        # torch makes a graph of its own for one chunk. With a spare chunk there are always two.
+        # torch makes a graph of its own for one chunk. With a spare chunk
+        # there are at least two, if there are tokens.
         count += 1
     by_token = (*inputs, where.position == 0, where.sequence)
     chunks = _Chunks(*(_cut(each, count, length) for each in by_token))

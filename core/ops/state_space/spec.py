@@ -329,7 +329,7 @@ SPECS = (
         module=_without(ops.CausalConv1d, "activation"),
         variants={"": {}, "no bias": {"bias": None}, "no activation": {"activation": None}},
         sizes=(1, 9, 64),
-        # More tokens and channels than a program's tile, beside and at a power of two.
+        # More tokens than a program's tile, and channels beside and at a power of two.
         large=(((83,), 65), ((300,), 32)),
         **PROMPTS,
     ),

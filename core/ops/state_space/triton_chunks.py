@@ -2,9 +2,9 @@
 
 As in the paper (arXiv:2405.21060, section 6) products of matrices compute a chunk, in three
 launches. The first computes the chunk's own part of the state. The second passes states from chunk
-to chunk. The third computes the outputs, from the chunk's first state and from earlier tokens of
-the chunk. Products are of float32 numbers. For half types a GPU with TF32 rounds the factors to
-TF32.
+to chunk. The third computes the output of each token, from the chunk's first state and from the
+tokens of the chunk up to and including this one. Products are of float32 numbers. For half types a
+GPU with TF32 rounds the factors to TF32.
 """
 
 # Annotations cannot tell the types of Triton's language, so mypy leaves jitted functions alone.
@@ -199,7 +199,7 @@ def chunk_scan_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Store the outputs of a chunk, from the chunk's first state and from earlier tokens."""
+    """Store the outputs of a chunk, from the first state and tokens up to and including their own."""
     block, head, token, exists, element = _head_of_program(
         starts, sequences, heads, head_size, chunk, tile_rows
     )

@@ -65,7 +65,9 @@ class ExpertExchange(PluggableClass):
         arrived_ids = arrived_routing[:, :topk].contiguous().view(torch.int32)
         arrived_weights = arrived_routing[:, topk:].contiguous()
 
-        outputs = experts(arrived, arrived_weights, arrived_ids)
-        returned = self.group.all_to_all(outputs, received, sent)
+        # The outputs have no name, so that their memory is free before the sum.
+        returned = self.group.all_to_all(
+            experts(arrived, arrived_weights, arrived_ids), received, sent
+        )
         sums = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
         return sums.index_add_(0, tokens, returned.to(sums.dtype)).to(x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -24,13 +24,14 @@ from torch.nn import functional as F
 
 __all__ = ["fused_experts"]
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {
-        "silu": activations.silu_and_mul.native,
-        "gelu": activations.gelu_and_mul.native,
-        "swigluoai": activations.swigluoai_and_mul.native,
-    }
-)
+# Traced code reads the dictionary: Dynamo refuses a proxy after a change of any dictionary.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": activations.silu_and_mul.native,
+    "gelu": activations.gelu_and_mul.native,
+    "swigluoai": activations.swigluoai_and_mul.native,
+}
+
+ACTIVATIONS = MappingProxyType(_ACTIVATIONS)
 """Gated activations by their names in models; each maps ``[..., 2·d]`` to ``[..., d]``."""
 
 
@@ -120,14 +121,13 @@ def grouped_experts(
     Expert ``e`` computes the rows ``bounds[e]`` to ``bounds[e + 1]``. Rows before ``bounds[0]``
     become zeros.
     """
-    activate = ACTIVATIONS[activation]
     outputs = [rows.new_zeros(bounds[0], rows.shape[1])]
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin == end:
             continue
         gate_up_bias = None if w13_bias is None else w13_bias[expert]
         gate_up = F.linear(rows[begin:end], w13[expert], gate_up_bias)
-        hidden = activate(gate_up)
+        hidden = _ACTIVATIONS[activation](gate_up)
         down_bias = None if w2_bias is None else w2_bias[expert]
         outputs.append(F.linear(hidden, w2[expert], down_bias))
     return torch.cat(outputs)
@@ -161,7 +161,7 @@ def _by_all_experts(
     gate_up = torch.einsum("th,eih->eti", x, w13)
     if w13_bias is not None:
         gate_up = gate_up + w13_bias.unsqueeze(1)
-    hidden = ACTIVATIONS[activation](gate_up)
+    hidden = _ACTIVATIONS[activation](gate_up)
     outputs = torch.bmm(hidden, w2.transpose(1, 2))
     if w2_bias is not None:
         outputs = outputs + w2_bias.unsqueeze(1)
@@ -173,6 +173,11 @@ def _by_all_experts(
     # A weight of zero would make NaN of an infinite output that no token chose.
     is_chosen = chosen.any(1).t().unsqueeze(-1)
     return torch.where(is_chosen, weighted, 0.0).sum(0).to(x.dtype)
+
+
+def expect_activation(op: str, activation: str) -> None:
+    """Raise ``ValueError`` unless ``activation`` is one of ``ACTIVATIONS``."""
+    expect_choice(op, "activation", activation, tuple(_ACTIVATIONS))
 
 
 def expect_experts(
@@ -187,7 +192,7 @@ def expect_experts(
 ) -> None:
     """Raise ``ValueError`` unless the arguments of ``fused_experts`` fit each other."""
     op = "fused_experts"
-    expect_choice(op, "activation", activation, tuple(ACTIVATIONS))
+    expect_activation(op, activation)
     expect_floating(op, "x", x)
     for name, tensor, count in (
         ("x", x, 2),

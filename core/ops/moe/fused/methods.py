@@ -46,7 +46,7 @@ class FusedMoEConfig:
 class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
     """The weight method of a layer of experts, the layer's ``quant_method``.
 
-    The layer holds the weights. So one method may serve many layers.
+    The layer holds the weights.
 
     Args:
         moe: the sizes of the layer.

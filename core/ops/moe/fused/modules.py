@@ -72,8 +72,8 @@ class FusedMoE(PluggableLayer):
         num_expert_group: see ``use_grouped_topk``.
         topk_group: see ``use_grouped_topk``.
         quant_config: chooses the weight method.
-        tp_size: the number of ranks that share each expert; the size of the tensor group if not
-            given.
+        tp_size: the number of ranks that share each expert; by default the size of the tensor
+            group, or 1 if ranks share whole experts.
         prefix: the layer's name in the checkpoint.
         custom_routing_function: chooses in place of the router.
         scoring_func: ``"softmax"`` over the experts, or ``"sigmoid"``.

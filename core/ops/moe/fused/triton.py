@@ -1,7 +1,8 @@
 """Triton kernels for experts. The maths and the arguments are in ``functional``.
 
-A pair is a token and one of its choices. The host sorts pairs by expert. A program computes a block
-of pairs of one expert, and finds the expert by bisection, so the host waits for no count.
+A pair is a token and one of its choices. Pairs are sorted by expert on the device. A program
+computes a block of pairs of one expert, and finds the expert by bisection, so the host waits for no
+count.
 
 1. ``gate_up_kernel`` reads the rows of tokens in place, and stores activated products.
 2. ``down_kernel`` stores the outputs in the order of pairs.

@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import (
-    expect_choice,
     expect_floating,
     expect_integers,
     expect_same_device,
@@ -109,14 +108,14 @@ def _grouped_experts(
 ) -> Tensor:
     """Return the outputs as ``grouped_experts``, with plain weights of one expert at a time."""
     # All plain weights together may exceed the memory.
-    activate = plain.ACTIVATIONS[activation]
     outputs = [rows.new_zeros(bounds[0], rows.shape[1])]
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin == end:
             continue
         weight = _plain_weight(gate_up, expert, rows.shape[1], rows.dtype)
         gate_up_bias = None if w13_bias is None else w13_bias[expert]
-        hidden = activate(F.linear(rows[begin:end], weight, gate_up_bias))
+        gate_up_rows = F.linear(rows[begin:end], weight, gate_up_bias)
+        hidden = plain.ACTIVATIONS[activation](gate_up_rows)
         weight = _plain_weight(down, expert, hidden.shape[1], rows.dtype)
         down_bias = None if w2_bias is None else w2_bias[expert]
         outputs.append(F.linear(hidden, weight, down_bias))
@@ -154,7 +153,7 @@ def _expect_inputs(
         ValueError: the arguments do not fit each other.
     """
     op = "quantized_experts"
-    expect_choice(op, "activation", activation, tuple(plain.ACTIVATIONS))
+    plain.expect_activation(op, activation)
     expect_floating(op, "x", x)
     w13 = gate_up[0]
     w2 = down[0]

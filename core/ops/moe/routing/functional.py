@@ -60,7 +60,8 @@ def grouped_topk(
     computed in float32 (float64 for float64 input).
 
     Experts come in descending order. Among equal experts or groups the lower id comes first. NaN
-    counts as the largest number. So ids are always distinct and valid.
+    counts as the largest number. Experts of a dropped group are never taken. So ids are always
+    distinct and valid.
 
     Args:
         gating_output: logits, ``[tokens, experts]`` in any floating-point dtype.
