@@ -147,7 +147,8 @@ def test_a_probe_behind_a_bridge(site) -> None:
     opgraft.reset()
     decide_platform(host_state().settings(), Machine())
     assert (site.folder / "made").read_text().split() == ["gizmo"]
-    (finding,) = PLATFORM_FINDINGS.get()
+    # On a busy machine another finding is about the time.
+    (finding,) = [each for each in PLATFORM_FINDINGS.get() if "leaves" in each.message]
     assert "leaves /dev/full open" in finding.message
     assert finding.location == f"{site.folder / 'gizmo.py'}:4"
 
@@ -162,8 +163,8 @@ def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) 
     _, decision = decide_platform(host_state().settings(), Machine())
     (packed,) = (each for each in decision.candidates if each.name == "packed")
     assert packed.reason == "no"
-    (finding,) = PLATFORM_FINDINGS.get()
-    assert "imports torch" in finding.message
+    # On a busy machine another finding is about the time.
+    (finding,) = [each for each in PLATFORM_FINDINGS.get() if "imports torch" in each.message]
     assert finding.location.startswith(f"{archive}/packed_device.py:")
 
 
