@@ -59,7 +59,7 @@ def test_one_graph_for_all_batch_sizes() -> None:
 
 
 def test_tables_are_read_after_a_change_of_a_dictionary() -> None:
-    """Traced code may change a dictionary before an op, as the forward of a transformers model does."""
+    """Traced code may change a dictionary before a native definition, as transformers' models do."""
     x, weight = torch.randn(2, 4), torch.randn(4, 4)
     image, kernel = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
     experts = torch.randn(3, 8, 4), torch.randn(3, 4, 4)
@@ -68,10 +68,10 @@ def test_tables_are_read_after_a_change_of_a_dictionary() -> None:
     def run(noted: dict[str, Tensor]) -> tuple[Tensor, ...]:
         noted["x"] = x
         return (
-            linear(x, weight, activation="gelu_tanh"),
-            conv2d(image, kernel),
-            fused_experts(x, *experts, *chosen),
-            quant_fp8_static(x, torch.tensor([0.1]), (-1, -1)).float(),
+            linear.native(x, weight, activation="gelu_tanh"),
+            conv2d.native(image, kernel),
+            fused_experts.native(x, *experts, *chosen),
+            quant_fp8_static.native(x, torch.tensor([0.1]), (-1, -1)).float(),
         )
 
     compiled = torch.compile(run, backend="eager", fullgraph=True)
