@@ -96,8 +96,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         if loaded_shard_id is None:
             self._load(param, loaded_weight, shards)
             return
-        one = isinstance(loaded_shard_id, int)
-        wanted: Any = (loaded_shard_id,) if one else tuple(loaded_shard_id)
+        wanted: tuple[Any, ...] = (loaded_shard_id,)
+        if not isinstance(loaded_shard_id, int):
+            wanted = tuple(loaded_shard_id)
         known = range(len(shards))
         if not all(isinstance(index, int) and index in known for index in wanted):
             raise WeightError(
