@@ -28,7 +28,7 @@ help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
-	@echo "make test-simulated  the tests of engine, serving and server on the simulated device, longer than all others"
+	@echo "make test-simulated  the tests of engine, serving and server on the simulated device"
 	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
 	@echo "make test-conformance  the whole conformance kit for the toy NPU and the CPU kernels, a thousand questions; PLUGIN=toy-npu for one"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
