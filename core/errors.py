@@ -214,7 +214,7 @@ class PlatformConflictError(PlatformError, ConflictError):
 
 
 class AgreementError(OpgraftError):
-    """A worker process decides otherwise than its parent process, which shared its decisions."""
+    """A worker process does not follow the decisions that its parent process has shared."""
 
 
 class ChildError(OpgraftError):

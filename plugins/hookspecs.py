@@ -41,7 +41,8 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 
 @hookspec
-def opgraft_graft_adapters() -> Iterable[Adapter | CallAdapter]:  # type: ignore[empty-body]  # a specification has no body
+# A specification has no body.
+def opgraft_graft_adapters() -> Iterable[Adapter | CallAdapter]:  # type: ignore[empty-body]
     """Return rows for the tables of ``opgraft.graft``. Built-in rows come after those of plugins.
 
     An ``Adapter`` recognises modules that become an op. A ``CallAdapter`` recognises calls of

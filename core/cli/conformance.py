@@ -56,10 +56,12 @@ def command(
 ) -> None:
     """Run every check of the kit on PLUGIN.
 
-    PLUGIN is the name of an entry point, a distribution or a built-in platform. Exit codes: 1 a
-    check failed, or with --baseline a check that passed before, 2 usage, 4 the plugin ended its
-    process while it was loaded. The answers are kept, and 'opgraft plugins show' sums them up.
-    After an interrupted run, --resume goes on from there.
+    PLUGIN is the name of an entry point, a distribution or a built-in platform. The answers are
+    kept, and 'opgraft plugins show' sums them up. After an interrupted run, --resume goes on from
+    there.
+
+    Exit codes: 1, a check failed; with --baseline, a check failed that passed in the baseline. 2,
+    the command was not understood. 4, the plugin ended its process at import.
     """
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):

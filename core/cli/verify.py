@@ -59,11 +59,11 @@ _WHOLE = "(model)"
 def command(
     model: str, prompt: str | None, as_graft: bool, tokens: int, folder: Path, as_json: bool
 ) -> None:
-    """Compare each op of MODEL with native definitions, and name the first that departs.
+    """Compare each op of MODEL with its native definition, and name the first op that departs.
 
-    Both get the same inputs. MODEL is as for 'opgraft run', or module:function, of a function that
-    returns a PyTorch model and what to call it with. Exit code 1: a result left its tolerance. The
-    call then goes to --save, with a script that makes it again.
+    Both get the same inputs. MODEL is a model as for 'opgraft run', or module:function. The
+    function returns a PyTorch model and the arguments of a call. Exit code 1: a result left its
+    tolerance. The call is then written to --save, with a script that repeats the call.
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")

@@ -442,8 +442,8 @@ def _kept(
         # The other ranks go on, and would not join another comparison.
         if with_others:
             raise CompilationError(
-                f"the entry {name} of the cache of compiled code could not be used and was removed: "
-                f"{error}. Next: start all ranks again"
+                f"the entry {name} of the cache of compiled code could not be used and was "
+                f"removed: {error}. Next: start all ranks again"
             ) from error
         reason = f"its entry could not be used: {error}"
     made = _taken_or_made(model, example, settings, packages, name, reason)

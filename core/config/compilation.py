@@ -111,15 +111,17 @@ class CompilationConfig(Section):
         compile_sizes: sizes of the batch with separate code. Only for ``FULL``.
         compile_ranges: ranges of sizes with separate code, such as ``"2-16"``. Only for ``FULL``.
         pass_config: pass of opgraft → ``True`` to run the pass. Only for ``FULL``.
-        cache: False keeps no generated code. True requires the cache: a folder that cannot be used,
-            or a mode without code to keep, is an error. By default the cache is on if there is code.
+        cache: False keeps no generated code. True requires the cache: a folder that cannot be
+            used, or a mode without code to keep, is an error. By default the cache is on if there
+            is code.
         cache_folder: the folder of the cache.
         cache_bytes: the largest number of bytes in the cache.
         cache_remote: a folder of fsspec, or a path, with entries for several machines.
         cache_key: the file of the key for signatures in ``cache_remote``.
         tuning_file: the measurements of ``opgraft tune`` on this machine, for ``auto``.
         splitting_ops: operators to cut the graph at, as ``namespace::name``. The default for the
-            ``graph_mode`` ``piecewise`` is ``ATTENTION``. The operators run outside of compiled code.
+            ``graph_mode`` ``piecewise`` is ``ATTENTION``. The operators run outside of compiled
+            code.
         graph_mode: one of ``GRAPH_MODES``.
         capture_sizes: sizes of the batch with a static graph. A call is padded to the next size.
     """
@@ -127,7 +129,8 @@ class CompilationConfig(Section):
     section: ClassVar[str] = "compilation_config"
 
     custom_ops: Sequence[str] | None = setting(
-        "which ops are enabled: all or none, or auto, which takes what was measured to be best; +op and -op",
+        "which ops are enabled: all or none, or auto, which takes what was measured to be best; "
+        "+op and -op",
         default=(),
         variable="OPGRAFT_CUSTOM_OPS",
     )
@@ -136,8 +139,8 @@ class CompilationConfig(Section):
     )
     mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
     user_passes: Sequence[Any] = setting(
-        "passes over the graph that run after opgraft's own, as module:Class, or in Python a class or an object; for "
-        "the mode FULL",
+        "passes over the graph that run after opgraft's own, as module:Class, or in Python a class"
+        " or an object; for the mode FULL",
         default=(),
     )
     dump_graphs: str | None = setting(
@@ -145,23 +148,25 @@ class CompilationConfig(Section):
         unset="none",
     )
     fail_on_recompile: bool = setting(
-        "a program that a device compiles while requests run fails their step, instead of a warning; on devices whose "
-        "programs have fixed shapes",
+        "a program that a device compiles while requests run fails their step, instead of a "
+        "warning; on devices whose programs have fixed shapes",
         default=False,
     )
     level: int | None = setting(
-        "how much is compiled, from 0, nothing, to 3: fills what nothing else says of mode, backend, custom_ops and "
-        "compile_sizes",
+        "how much is compiled, from 0, nothing, to 3: fills what nothing else says of mode, "
+        "backend, custom_ops and compile_sizes",
         minimum=0,
         maximum=3,
         unset="as the other settings say",
     )
     compile_sizes: Sequence[int] = setting(
-        "sizes of the batch that have code of their own, beside that for any size; for the mode FULL",
+        "sizes of the batch that have code of their own, beside that for any size; for the mode "
+        "FULL",
         default=(),
     )
     compile_ranges: Sequence[str] = setting(
-        "ranges of sizes of the batch, as 2-16, that have code of their own, but for compile_sizes; for the mode FULL",
+        "ranges of sizes of the batch, as 2-16, that have code of their own, but for "
+        "compile_sizes; for the mode FULL",
         default=(),
     )
     pass_config: Mapping[str, bool] = setting(
@@ -182,8 +187,8 @@ class CompilationConfig(Section):
         minimum=1,
     )
     cache_remote: str | None = setting(
-        "folder that caches of machines of one kind share, a URL of fsspec or a path: what a cache has not is taken "
-        "from it, and what is made is put there",
+        "folder that caches of machines of one kind share, a URL of fsspec or a path: what a cache"
+        " has not is taken from it, and what is made is put there",
         unset="none",
     )
     cache_key: str | None = setting(
@@ -199,13 +204,14 @@ class CompilationConfig(Section):
         unset="attention under graph_mode piecewise, else none",
     )
     graph_mode: str | None = setting(
-        "what is recorded once and replayed, on devices that can: none, the pieces between splitting_ops, or all; for "
-        "the mode FULL",
+        "what is recorded once and replayed, on devices that can: none, the pieces between "
+        "splitting_ops, or all; for the mode FULL",
         default="none",
         choices=GRAPH_MODES,
     )
     capture_sizes: Sequence[int] | None = setting(
-        "sizes of the batch that are recorded, to the next of which others are padded; for a graph_mode",
+        "sizes of the batch that are recorded, to the next of which others are padded; for a "
+        "graph_mode",
         unset=f"{', '.join(map(str, CAPTURE_SIZES))} under a graph_mode",
     )
 
@@ -213,21 +219,16 @@ class CompilationConfig(Section):
         super().__post_init__()
         if self.custom_ops is not None:
             object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
-        for name, sizes in (
-            ("compile_sizes", self.compile_sizes),
-            ("capture_sizes", self.capture_sizes),
-        ):
-            if any(not 1 <= size < _MOST for size in sizes or ()):
-                raise ConfigError(
-                    f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below "
-                    f"{_MOST}"
-                )
+        _expect_sizes("compile_sizes", self.compile_sizes)
+        _expect_sizes("capture_sizes", self.capture_sizes)
         _expect_apart(self.ranges)
 
     @property
     def ranges(self) -> tuple[range, ...]:
         """The ranges of ``compile_ranges``, ascending, with the last size of each."""
-        return tuple(sorted(map(_range, self.compile_ranges or ()), key=lambda each: each.start))
+        ranges = [_range(text) for text in self.compile_ranges or ()]
+        ranges.sort(key=lambda each: each.start)
+        return tuple(ranges)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -246,9 +247,8 @@ class CompilationConfig(Section):
         """The sizes of the batch with static graphs, ascending; none without a ``graph_mode``."""
         if self.graph_mode in (None, "none"):
             return ()
-        return tuple(
-            sorted({*(CAPTURE_SIZES if self.capture_sizes is None else self.capture_sizes)})
-        )
+        sizes = CAPTURE_SIZES if self.capture_sizes is None else self.capture_sizes
+        return tuple(sorted(set(sizes)))
 
     def expect_followed(self) -> None:
         """Check that the mode uses all settings of the compiler.
@@ -257,17 +257,7 @@ class CompilationConfig(Section):
             ConfigError: a setting for ``FULL`` is set under another mode; or sizes are set without
                 a ``graph_mode``, or the reverse; or the cache is on, and there is no code for it.
         """
-        if self.capture_sizes and not self.recorded_sizes:
-            raise ConfigError(
-                "compilation_config.capture_sizes is set, and compilation_config.graph_mode is "
-                "none: set it to piecewise or full, or leave the sizes out"
-            )
-        if self.graph_mode not in (None, "none") and not self.recorded_sizes:
-            raise ConfigError(
-                f"compilation_config.graph_mode is {self.graph_mode}, and "
-                "compilation_config.capture_sizes is empty: name sizes that are to be recorded, "
-                "or set the mode to none"
-            )
+        self._expect_graph_mode_with_sizes()
         unused = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
         if unused and self.mode is not CompilationMode.FULL:
             raise ConfigError(
@@ -283,6 +273,36 @@ class CompilationConfig(Section):
                 f"{CompilationMode(self.mode or 0).name}: set the cache to false, or the others to "
                 "such"
             )
+
+    def _expect_graph_mode_with_sizes(self) -> None:
+        """Check that sizes and ``graph_mode`` are set together.
+
+        Raises:
+            ConfigError: one of them is set without the other.
+        """
+        if self.capture_sizes and not self.recorded_sizes:
+            raise ConfigError(
+                "compilation_config.capture_sizes is set, and compilation_config.graph_mode is "
+                "none: set it to piecewise or full, or leave the sizes out"
+            )
+        if self.graph_mode not in (None, "none") and not self.recorded_sizes:
+            raise ConfigError(
+                f"compilation_config.graph_mode is {self.graph_mode}, and "
+                "compilation_config.capture_sizes is empty: name sizes that are to be recorded, "
+                "or set the mode to none"
+            )
+
+
+def _expect_sizes(name: str, sizes: Sequence[int] | None) -> None:
+    """Check the sizes of a setting.
+
+    Raises:
+        ConfigError: a size is below 1, or too large for a batch.
+    """
+    if any(not 1 <= size < _MOST for size in sizes or ()):
+        raise ConfigError(
+            f"compilation_config.{name} is {sizes}: use sizes of at least 1, and below {_MOST}"
+        )
 
 
 def _range(text: str) -> range:
@@ -352,15 +372,7 @@ class CustomOpsSetting:
         Raises:
             ConfigError: a token has another form, or two tokens contradict each other.
         """
-        parts = [part.strip() for text in value for part in text.split(",")]
-        tokens = tuple(part for part in parts if part)
-        for token in tokens:
-            is_of_op = token[0] in "+-" and len(token) > 1
-            if token not in _FOR_ALL and not is_of_op:
-                raise ConfigError(
-                    f"custom_ops has {token!r}: each entry is 'all', 'none', 'auto', '+op' or "
-                    f"'-op' (got {tokens})"
-                )
+        tokens = _tokens(value)
         given = [token for token in _FOR_ALL if token in tokens]
         if len(given) > 1:
             both = " and ".join(map(repr, given[:2]))
@@ -377,6 +389,24 @@ class CustomOpsSetting:
     def leaves_to_measurements(self, op: str) -> bool:
         """Return True if measurements may choose for an op: no entry names the op."""
         return self.auto and op not in self.on | self.off
+
+
+def _tokens(value: Sequence[str]) -> tuple[str, ...]:
+    """Return the tokens of texts, which may hold several, joined by commas.
+
+    Raises:
+        ConfigError: a token has another form than ``all``, ``none``, ``auto``, ``+op`` and ``-op``.
+    """
+    parts = [part.strip() for text in value for part in text.split(",")]
+    tokens = tuple(part for part in parts if part)
+    for token in tokens:
+        is_of_op = token[0] in "+-" and len(token) > 1
+        if token not in _FOR_ALL and not is_of_op:
+            raise ConfigError(
+                f"custom_ops has {token!r}: each entry is 'all', 'none', 'auto', '+op' or "
+                f"'-op' (got {tokens})"
+            )
+    return tokens
 
 
 _FOR_ALL = ("all", "none", "auto")

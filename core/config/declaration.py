@@ -198,7 +198,8 @@ _SUBSECTIONS: dict[type, dict[str, type[Section]]] = {}
 def own_fields(cls: type[Section]) -> Mapping[str, Field]:
     """Return the settings of a section by attribute, without inner sections."""
     if cls not in _FIELDS:
-        attributes = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
+        # Every subclass of Section is a dataclass, which the type cannot say.
+        attributes = dataclasses.fields(cls)  # type: ignore[arg-type]
         _FIELDS[cls] = {
             a.name: _field(cls.section, a) for a in attributes if _DECLARED in a.metadata
         }
@@ -215,10 +216,12 @@ def _field(section: str, attribute: dataclasses.Field[Any]) -> Field:
 def subsections(cls: type[Section]) -> Mapping[str, type[Section]]:
     """Return the classes of the sections within a section, by attribute."""
     if cls not in _SUBSECTIONS:
-        made: dict[str, Any] = {a.name: a.default_factory for a in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        _SUBSECTIONS[cls] = {
-            n: c for n, c in made.items() if isinstance(c, type) and issubclass(c, Section)
-        }
+        sections = {}
+        for attribute in dataclasses.fields(cls):  # type: ignore[arg-type]
+            made: Any = attribute.default_factory
+            if isinstance(made, type) and issubclass(made, Section):
+                sections[attribute.name] = made
+        _SUBSECTIONS[cls] = sections
     return _SUBSECTIONS[cls]
 
 

@@ -45,8 +45,8 @@ _LEVEL = "compilation_config.level"
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for "
-        "weights and cache: set cache.memory_share, the cache's share of what is free when the model has "
-        "been loaded",
+        "weights and cache: set cache.memory_share, the cache's share of what is free when the "
+        "model has been loaded",
         "served_model_name": "set server.model_name",
         "max_logprobs": "set server.max_logprobs",
         "allowed_origins": "set server.cors_origins",

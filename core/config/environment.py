@@ -209,7 +209,9 @@ def deciding_variables(variables: Mapping[str, str] | None = None) -> dict[str, 
 
 
 _OF_SESSIONS = re.compile(
-    "_|PWD|OLDPWD|SHLVL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|WINDOWID|TMUX.*|STY|SSH_.*|XDG_SESSION_ID|PYTEST_.*"
+    "_|PWD|OLDPWD|SHLVL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|WINDOWID|TMUX.*|STY|SSH_.*"
+    # Pytest sets the name of the running test.
+    "|XDG_SESSION_ID|PYTEST_.*"
 )
 
 
@@ -263,7 +265,9 @@ def read_simulated(variables: Mapping[str, str] | None = None) -> str:
 
 
 _OF_COMPILERS = re.compile(
-    "(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|ATEN|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|TRITON)_.*|CC|CXX|C(XX|PP)?FLAGS|LDFLAGS|CPATH"
+    "(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|ATEN|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|TRITON)_.*"
+    # Inductor compiles C++ with the compiler and the flags of the user.
+    "|CC|CXX|C(XX|PP)?FLAGS|LDFLAGS|CPATH"
 )
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

@@ -40,8 +40,8 @@ class ModelConfig(Section):
         choices=("auto", "opgraft", "transformers"),
     )
     batch_invariant: bool = setting(
-        "compute each token bit for bit alike, whatever else is in the batch, which takes longer and on CPUs needs "
-        "the kernels of opgraft-cpu-kernels",
+        "compute each token bit for bit alike, whatever else is in the batch, which takes longer "
+        "and on CPUs needs the kernels of opgraft-cpu-kernels",
         default=False,
     )
     part: str | None = setting(
@@ -74,12 +74,16 @@ class CacheConfig(Section):
         "blocks of the cache, instead of memory_bytes", minimum=1, unset="as memory allows"
     )
     dtype: str = setting(
-        "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
+        "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and "
+        "head",
         default="auto",
         choices=(*DTYPES, "fp8", "int8"),
         instead={
             "fp8_e4m3": "fp8, which is e4m3",
-            "fp8_e5m2": "fp8, whose e4m3 is more precise: each row's scale gives it the range that e5m2 is for",
+            "fp8_e5m2": (
+                "fp8, whose e4m3 is more precise: each row's scale gives it the range that e5m2 "
+                "is for"
+            ),
         },
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
@@ -107,7 +111,8 @@ class SchedulerConfig(Section):
         choices=("fcfs", "priority"),
     )
     on_step_error: str = setting(
-        "an error in the middle of a step ends the requests of that step, or stops the engine with all of them",
+        "an error in the middle of a step ends the requests of that step, or stops the engine with"
+        " all of them",
         default="fail_requests",
         choices=("fail_requests", "stop"),
     )
@@ -128,13 +133,14 @@ class ParallelConfig(Section):
     tensor: int = setting("ranks that share each layer", default=1, minimum=1)
     pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
     stage_layers: Sequence[int] = setting(
-        "layers of each rank of the pipeline, in its order; without it they are spread by the bytes of weights",
+        "layers of each rank of the pipeline, in its order; without it they are spread by the "
+        "bytes of weights",
         default=(),
     )
     data: int = setting("replicas that share the requests", default=1, minimum=1)
     on_replica_loss: str = setting(
-        "what becomes of the requests of a replica whose workers are lost: they fail, or move to another one, which "
-        "goes on with what they have",
+        "what becomes of the requests of a replica whose workers are lost: they fail, or move to "
+        "another one, which goes on with what they have",
         default="fail",
         choices=("fail", "move"),
     )
@@ -145,30 +151,34 @@ class ParallelConfig(Section):
     )
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
     executor: str | None = setting(
-        "where workers run: in this process, in processes of their own, one for each rank, in processes that a "
-        "launcher such as torchrun has started, of which this is one, or on the hosts of a Ray cluster",
+        "where workers run: in this process, in processes of their own, one for each rank, in "
+        "processes that a launcher such as torchrun has started, of which this is one, or on the "
+        "hosts of a Ray cluster",
         choices=("in_process", "processes", "external", "ray"),
-        unset="external under torchrun, processes where tensor, pipeline or data is above 1 or under opgraft serve, "
-        "else in_process",
+        unset="external under torchrun, processes where tensor, pipeline or data is above 1 or "
+        "under opgraft serve, else in_process",
     )
     devices_per_rank: int = setting(
-        "devices that each rank spreads its layers over, on platforms where a process can have several",
+        "devices that each rank spreads its layers over, on platforms where a process can have "
+        "several",
         default=1,
         minimum=1,
     )
     start_seconds: float = setting(
-        "seconds after which workers that do not come to the end of a part of their start, such as loading the model, "
-        "are taken to hang, named and ended",
+        "seconds after which workers that do not come to the end of a part of their start, such as"
+        " loading the model, are taken to hang, named and ended",
         default=1800,
         above=0,
     )
     step_seconds: float = setting(
-        "seconds after which ranks that do not come to the end of a step are taken to hang, named and ended",
+        "seconds after which ranks that do not come to the end of a step are taken to hang, named "
+        "and ended",
         default=300,
         above=0,
     )
     restart_workers: int = setting(
-        "times that workers which have ended or hang are started again; open requests fail, new ones are served",
+        "times that workers which have ended or hang are started again; open requests fail, new "
+        "ones are served",
         default=0,
         minimum=0,
     )
@@ -234,7 +244,8 @@ class ShadowConfig(Section):
     section: ClassVar[str] = "shadow"
 
     share: float = setting(
-        "share of the calls of each kernel that run the op's native definition, too, and compare the two",
+        "share of the calls of each kernel that run the op's native definition, too, and compare "
+        "the two",
         default=0,
         minimum=0,
         maximum=1,
@@ -291,7 +302,8 @@ class ServerConfig(Section):
         "bytes of the body of a request, at most", default=4 << 20, minimum=1
     )
     max_total_body_bytes: int = setting(
-        "bytes of the bodies of all requests that are being answered, at most; further ones get the status 429",
+        "bytes of the bodies of all requests that are being answered, at most; further ones get "
+        "the status 429",
         default=64 << 20,
         minimum=1,
     )
@@ -326,8 +338,8 @@ class ServerConfig(Section):
         "log-probabilities of a token that a request may ask for", default=20, minimum=0
     )
     max_total_logprobs: int = setting(
-        "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
-        "of the prompts that they echo",
+        "log-probabilities that a request may ask for in all: one and the likeliest for each token"
+        " of its answers, and of the prompts that they echo",
         default=1 << 18,
         minimum=0,
     )
@@ -344,7 +356,8 @@ class ServerConfig(Section):
         "seconds in which the body of a request must have come", default=30, above=0
     )
     read_seconds: float = setting(
-        "seconds in which a client that has stopped reading must read on, until its connection is closed",
+        "seconds in which a client that has stopped reading must read on, until its connection is "
+        "closed",
         default=60,
         above=0,
     )
@@ -352,7 +365,8 @@ class ServerConfig(Section):
         "seconds after which a request is aborted", above=0, unset="never"
     )
     step_seconds: float = setting(
-        "seconds after which a step that has not ended is taken to hang: the server ends with the exit code 5",
+        "seconds after which a step that has not ended is taken to hang: the server ends with the "
+        "exit code 5",
         default=600,
         above=0,
     )

@@ -76,13 +76,15 @@ class OpgraftConfig(Section):
         "the platform to use; decided once per process", unset="detected"
     )
     plugins: Sequence[str] | None = setting(
-        "allow list of plugins, by entry-point or distribution name; empty allows none, each named must become active",
+        "allow list of plugins, by entry-point or distribution name; empty allows none, each named"
+        " must become active",
         unset="all",
     )
     plugins_disable: Sequence[str] | None = setting("deny list of plugins, likewise", default=())
     strict: bool | None = setting(
-        "a failing plugin or probe raises, instead of being recorded, reported and left out; so does a call for which "
-        "torch.compile would compile anew what opgraft.compile had it compile",
+        "a failing plugin or probe raises, instead of being recorded, reported and left out; so "
+        "does a call for which torch.compile would compile anew what opgraft.compile had it "
+        "compile",
         default=False,
     )
     check_values: bool | None = setting(
@@ -90,17 +92,19 @@ class OpgraftConfig(Section):
         default=False,
     )
     cpu_keep_memory: bool | None = setting(
-        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken back",
+        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken "
+        "back",
         default=False,
     )
     providers: Mapping[str, str] | None = setting(
-        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class, native "
-        "runs its native definition",
+        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's "
+        "own class, native runs its native definition",
         default={},
     )
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
     lockfile: str | None = setting(
-        "file of 'opgraft plugins lock': plugins and platforms that are not in it, or have changed, are not imported",
+        "file of 'opgraft plugins lock': plugins and platforms that are not in it, or have "
+        "changed, are not imported",
         unset="none",
     )
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig, kw_only=True)
@@ -447,7 +451,9 @@ def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
-    """Make a config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
+    """Make a config from dotted field names.
+
+    Example: ``{"compilation_config.custom_ops": ["none"]}``.
 
     Raises:
         ConfigError: a field is unknown, or a value is not allowed.
@@ -556,8 +562,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
     (
         ("scheduler.max_num_batched_tokens", "model.max_model_len", "scheduler.chunked_prefill"),
         _long_prompts_fit,
-        "a prompt that fills the context would never fit into a step: raise the budget, shorten the context, or let "
-        "prompts come in chunks",
+        "a prompt that fills the context would never fit into a step: raise the budget, shorten "
+        "the context, or let prompts come in chunks",
     ),
     (
         ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens"),
@@ -572,13 +578,14 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
     (
         ("providers", "compilation_config.custom_ops"),
         _choices_agree,
-        "an op that is chosen as native is not enabled by +op, and one that a plugin is chosen for is not disabled by "
-        "-op: take it out of one of them",
+        "an op that is chosen as native is not enabled by +op, and one that a plugin is chosen for"
+        " is not disabled by -op: take it out of one of them",
     ),
     (
         ("compilation_config.level", "compilation_config.mode"),
         _level_is_of_mode,
-        "level 0 compiles nothing, and those above it are of the mode FULL: leave one of them out, or set both alike",
+        "level 0 compiles nothing, and those above it are of the mode FULL: leave one of them out,"
+        " or set both alike",
     ),
 )
 """Settings that can contradict each other, the test, and the reason with the way out."""

@@ -53,7 +53,7 @@ class Ended:
         status: exit status, ``None`` if the child was stopped.
         reply: the answer.
         output: the end of the output.
-        memory: bytes that the child had when it was stopped for its memory, else 0.
+        memory: bytes of a child that was stopped for taking too much memory, else 0.
         starved: the child was stopped, and had waited for a processor most of the time.
     """
 

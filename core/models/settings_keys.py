@@ -226,7 +226,7 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         harmless=(None,),
     ),
 )
-"""``tokenizer_config.json`` beside ``tokenizer.json``; without the latter, transformers reads all."""
+"""``tokenizer_config.json`` beside ``tokenizer.json``, without which transformers reads all."""
 
 _TEXT_ONLY = "opgraft embeds plain texts"
 _OF_TASKS = (

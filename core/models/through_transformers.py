@@ -1,4 +1,4 @@
-"""Models of any architecture that ``transformers`` has: its modules, with layers, ops and attention of ours."""
+"""Run the models of ``transformers``: its modules, with opgraft's layers, ops and attention."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _HEADS = (
 
 
 GRAFT_INSTEAD = (
-    "Next: load the model with transformers and call opgraft.graft(model), which leaves the model to transformers and "
-    "replaces its layers by ops"
+    "Next: load the model with transformers and call opgraft.graft(model), which leaves the model "
+    "to transformers and replaces its layers by ops"
 )
 """The way for a model that the engine cannot run."""
 
@@ -86,17 +86,16 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         ModelError: it cannot be constructed or called so.
     """
     config = copy.deepcopy(config)
-    config._experts_implementation = (
-        "batched_mm"  # the shapes of others depend on which experts are chosen
-    )
+    # With the other implementations, shapes depend on the chosen experts. Meta tensors choose none.
+    config._experts_implementation = "batched_mm"
     with torch.device("meta"):
         mask = torch.zeros(1, 1, 2, 2)
         try:
             try:
                 called = _called(cls, config, mask)
-            except Exception:  # some models take no mask of that kind: they make their own
+            except Exception:  # some models refuse such a mask, and make their own
                 called = _called(cls, config, None)
-        except Exception as error:  # whatever the code of the model raises
+        except Exception as error:  # the code of a model may raise anything
             version = import_extra("transformers").__version__
             raise ModelError(
                 f"{cls.__name__} of transformers {version} cannot be examined without memory: "
@@ -146,7 +145,10 @@ def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _Called:
 
 
 def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
-    """Return a list that fills with the models within a model, and the classes of their results, as calls end."""
+    """Return a list of the models within a model, with the classes of their results.
+
+    The list is empty at first. Each call of an inner model adds an entry when the call ends.
+    """
     base = import_extra("transformers").PreTrainedModel
     ended: list[tuple[str, type[Any]]] = []
 
@@ -164,19 +166,24 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def _first_position(model: nn.Module) -> int:
-    """Return the row of the position embeddings that the first token takes: behind the padding's, as in RoBERTa."""
+    """Return the row of the position embeddings for the first token.
+
+    In RoBERTa and its relatives, the rows up to the one of the padding are not used.
+    """
     for path, module in model.named_modules():
-        if (
-            "position" in path.rpartition(".")[2]
-            and isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-        ):
+        if not isinstance(module, nn.Embedding) or module.padding_idx is None:
+            continue
+        name = path.rpartition(".")[2]
+        if "position" in name:
             return module.padding_idx + 1
     return 0
 
 
 def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
-    """Say why the calls of attention functions are not all by which tokens come together."""
+    """Return the reason why a model cannot run with a cache, or an empty text.
+
+    With a cache, tokens may influence each other in the recorded calls of attention only.
+    """
     config = model.config.get_text_config()
     for path, call in calls.items():
         if call.refused:
@@ -211,25 +218,28 @@ def _refused(model: nn.Module, reason: str) -> ModelError:
 class TransformersModel(Model):
     """A base model of transformers, such as an encoder: token ids to hidden states.
 
-    It is made without memory. Its linear layers and its embedding become layers of ours, cut by the plan of its config;
-    attention modules call ``Attention`` or ``MMEncoderAttention``; ``graft`` does the rest. Paths, and so the names of
-    weights, stay.
+    The model is constructed without memory. Linear layers and the embedding become opgraft's
+    layers, cut by the plan of the model's config. Attention modules call ``Attention`` or
+    ``MMEncoderAttention``. ``graft`` replaces the rest. The paths of modules and the names of
+    weights stay.
 
     Args:
-        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        opgraft_config: the ``model`` section names the architecture's config, or a checkpoint with
+            a config.
         prefix: the path of this model in a larger one.
 
     Attributes:
-        report: what became of the modules, and what stayed as it was and why.
+        report: the replaced modules, and the modules that stayed, with reasons.
 
     Raises:
-        ModelError: transformers has no such model, or it cannot be run so; heads do not divide by ranks.
+        ModelError: transformers has no such model, or the model cannot run here, or the number of
+            heads is no multiple of the number of ranks.
     """
 
     transformers_model: Any
-    """The model as transformers has it; not a child, since its weights would be listed twice."""
+    """The model of transformers; not a child, since its weights would be listed twice."""
     uncached: str
-    """The reason for which the model runs as transformers has it, one text at a time; empty if there is none."""
+    """The reason why transformers runs the model, one text at a time; else an empty text."""
     packs: bool = False
     """A call may have several whole texts. ``try_texts`` finds out."""
     stage: Stage
@@ -250,7 +260,7 @@ class TransformersModel(Model):
         if model.base_model is model:
             self.ignored_weights = _HEADS
         self.report = self._adapt(model)
-        # the same dictionaries: whoever exchanges a module or a weight here does so there
+        # Both models share the dictionaries: a module that is replaced in one is replaced in both.
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(model)[name]
         self.__dict__["transformers_model"] = model
@@ -328,49 +338,52 @@ class TransformersModel(Model):
             yield LeftAlone("", name, reason)
 
     def _cut(self, model: Any) -> tuple[Any, Any]:
-        """Leave out what other stages have; return the embedding and the head, as far as this one has them.
+        """Leave out the parts of other stages. Return the embedding and the head of this stage.
+
+        A part of another stage is returned as ``None``.
 
         Raises:
-            DistributedError: there are several stages, and the model is not cut into any.
+            DistributedError: there are several stages, and the model cannot be cut into stages.
         """
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         if get_pp_group().world_size == 1:
             return embedding, head
-        chain, paths = (
-            self.examination.chain,
-            {module: path for path, module in model.named_modules()},
-        )
+        chain = self.examination.chain
         if chain.uncut:
             raise DistributedError(
-                f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. Use parallel.tensor"
+                f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. "
+                "Use parallel.tensor"
             )
+        paths = {module: path for path, module in model.named_modules()}
         layers = model.get_submodule(chain.path)
         heads = [f"{paths[each]}.weight" for each in (head, embedding) if each in paths]
-        self.stage = stage = Stage.of(self, chain.path, len(layers), heads)
+        stage = Stage.of(self, chain.path, len(layers), heads)
+        self.stage = stage
         self.gate = leave_out(layers, stage, chain.results, embedding.weight.shape[1])
-        looks_up = stage.is_first or (
-            stage.is_last and head is not None and head.weight is embedding.weight
-        )
-        absent = [
-            each
-            for each, has in ((embedding, looks_up), (head, stage.is_last))
-            if not has and each in paths
-        ]
-        for module in absent:
-            parent, _, name = paths[module].rpartition(".")
-            model.get_submodule(parent)._modules[name] = nn.Module()
-        others = [
-            f"{chain.path}.{number}" for number in range(len(layers)) if number not in stage.layers
-        ]
-        self._elsewhere = [*others, *map(paths.__getitem__, absent)]
-        return (embedding if looks_up else None), (head if stage.is_last else None)
+        is_tied = head is not None and head.weight is embedding.weight
+        has_embedding = stage.is_first or (stage.is_last and is_tied)
+        absent = []
+        if not has_embedding and embedding in paths:
+            absent.append(paths[embedding])
+        if not stage.is_last and head in paths:
+            absent.append(paths[head])
+        _replace_by_nothing(model, absent)
+        numbers = [number for number in range(len(layers)) if number not in stage.layers]
+        others = [f"{chain.path}.{number}" for number in numbers]
+        self._elsewhere = [*others, *absent]
+        return (embedding if has_embedding else None), (head if stage.is_last else None)
 
     def parts_elsewhere(self) -> Collection[str]:
         """Return the names of the parts that other stages have."""
         return self._elsewhere
 
     def _ranks(self, replacer: Replacer, path: str, call: AttentionCall) -> int:
-        """Return how many ranks share the heads of an attention module; they must divide."""
+        """Return the number of ranks that share the heads of an attention module.
+
+        Raises:
+            ModelError: the number of heads is no multiple of the number of ranks.
+        """
         ranks = get_tensor_model_parallel_world_size() if replacer.is_cut(path) else 1
         call.check(ranks, path)
         return ranks
@@ -380,8 +393,9 @@ class TransformersModel(Model):
     ) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
 
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none. A stage that is
-        not the last returns what the next one is given as ``inputs_embeds``, ``[1, tokens, hidden_size]``.
+        The tokens are the tokens of the current ``AttentionBatch``. Without a batch, they are one
+        sequence. All stages but the last return the ``inputs_embeds`` of the next stage,
+        ``[1, tokens, hidden_size]``.
 
         Raises:
             ModelError: there is a batch, and the model cannot run with a cache.
@@ -391,25 +405,27 @@ class TransformersModel(Model):
             raise _refused(self.transformers_model, reason)
         if self.gate is not None:
             inputs_embeds = self.gate.enter(inputs_embeds)
-        given = (
-            {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        )
-        options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
-        if not self.uncached:  # otherwise transformers counts positions in its own way
+        options: dict[str, Any] = {}
+        if inputs_embeds is not None:
+            options["inputs_embeds"] = inputs_embeds[None]
+        elif input_ids is not None:
+            options["input_ids"] = input_ids[None]
+        if not self.uncached:  # otherwise transformers counts the positions itself
             options["position_ids"] = (positions + self.first_position)[None]
-            # transformers makes no masks beside one that is there
+            # A given mask, even an empty one, keeps transformers from making masks.
             options["attention_mask"] = positions.new_empty(1, 1, 0, 0)
         output: Tensor = self.stack(**options, use_cache=False)[0]
         return output[0] if self.gate is None else self.gate.leave(output[0])
 
     def try_texts(self, device: torch.device) -> None:
-        """Compute two short texts as transformers does, and keep to that way as far as the states of ours differ.
+        """Compare the hidden states of two short texts with those of transformers.
 
-        Models put tokens together in more ways than attention, and count positions in ways of their own. So the loaded
-        model shows whether the states of each text are transformers', alone and beside another text.
+        If the states of a text alone differ, transformers runs the model from now on. If only the
+        states of two texts in one call differ, texts are computed one by one. The trial is needed
+        because some models mix tokens outside of attention, and some count positions differently.
 
         Args:
-            device: where the model is.
+            device: the device of the model.
         """
         if self.uncached or self.gate is not None:
             return
@@ -422,7 +438,10 @@ class TransformersModel(Model):
 
     @torch.inference_mode()
     def _tried(self, device: torch.device) -> tuple[str, str]:
-        """Say what is wrong with the states of texts alone, and with those of texts in one call; empty if nothing."""
+        """Return the fault of the states of texts alone, and of texts in one call.
+
+        A text without a fault is empty.
+        """
         texts = trial_texts(self.config.get_text_config(), self.max_position, device)
         positions = [torch.arange(len(text), device=device) for text in texts]
         with own_attention():
@@ -443,12 +462,13 @@ class TransformersModel(Model):
         return alone, alone or fault_of(in_one_call, expected)
 
     def _run_as_it_is(self, reason: str) -> None:
-        """Give attention back to transformers, from which the states have differed."""
+        """Give attention back to transformers, since the states have differed."""
         self.uncached = reason
         model = self.transformers_model
         for path in self.report.attention:
             detach_layer(model.get_submodule(path))
-        ungraft(model)  # and again with what can be grafted now
+        # Without attention, more or fewer modules can be grafted than before.
+        ungraft(model)
         self.report = replace(self.report, attention=(), grafted=graft(model))
         self._keep(f"it runs without a cache: {reason}")
 
@@ -460,7 +480,7 @@ class TransformersModel(Model):
 
 
 class _HiddenStates(nn.Module):
-    """Stands for the stack of a model where only what follows it is called."""
+    """A substitute for the stack of a model, to call only the layers behind the stack."""
 
     def __init__(self, output: type[Any]) -> None:
         super().__init__()
@@ -471,7 +491,10 @@ class _HiddenStates(nn.Module):
 
 
 class _Logits(nn.Module):
-    """The output layer as transformers calls it; it gives logits of no id on ranks that do not gather them."""
+    """The output layer, as transformers calls the layer.
+
+    On ranks that do not gather logits, the result has no column.
+    """
 
     def __init__(self, head: VocabParallelEmbedding, processor: LogitsProcessor) -> None:
         super().__init__()
@@ -493,7 +516,7 @@ class TransformersForCausalLM(TransformersModel):
 
     stage_streams: ClassVar[int] = 1
     behind_stack: Any
-    """A view of it in which the stack gives back what it is given; not a child either."""
+    """A view of the model with a stack that returns its input; not a child either."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
@@ -506,14 +529,22 @@ class TransformersForCausalLM(TransformersModel):
         self.__dict__["behind_stack"] = model
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them.
+        """Return logits ``[rows, vocab_size]`` of hidden states.
 
-        All that transformers does behind the stack is done: scales, caps and further layers.
+        All layers of transformers behind the stack are called, with their scales and caps. Ranks
+        that do not gather logits return ``None``.
         """
         logits: Tensor = self.behind_stack(
             inputs_embeds=hidden_states[None], use_cache=False
         ).logits[0]
         return logits if logits.shape[-1] else None
+
+
+def _replace_by_nothing(model: nn.Module, paths: Sequence[str]) -> None:
+    """Replace the modules at these paths by empty modules."""
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        model.get_submodule(parent)._modules[name] = nn.Module()
 
 
 def _with(module: nn.Module, path: str, child: nn.Module) -> nn.Module:
@@ -530,13 +561,12 @@ def transformers_class(architectures: Any) -> type[nn.Module]:
     """Return the class of transformers for the first architecture.
 
     Raises:
-        ModelError: it has none.
+        ModelError: transformers does not have any of the architectures.
     """
     transformers = import_extra("transformers")
     for name in architectures:
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls
-    raise ModelError(
-        f"transformers {transformers.__version__} has no model {', '.join(architectures) or '(none named)'}"
-    )
+    names = ", ".join(architectures) or "(none named)"
+    raise ModelError(f"transformers {transformers.__version__} has no model {names}")

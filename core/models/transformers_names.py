@@ -82,7 +82,7 @@ _PARTS = {
     ("down_proj",): _STACKS,
     ("w2",): _STACKS,
 }
-"""Matrices of an expert, and the operations of transformers that put those of all experts into one tensor."""
+"""Matrix of an expert → operations of transformers that stack the matrices of all experts."""
 
 
 def _stacks(converter: Any) -> bool:

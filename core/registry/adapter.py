@@ -55,8 +55,8 @@ class CallAdapter:
     Attributes:
         name: in the report.
         op: the op class, or a plugin's replacement, without parameters and buffers.
-        recognise: returns arguments for ``op``, or ``None`` for other names. ``LeaveAlone`` leaves the
-            call alone. After any other exception the next row is tried.
+        recognise: returns arguments for ``op``, or ``None`` for other names. ``LeaveAlone`` leaves
+            the call alone. After any other exception the next row is tried.
         substitute: a function of a module; returns the object for the forward, from the op and the
             object of the file.
         child: name of the op; ``{name}``, the only field, is the name of the function.

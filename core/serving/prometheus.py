@@ -35,7 +35,9 @@ HISTOGRAMS = MappingProxyType(
     {
         "time_to_first_token_seconds": "From the arrival of a request to its first token.",
         "request_queue_time_seconds": "From the arrival of a request to its first step.",
-        "request_time_per_output_token_seconds": "Of a finished request: per token after the first.",
+        "request_time_per_output_token_seconds": (
+            "Of a finished request: per token after the first."
+        ),
         "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
         "request_prefill_time_seconds": "From the first step of a request to its first token.",
         "request_decode_time_seconds": "From the first token of a request to its last.",

@@ -21,7 +21,8 @@ def checked_template(file: str | None) -> str | None:
     The file is read once, so that the checked template is the one in use.
 
     Raises:
-        ConfigError: the file cannot be read, is no regular file, or is no template. The message has the line.
+        ConfigError: the file cannot be read, is no regular file, or is no template. The message has
+            the line.
         ChildError: the process that reads templates could not be started.
     """
     if file is None:

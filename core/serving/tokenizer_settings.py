@@ -214,7 +214,7 @@ def _components(backend: Any) -> Iterator[dict[str, Any]]:
 
 
 def padding_token(backend: Any, steps: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ``pad_token`` of settings without one: the token that ``tokenizer.json`` pads with.
+    """Return the ``pad_token`` for settings without one: the token of ``tokenizer.json``.
 
     A class that makes the steps anew leaves this token out.
     """

@@ -600,7 +600,7 @@ class ModelRunner(PluggableClass):
 
 
 def _expect_own_steps(parallel: ParallelConfig) -> None:
-    """Check that no step needs data replicas that may have no work of their own.
+    """Check that a step of this engine does not wait for idle data replicas.
 
     Raises:
         ConfigError: experts are on more ranks than the tensor group of this engine has.

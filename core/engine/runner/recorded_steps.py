@@ -72,7 +72,10 @@ def without_recording(config: OpgraftConfig) -> OpgraftConfig:
 
 
 def numbers_of_sequences(config: OpgraftConfig) -> list[int]:
-    """Return the numbers of sequences to record a step for, ascending; the scheduler has no more."""
+    """Return the numbers of sequences to record a step for, ascending.
+
+    No number exceeds ``scheduler.max_num_seqs``.
+    """
     most = config.scheduler.max_num_seqs
     sizes = config.compilation_config.recorded_sizes
     below = [size for size in sizes if size < most]

@@ -182,7 +182,7 @@ def output_rank(layout: ParallelLayout) -> int:
 
 
 def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
-    """Describe a hang: the ranks that hang in a call, their stages, and the ranks that wait.
+    """Return a sentence about a hang: the hanging ranks with their stages, and the waiting ranks.
 
     Args:
         workers: the workers of all ranks.
