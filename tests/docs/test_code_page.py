@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from support.makefile import COMMANDS
 
 pytestmark = pytest.mark.source
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/explanation/code.md").read_text(encoding="utf-8")
-TARGETS = frozenset(
-    re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.M)
-)
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
     "setuptools"
 ]
@@ -39,7 +37,7 @@ def unknown(spans: list[str]) -> list[str]:
 
 def _is_there(span: str, words: set[str]) -> bool:
     if span.startswith("make "):
-        return span == "make help" or span.split()[1] in TARGETS
+        return span == "make help" or span.split()[1] in COMMANDS
     if re.fullmatch(r"opgraft(\.\w+)*", span):
         return any(_path_of(span, ending).exists() for ending in ("/__init__.py", ".py"))
     name = re.fullmatch(r"(\w+)(\(.*\))?", span)

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.makefile import COMMANDS
 
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-TARGETS = re.findall(r"\S+", re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)[0])
 STAGES = (".demo/installed", ".venv/opgraft")
 """What most targets need first. Each is made once, and copied for the targets that make it."""
 
 INSTALLED = (".venv", ".demo")
-LANES = re.findall(r"^([\w-]+):\n(?:\t.*\n)*?\t.*tools/lane\.sh", MAKEFILE, re.M)
+LANES = [target for target, command in COMMANDS.items() if "tools/lane.sh" in command]
 """Targets with an environment of their own, gigabytes, which say first that they build it."""
 
 ARGUMENTS = {"test-torch": ["VERSION=2.13.0"]}
@@ -120,7 +119,7 @@ def first_line(target: str, folder: Path, cache: Path) -> tuple[str, int | None]
                 os.killpg(started.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name != "FORCE"])
+@pytest.mark.parametrize("target", ["help", *COMMANDS])
 def test_a_target_starts_in_a_bare_clone(target: str, clone: Clone, tmp_path: Path) -> None:
     """The program of the target prints a first line, which tells of no missing package, or ends well."""
     clone.before(target)
