@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.compilation.writes import is_written
+from opgraft.registry.decision import Provider
 from torch import Tensor, fx
 
 OPERATOR: Any = type(torch.ops.aten.add.Tensor)
@@ -71,6 +72,24 @@ def semantic_calls(graph: fx.Graph, *names: str) -> Iterator[tuple[fx.Node, str,
 def has_kernel(name: str) -> bool:
     """Return True if the bound kernel brings a function for the form of that name."""
     return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
+
+
+def may_replace(joined: str, *parts: str) -> bool:
+    """Return True if one form in the place of several passes over no provider's kernel.
+
+    A kernel for the joined form may replace kernels for the parts, if one provider brings them all.
+
+    Args:
+        joined: the name of the form in the place of the parts.
+        *parts: the names of the forms that it replaces.
+    """
+    providers = {provider_of_kernel(part) for part in parts} - {None}
+    return not providers or providers == {provider_of_kernel(joined)}
+
+
+def provider_of_kernel(name: str) -> Provider | None:
+    """Return the provider of the kernel for the form of that name; ``None`` without a kernel."""
+    return binding_of(FUNCTIONALS[name]).provider if has_kernel(name) else None
 
 
 def layout_of(value: Any) -> Any:

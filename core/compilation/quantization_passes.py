@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.compilation.graph_pass import PASSED_OVER, GraphPass, PassOutcome
-from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
+from opgraft.compilation.nodes import OPERATOR, may_replace, semantic_call, semantic_calls
 
 # Registers the forms.
 from opgraft.ops.fused.quantization import functional as _functional  # noqa: F401
@@ -42,17 +42,12 @@ class _QuantizedResult(GraphPass):
                 left.append(f"a scale is computed after {form}")
                 continue
             fused = f"{form}_{name}"
-            if not _is_free(form, name, fused):
+            if not may_replace(fused, form, name):
                 left.append(PASSED_OVER)
                 continue
             _join_with_quantization(graph, made, node, fused, {**arguments, **given})
             replaced += 1
         return PassOutcome.of(replaced, left)
-
-
-def _is_free(form: str, quantizer: str, fused: str) -> bool:
-    """Return True if one form in the place of two passes over no provider's kernel."""
-    return has_kernel(fused) or not (has_kernel(form) or has_kernel(quantizer))
 
 
 class RMSNormQuantFP8(_QuantizedResult):
@@ -107,7 +102,7 @@ class AttentionQuantFP8(GraphPass):
             if arguments is None or tuple(given["group_shape"]) != (-1, -1):
                 continue
             fused = f"{self._form}_{name}"
-            if not _is_free(self._form, name, fused):
+            if not may_replace(fused, self._form, name):
                 left.append(PASSED_OVER)
                 continue
             scale = given["scale"]

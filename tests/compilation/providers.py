@@ -22,12 +22,7 @@ def kernel_of(name: str) -> Any:
     return kernel
 
 
-def provide(op: Any, *names: str) -> None:
-    """Provide kernels of an op for the named forms."""
-    op.register_oot(
-        type(
-            f"Own{op.__name__}",
-            (op,),
-            {"functional_oot": {name: kernel_of(name) for name in names}},
-        )
-    )
+def provide(op: Any, *names: str, **attributes: Any) -> None:
+    """Provide kernels of an op for the named forms, by a class with these attributes."""
+    functions = {name: kernel_of(name) for name in names}
+    op.register_oot(type(f"Own{op.__name__}", (op,), {"functional_oot": functions, **attributes}))

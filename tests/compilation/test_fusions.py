@@ -10,6 +10,7 @@ import opgraft
 import pytest
 import torch
 from compilation.blocks import WIDTH
+from compilation.providers import CALLS, provide
 from opgraft import CompilationConfig, functional
 from opgraft.errors import CompilationError
 from opgraft.ops import Linear, QuantFP4, QuantFP8, RMSNorm, SiluAndMul
@@ -223,6 +224,32 @@ def test_a_kernel_for_a_part_is_not_passed_over() -> None:
     calls.clear()
     compiled(torch.randn(2, 5, ROW))
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("is_joined_by_the_same", [True, False])
+def test_kernels_of_one_provider_make_way_for_its_joined_kernel(
+    is_joined_by_the_same: bool,
+) -> None:
+    """A joined kernel replaces separate ones of the same provider, and leaves those of others alone."""
+    provide(RMSNorm, "rms_norm", "rms_norm_quant_fp8_dynamic")
+    provide(SiluAndMul, "silu_and_mul", "silu_and_mul_quant_fp8_dynamic")
+    another = {} if is_joined_by_the_same else {"__module__": "somebody_else"}
+    provide(QuantFP8, "quant_fp8_dynamic", **another)
+    model = Quantizing(QuantFP8(False, (1, -1)), False).eval().requires_grad_(False)
+    settings = CompilationConfig(level=1, pass_config={"add_rms_norm": False})
+    compiled = opgraft.compile(model, settings, args=(torch.randn(3, 5, ROW),))
+    replaced = (2, 1) if is_joined_by_the_same else (0, 0)
+    assert counts(compiled, "rms_norm_quant_fp8") == (2, replaced[0])
+    assert counts(compiled, "silu_and_mul_quant_fp8") == (1, replaced[1])
+    CALLS.clear()
+    x = torch.randn(2, 5, ROW)
+    found = compiled(x)
+    joined = {"rms_norm_quant_fp8_dynamic": 2, "silu_and_mul_quant_fp8_dynamic": 1}
+    apart = {"rms_norm": 3, "silu_and_mul": 1, "quant_fp8_dynamic": 4}
+    left = {"rms_norm": 1, "quant_fp8_dynamic": 1}
+    assert Counter(CALLS) == ({**joined, **left} if is_joined_by_the_same else apart)
+    for ours, theirs in zip(found, model(x), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-8)
 
 
 class ScaledLater(nn.Module):
