@@ -29,6 +29,10 @@ ROUNDED_TO_WEIGHT = (
     "rms_norm_out",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "rms_norm_quant_fp8_static",
+    "rms_norm_quant_fp8_dynamic",
+    "fused_add_rms_norm_quant_fp8_static",
+    "fused_add_rms_norm_quant_fp8_dynamic",
     "layer_norm",
     "add_layer_norm",
 )

@@ -5,12 +5,14 @@ What the kernel does not take is computed by the native definition, which is tor
 
 from __future__ import annotations
 
+import torch
 from opgraft.functional import scaled_dot_product_attention as form
+from opgraft.functional import scaled_dot_product_attention_quant_fp8_static as quantized_form
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels.arguments import refusal
-from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
+from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED, op
 
 
 def scaled_dot_product_attention(
@@ -36,6 +38,32 @@ def scaled_dot_product_attention(
         except REFUSED:
             pass
     return form.native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def scaled_dot_product_attention_quant_fp8_static(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output_scale: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dtype: torch.dtype = FP8,
+) -> Tensor:
+    """Compute the form of that name."""
+    taken = query.dtype in DTYPES and query.is_cpu and dtype is FP8
+    taken = taken and output_scale.is_cpu and tuple(output_scale.shape) in ((), (1,))
+    if taken and is_dynamo_compiling():
+        fits = not (is_causal and attn_mask is not None)
+        taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
+    settings = attn_mask, is_causal, scale, enable_gqa
+    if taken:
+        try:
+            return _attend_quantized(query, key, value, output_scale, *settings)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return quantized_form.native(query, key, value, output_scale, *settings, dtype)
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
@@ -64,3 +92,4 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped
 
 
 _attend = op("scaled_dot_product_attention")
+_attend_quantized = op("scaled_dot_product_attention_quant_fp8_static")

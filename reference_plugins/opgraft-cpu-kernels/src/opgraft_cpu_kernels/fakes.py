@@ -140,6 +140,17 @@ def _convolved(
     return _like(x), _like(initial_states)
 
 
+QUANTIZED = (
+    "rms_norm_quant_fp8_static",
+    "rms_norm_quant_fp8_dynamic",
+    "fused_add_rms_norm_quant_fp8_static",
+    "fused_add_rms_norm_quant_fp8_dynamic",
+    "silu_and_mul_quant_fp8_static",
+    "silu_and_mul_quant_fp8_dynamic",
+    "scaled_dot_product_attention_quant_fp8_static",
+)
+"""The ops whose arguments are those of the forms of the same names, without the dtype of the result."""
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb fused_experts quantized_experts",
@@ -151,6 +162,7 @@ RULES: dict[Callable[..., object], str] = {
     _query_and_key: "rotary_embedding mrope qk_norm_rope",
     _heads: "rotate_heads",
     functional.dual_chunk_rotary_embedding.fake: "dual_chunk_rotary_embedding",
+    **{getattr(functional, name).fake: name for name in QUANTIZED},
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
     _mapped: "linear linear_of_rows linear_of_many_rows int8_dynamic_linear",

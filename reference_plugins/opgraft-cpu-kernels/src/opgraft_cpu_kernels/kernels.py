@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,51 @@ def quant_fp8_dynamic(
     return functional.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
 
 
+def quantizing(form: Any) -> Callable[..., Any]:
+    """Return the kernel of a form that quantises what it computes.
+
+    The op has the arguments of the form in the same order, without the last, the dtype.
+    """
+    name, run, native = form.name, op(form.name), form.native
+    parameters = tuple(inspect.signature(native).parameters)
+
+    @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = named(parameters, (x, *args), kwargs)
+        if quantizes(name, given):
+            given.pop("dtype", None)
+            try:
+                return run(**given)
+            except REFUSED:
+                pass
+        return native(x, *args, **kwargs)
+
+    return function
+
+
+def quantizes(name: str, given: Mapping[str, Any]) -> bool:
+    """Tell whether a kernel takes the arguments of a form that quantises rows of ``x``."""
+    x, group_shape, bound = given["x"], given["group_shape"], given.get("scale_ub")
+    if x.dtype not in DTYPES or not x.is_cpu or not x.dim() or not in_rows(group_shape):
+        return False
+    if given.get("dtype", FP8) is not FP8:
+        return False
+    if bound is not None and (bound.numel() != 1 or tuple(group_shape) != (1, -1)):
+        return False
+    if "scale" in given and not _has_scale_of_rows(name, given["scale"], x.shape, group_shape):
+        return False
+    return not (is_dynamo_compiling() and refusal(name, given))
+
+
+def _has_scale_of_rows(
+    name: str, scale: Tensor, shape: Sequence[int], group_shape: Sequence[int]
+) -> bool:
+    """Tell whether a scale has the very shape that its groups have, and no other that the form takes."""
+    if name.startswith("silu_and_mul"):
+        shape = (*shape[:-1], shape[-1] // 2)
+    return tuple(scale.shape) in (scale_shape(shape, group_shape), ())
+
+
 def mixer2_gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -177,12 +222,18 @@ missing()  # loads the library, which defines the ops
 rms_norm = kernel(functional.rms_norm)
 fused_add_rms_norm = kernel(functional.fused_add_rms_norm)
 fused_add_rms_norm_ = kernel(functional.fused_add_rms_norm_)
+rms_norm_quant_fp8_static = quantizing(functional.rms_norm_quant_fp8_static)
+rms_norm_quant_fp8_dynamic = quantizing(functional.rms_norm_quant_fp8_dynamic)
+fused_add_rms_norm_quant_fp8_static = quantizing(functional.fused_add_rms_norm_quant_fp8_static)
+fused_add_rms_norm_quant_fp8_dynamic = quantizing(functional.fused_add_rms_norm_quant_fp8_dynamic)
 gemma_rms_norm = kernel(functional.gemma_rms_norm)
 fused_add_gemma_rms_norm = kernel(functional.fused_add_gemma_rms_norm)
 fused_add_gemma_rms_norm_ = kernel(functional.fused_add_gemma_rms_norm_)
 layer_norm = kernel(functional.layer_norm)
 rms_norm_gated = kernel(functional.rms_norm_gated)
 silu_and_mul = kernel(functional.silu_and_mul)
+silu_and_mul_quant_fp8_static = quantizing(functional.silu_and_mul_quant_fp8_static)
+silu_and_mul_quant_fp8_dynamic = quantizing(functional.silu_and_mul_quant_fp8_dynamic)
 mul_and_silu = kernel(functional.mul_and_silu)
 gelu_and_mul = kernel(functional.gelu_and_mul)
 gelu_and_mul_sparse = kernel(functional.gelu_and_mul_sparse)

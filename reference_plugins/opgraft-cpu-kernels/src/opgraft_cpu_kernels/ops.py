@@ -24,22 +24,40 @@ from opgraft_cpu_kernels import (
     quantized,
     quantized_experts,
     steps,
+    summed_norms,
 )
 from opgraft_cpu_kernels.library import missing
 
 
 def _kernels(*names: str) -> opgraft.FunctionalKernels:
-    functions = {name: getattr(kernels, name) for name in names}
+    functions = {}
+    for name in names:
+        module = summed_norms if name.startswith("all_reduce") else kernels
+        functions[name] = getattr(module, name)
     return opgraft.FunctionalKernels(functions, needs=missing, inference_only=True)
 
 
 class RMSNorm(catalogue.RMSNorm):
-    functional_cpu = _kernels("rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_")
+    functional_cpu = _kernels(
+        "rms_norm",
+        "fused_add_rms_norm",
+        "fused_add_rms_norm_",
+        "rms_norm_quant_fp8_static",
+        "rms_norm_quant_fp8_dynamic",
+        "fused_add_rms_norm_quant_fp8_static",
+        "fused_add_rms_norm_quant_fp8_dynamic",
+        "all_reduce_rms_norm",
+        "all_reduce_rms_norm_quant_fp8_static",
+        "all_reduce_rms_norm_quant_fp8_dynamic",
+    )
 
 
 class GemmaRMSNorm(catalogue.GemmaRMSNorm):
     functional_cpu = _kernels(
-        "gemma_rms_norm", "fused_add_gemma_rms_norm", "fused_add_gemma_rms_norm_"
+        "gemma_rms_norm",
+        "fused_add_gemma_rms_norm",
+        "fused_add_gemma_rms_norm_",
+        "all_reduce_gemma_rms_norm",
     )
 
 
@@ -56,7 +74,9 @@ class Mixer2RMSNormGated(catalogue.Mixer2RMSNormGated):
 
 
 class SiluAndMul(catalogue.SiluAndMul):
-    functional_cpu = _kernels("silu_and_mul")
+    functional_cpu = _kernels(
+        "silu_and_mul", "silu_and_mul_quant_fp8_static", "silu_and_mul_quant_fp8_dynamic"
+    )
 
 
 class MulAndSilu(catalogue.MulAndSilu):
@@ -227,7 +247,12 @@ class QuantizedFusedMoEMethod(catalogue.QuantizedFusedMoEMethod):
 
 class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
     functional_cpu = opgraft.FunctionalKernels(
-        {"scaled_dot_product_attention": dense_attention.scaled_dot_product_attention},
+        {
+            "scaled_dot_product_attention": dense_attention.scaled_dot_product_attention,
+            "scaled_dot_product_attention_quant_fp8_static": (
+                dense_attention.scaled_dot_product_attention_quant_fp8_static
+            ),
+        },
         needs=missing,
         inference_only=True,
     )

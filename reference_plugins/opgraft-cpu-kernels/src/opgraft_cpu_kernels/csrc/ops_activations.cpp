@@ -4,26 +4,49 @@
 
 #include <cmath>
 
-#include "overlap.h"
 #include "ops.h"
+#include "overlap.h"
+#include "quantizing.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
 
+// Sizes of x with half its last dimension.
+std::vector<int64_t> half(const char* op, const Tensor& x) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  TORCH_CHECK_VALUE(sizes.back() % 2 == 0, op, ": x has shape ", x.sizes(), ", expected an even last dimension");
+  sizes.back() /= 2;
+  return sizes;
+}
+
 Tensor gated(const char* op, Gated kind, const Tensor& input, float first = 0, float second = 0, bool swapped = false) {
   refuse_gradient(op, input);
   const Matrix x(op, input);
-  TORCH_CHECK_VALUE(x.width % 2 == 0, op, ": x has shape ", input.sizes(), ", expected an even last dimension");
+  const Tensor out = fresh(half(op, input), input.scalar_type());
   const int64_t width = x.width / 2;
-  std::vector<int64_t> sizes = input.sizes().vec();
-  sizes.back() = width;
-  const Tensor out = fresh(sizes, input.scalar_type());
   GatedActivation a{x.view(), x.view(width), result_rows(out, width), width, first, second};
   if (swapped) std::swap(a.gate, a.up);
   const GatedKernel kernel = path().gated[kind][dtype_of(op, input)];
   share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
   return out;
 }
+
+// Rows of silu(gate) * up, which go wherever the caller wants them.
+struct SiluAndMulOfRows {
+  Matrix x;
+  Dtype dtype;
+  std::vector<int64_t> sizes;
+  GatedKernel kernel;
+
+  SiluAndMulOfRows(const char* op, const Tensor& input)
+      : x(op, input), dtype(dtype_of(op, input)), sizes(half(op, input)), kernel(path().gated[SILU_AND_MUL][dtype]) {
+    refuse_gradient(op, input);
+  }
+
+  void operator()(const MutableRows& to, int64_t begin, int64_t end) const {
+    kernel({x.view(), x.view(x.width / 2), to, x.width / 2}, begin, end);
+  }
+};
 
 bool is_tanh(const char* op, c10::string_view approximate) {
   const bool tanh = approximate == "tanh";
@@ -41,6 +64,23 @@ Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate) {
 }
 
 namespace {
+Tensor silu_and_mul_quant_fp8_static(const Tensor& x, const Tensor& scale, at::IntArrayRef group_shape) {
+  const char* op = "silu_and_mul_quant_fp8_static";
+  refuse_gradient(op, scale);
+  const SiluAndMulOfRows product(op, x);
+  QuantizedRows rows(op, product.sizes, x.scalar_type(), product.dtype, group_shape, scale);
+  rows.take(0, product.x.rows, product);
+  return rows.out;
+}
+std::tuple<Tensor, Tensor> silu_and_mul_quant_fp8_dynamic(const Tensor& x, at::IntArrayRef group_shape,
+                                                          const OptionalTensor& scale_ub, bool use_ue8m0) {
+  const char* op = "silu_and_mul_quant_fp8_dynamic";
+  const SiluAndMulOfRows product(op, x);
+  QuantizedRows rows(op, product.sizes, x.scalar_type(), product.dtype, group_shape, ScaleRule{scale_ub, use_ue8m0});
+  rows.take(0, product.x.rows, product);
+  rows.finish();
+  return {rows.out, rows.scales};
+}
 Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL, x, 0, 0, true); }
 Tensor gelu_and_mul_sparse(const Tensor& x, double activation_sparsity, c10::string_view approximate) {
   const char* op = "gelu_and_mul_sparse";
@@ -129,6 +169,10 @@ void silu_(const Tensor& x) {
 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("silu_and_mul(Tensor x) -> Tensor");
+  library.def("silu_and_mul_quant_fp8_static(Tensor x, Tensor scale, int[] group_shape) -> Tensor");
+  library.def(
+      "silu_and_mul_quant_fp8_dynamic(Tensor x, int[] group_shape, Tensor? scale_ub=None, bool use_ue8m0=False) -> "
+      "(Tensor, Tensor)");
   library.def("mul_and_silu(Tensor x) -> Tensor");
   library.def("gelu_and_mul(Tensor x, str approximate=\"none\") -> Tensor");
   library.def("gelu_and_mul_sparse(Tensor x, float activation_sparsity, str approximate=\"none\") -> Tensor");
@@ -147,11 +191,12 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("xielu(Tensor x, Tensor alpha_p, Tensor alpha_n, float beta=0.5, float eps=-1e-06) -> Tensor");
 }
 
-#define ACTIVATIONS(apply)                                                                                      \
-  apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(gelu_and_mul_sparse) apply(fatrelu_and_mul) \
-      apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu)             \
-      apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2) \
-      apply(xielu)
+#define ACTIVATIONS(apply)                                                                                         \
+  apply(silu_and_mul) apply(silu_and_mul_quant_fp8_static) apply(silu_and_mul_quant_fp8_dynamic)                   \
+      apply(mul_and_silu) apply(gelu_and_mul) apply(gelu_and_mul_sparse) apply(fatrelu_and_mul)                    \
+          apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu)            \
+              apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_)         \
+                  apply(relu2) apply(xielu)
 
 IMPLEMENT(ACTIVATIONS)
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "ops.h"
+#include "quantizing.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -53,48 +54,96 @@ Tensor as_scores(const Tensor& mask) {
   return scores;
 }
 
+// Attention that is ready to run: its arguments, and the tensors that hold their memory.
+struct DenseCall {
+  Dtype dtype;
+  Tensor q, k, v, scores, out;
+  DenseAttention a;
+
+  DenseCall(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, bool is_causal,
+            std::optional<double> scale, bool enable_gqa) {
+    refuse_gradient(SDPA, query, key, value, defined(mask));
+    const int64_t dims = query.dim();
+    TORCH_CHECK_VALUE(2 <= dims && dims <= 4 && !(mask && is_causal) && !(enable_gqa && dims < 3), SDPA,
+                      ": query has shape ", query.sizes(), ", is_causal ", is_causal);
+    dtype = dtype_of(SDPA, query);
+    q = by_heads("query", query, dims);
+    k = by_heads("key", key, dims);
+    v = by_heads("value", value, dims);
+    expect_keys("key", k, q, k, enable_gqa);
+    expect_keys("value", v, q, k, enable_gqa);
+    TORCH_CHECK_VALUE(q.size(3) == k.size(3) && k.numel() && v.numel() && q.numel(), SDPA, ": query has shape ",
+                      q.sizes(), " and key ", k.sizes());
+    a.query = heads_of(q);
+    a.key = heads_of(k);
+    a.value = heads_of(v);
+    a.heads = q.size(1);
+    a.shared = q.size(1) / k.size(1);
+    a.queries = q.size(2);
+    a.keys = k.size(2);
+    a.size = q.size(3);
+    a.value_size = v.size(3);
+    a.scale = float(scale.value_or(1 / std::sqrt(double(a.size))));
+    a.causal = is_causal;
+    if (defined(mask).defined()) {
+      const int64_t sizes[] = {q.size(0), a.heads, a.queries, a.keys};
+      expect_mask(*mask, query, sizes);
+      scores = as_scores(*mask).expand(sizes);
+      a.mask = heads_of(scores);
+      a.mask_step = scores.stride(3);
+    }
+    out = fresh({q.size(0), a.queries, a.heads, a.value_size}, query.scalar_type());
+    a.out = out.mutable_data_ptr();
+  }
+
+  // Shares the tiles among threads.
+  template <class Kernel>
+  void run(const Kernel& kernel) const {
+    share(q.size(0) * a.heads * tiles_of(a),
+          std::min(a.queries, QUERIES_OF_TILE) * a.keys * (a.size + a.value_size) / 16,
+          [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  }
+};
+
+Tensor without_added_dims(Tensor result, int64_t dims) {
+  while (result.dim() > dims) result = result.squeeze(0);
+  return result;
+}
+
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& mask, double dropout_p, bool is_causal,
                                     std::optional<double> scale, bool enable_gqa) {
-  refuse_gradient(SDPA, query, key, value, defined(mask));
-  const int64_t dims = query.dim();
-  TORCH_CHECK_VALUE(2 <= dims && dims <= 4 && dropout_p == 0 && !(mask && is_causal) && !(enable_gqa && dims < 3), SDPA,
-                    ": query has shape ", query.sizes(), ", dropout_p is ", dropout_p, ", is_causal ", is_causal);
-  const Dtype dtype = dtype_of(SDPA, query);
-  const Tensor q = by_heads("query", query, dims), k = by_heads("key", key, dims), v = by_heads("value", value, dims);
-  expect_keys("key", k, q, k, enable_gqa);
-  expect_keys("value", v, q, k, enable_gqa);
-  TORCH_CHECK_VALUE(q.size(3) == k.size(3) && k.numel() && v.numel() && q.numel(), SDPA, ": query has shape ",
-                    q.sizes(), " and key ", k.sizes());
-  DenseAttention a;
-  a.query = heads_of(q);
-  a.key = heads_of(k);
-  a.value = heads_of(v);
-  a.heads = q.size(1);
-  a.shared = q.size(1) / k.size(1);
-  a.queries = q.size(2);
-  a.keys = k.size(2);
-  a.size = q.size(3);
-  a.value_size = v.size(3);
-  a.scale = float(scale.value_or(1 / std::sqrt(double(a.size))));
-  a.causal = is_causal;
-  Tensor scores;
-  if (defined(mask).defined()) {
-    const int64_t sizes[] = {q.size(0), a.heads, a.queries, a.keys};
-    expect_mask(*mask, query, sizes);
-    scores = as_scores(*mask).expand(sizes);
-    a.mask = heads_of(scores);
-    a.mask_step = scores.stride(3);
-  }
-  const Tensor out = fresh({q.size(0), a.queries, a.heads, a.value_size}, query.scalar_type());
-  a.out = out.mutable_data_ptr();
-  const DenseAttentionKernel kernel = path().dense_attention[dtype];
-  share(q.size(0) * a.heads * tiles_of(a),
-        std::min(a.queries, QUERIES_OF_TILE) * a.keys * (a.size + a.value_size) / 16,
-        [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
-  Tensor result = out.transpose(1, 2);
-  while (result.dim() > dims) result = result.squeeze(0);
-  return result;
+  TORCH_CHECK_VALUE(dropout_p == 0, SDPA, ": dropout_p is ", dropout_p, ", expected 0");
+  const DenseCall call(query, key, value, mask, is_causal, scale, enable_gqa);
+  const DenseAttentionKernel kernel = path().dense_attention[call.dtype];
+  call.run(kernel);
+  return without_added_dims(call.out.transpose(1, 2), query.dim());
+}
+
+Tensor scaled_dot_product_attention_quant_fp8_static(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     const Tensor& output_scale, const OptionalTensor& mask,
+                                                     bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  refuse_gradient(SDPA, output_scale);
+  const DenseCall call(query, key, value, mask, is_causal, scale, enable_gqa);
+  const DenseAttention& a = call.a;
+  const DenseAttentionKernel kernel = path().dense_attention[call.dtype];
+  // By heads, as the form is registered. The kernel of attention writes by tokens.
+  const QuantizedRows rows(SDPA, {call.q.size(0), a.heads, a.queries, a.value_size}, query.scalar_type(), call.dtype,
+                           {-1, -1}, output_scale);
+  const char* const attended = static_cast<const char*>(a.out);
+  const int64_t row_bytes = a.value_size * call.out.element_size(), tiles = tiles_of(a);
+  call.run([&](const DenseAttention&, int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      kernel(a, tile, tile + 1);
+      const int64_t of = tile / tiles, batch = of / a.heads, head = of % a.heads;
+      const int64_t first = tile % tiles * QUERIES_OF_TILE, last = std::min(first + QUERIES_OF_TILE, a.queries);
+      for (int64_t query = first; query < last; ++query) {
+        const int64_t row = (batch * a.queries + query) * a.heads + head;
+        rows.quantize_row(attended + row * row_bytes, of * a.queries + query);
+      }
+    }
+  });
+  return without_added_dims(rows.out, query.dim());
 }
 
 }  // namespace
@@ -103,9 +152,13 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
       "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor");
+  library.def(
+      "scaled_dot_product_attention_quant_fp8_static(Tensor query, Tensor key, Tensor value, Tensor output_scale, "
+      "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor");
 }
 
-#define DENSE_ATTENTION(apply) apply(scaled_dot_product_attention)
+#define DENSE_ATTENTION(apply) \
+  apply(scaled_dot_product_attention) apply(scaled_dot_product_attention_quant_fp8_static)
 
 IMPLEMENT(DENSE_ATTENTION)
 

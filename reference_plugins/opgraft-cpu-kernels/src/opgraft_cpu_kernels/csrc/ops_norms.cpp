@@ -1,7 +1,8 @@
 // The norms as torch ops.
 
-#include "overlap.h"
+#include "norms.h"
 #include "ops.h"
+#include "overlap.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -14,74 +15,30 @@ struct Destination {
 // Whether a kernel can write to a tensor: rows of contiguous elements, none of them shared.
 bool is_writable(const Tensor& x) { return x.dim() > 0 && row_stride(x) >= x.size(-1); }
 
-using Table = NormKernel (Path::*)[DTYPES][2];
-
-Norm prepared(const char* op, const Matrix& x, double eps, std::optional<int64_t> measured) {
-  Norm norm;
-  norm.x = x.view();
-  norm.width = x.width;
-  norm.measured = measured.value_or(x.width);
-  TORCH_CHECK_VALUE(x.rows == 0 || (0 < norm.measured && norm.measured <= x.width), op, ": variance_size is ",
-                    norm.measured, ", expected 1 to ", x.width);
-  norm.eps = float(eps);
-  return norm;
-}
-
-// The kernels multiply in float32 and round once; a definition rounds to a weight's dtype before, which makes no more
-// difference than rounding does if that is the dtype of x, and none in float32. 1 + weight it computes as they do.
-void expect_dtype_of_weight(const char* op, const char* name, const Tensor& weight, const Tensor& x) {
-  TORCH_CHECK_VALUE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, op, ": ", name,
-                    " has dtype ", weight.scalar_type(), ", expected that of x, ", x.scalar_type(), ", or float32");
-}
-
-void run(const char* op, Table table, Norm& norm, const Matrix& x, const OptionalTensor& weight,
+void run(const char* op, NormTable table, Norm& norm, const Matrix& x, const OptionalTensor& weight,
          const OptionalTensor& bias, const Destination& to) {
-  const Dtype dtype = dtype_of(op, x.tensor);
-  Tensor usable_weight, usable_bias;
-  int index = 0;
-  if (weight && weight->defined()) {
-    TORCH_CHECK_VALUE(weight->dim() == 1 && weight->numel() == x.width, op, ": x has shape ", x.tensor.sizes(),
-                      ", expected a last dimension of ", weight->sizes());
-    if (!norm.one_plus_weight) expect_dtype_of_weight(op, "weight", *weight, x.tensor);
-    usable_weight = usable(op, *weight, x.tensor);
-    index = index_of(usable_weight);
-    norm.weight = usable_weight.const_data_ptr();
-  }
-  if (bias && bias->defined()) {
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->numel() == x.width, op, ": bias has shape ", bias->sizes(),
-                      ", expected ", x.width);
-    expect_dtype_of_weight(op, "bias", *bias, x.tensor);
-    usable_bias = usable(op, *bias, x.tensor);
-    TORCH_CHECK_VALUE(!usable_weight.defined() || usable_bias.scalar_type() == usable_weight.scalar_type(), op,
-                      ": bias has dtype ", bias->scalar_type(), ", expected that of weight, ",
-                      usable_weight.scalar_type());
-    index = index_of(usable_bias);
-    norm.bias = usable_bias.const_data_ptr();
-  }
+  const Factors factors(op, table, norm, x.tensor, weight, bias);
   norm.out = result_rows(to.out, row_stride(to.out));
   if (to.sum.defined()) norm.sum = rows_of(to.sum, row_stride(to.sum));
-  const NormKernel kernel = (path().*table)[dtype][index];
-  share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(norm, begin, end); });
+  share(x.rows, x.width, [&](int64_t begin, int64_t end) { factors.kernel(norm, begin, end); });
 }
 
-Tensor normed(const char* op, Table table, const Tensor& input, const OptionalTensor& weight,
+Tensor normed(const char* op, NormTable table, const Tensor& input, const OptionalTensor& weight,
               const OptionalTensor& bias, double eps, std::optional<int64_t> measured, bool gemma) {
   refuse_gradient(op, input, defined(weight), defined(bias));
   const Matrix x(op, input);
-  Norm norm = prepared(op, x, eps, measured);
-  norm.one_plus_weight = gemma;
+  Norm norm = norm_of(op, x, eps, measured, gemma);
   const Destination to{fresh(input.sizes(), input.scalar_type()), {}};
   run(op, table, norm, x, weight, bias, to);
   return to.out;
 }
 
-void normed_into(const char* op, Table table, const Tensor& input, const OptionalTensor& residual_input,
+void normed_into(const char* op, NormTable table, const Tensor& input, const OptionalTensor& residual_input,
                  const OptionalTensor& weight, const OptionalTensor& bias, double eps, std::optional<int64_t> measured,
                  bool gemma, const Destination& to) {
   refuse_gradient(op, input, defined(weight), defined(bias), defined(residual_input));
   const Matrix x(op, input);
-  Norm norm = prepared(op, x, eps, measured);
-  norm.one_plus_weight = gemma;
+  Norm norm = norm_of(op, x, eps, measured, gemma);
   std::optional<Matrix> residual;
   if (residual_input) {
     expect_same(op, "residual", *residual_input, input);
@@ -114,7 +71,7 @@ void overwritten(const char* op, const Tensor& x, const OptionalTensor& residual
   written(wanted.sum);
 }
 
-std::tuple<Tensor, Tensor> added(const char* op, Table table, const Tensor& x, const Tensor& residual,
+std::tuple<Tensor, Tensor> added(const char* op, NormTable table, const Tensor& x, const Tensor& residual,
                                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                  std::optional<int64_t> measured, bool gemma) {
   const Destination to{fresh(x.sizes(), x.scalar_type()), fresh(x.sizes(), x.scalar_type())};

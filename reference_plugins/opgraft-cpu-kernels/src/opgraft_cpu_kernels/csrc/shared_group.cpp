@@ -15,6 +15,7 @@ namespace opgraft_cpu_kernels {
 namespace {
 
 constexpr int64_t SLOT = int64_t(1) << 19;  // bytes
+constexpr int64_t ROWS_AT_ONCE = SLOT;
 constexpr int64_t HEAD = sizeof(Seat) * MOST_RANKS;
 constexpr int64_t SHARED_SUM = int64_t(1) << 15;  // from so many bytes on each of several ranks sums a part for all
 constexpr std::chrono::microseconds SPINNING(400);  // more than ranks with uneven shares of a layer are apart
@@ -244,6 +245,19 @@ void SharedGroup::all_reduce_(const Tensor& x) {
   all_reduce_to(data_of(x), written_data_of(x), x.numel(), x.scalar_type());
 }
 
+void SharedGroup::all_reduce_rows(const Tensor& x, const Tensor& out, const RowsDone& done) {
+  const Counted counted(*this, int64_t(x.nbytes()));
+  const int64_t width = x.size(-1), row = width * int64_t(x.element_size());
+  const int64_t rows = row ? int64_t(x.nbytes()) / row : 0;
+  TORCH_CHECK_VALUE(row <= ROWS_AT_ONCE, "all_reduce_rows: a row has ", row, " bytes, expected at most ", ROWS_AT_ONCE);
+  const int64_t together = row ? ROWS_AT_ONCE / row : 1;
+  for (int64_t first = 0; first < rows; first += together) {
+    const int64_t last = std::min(first + together, rows);
+    sum_step(data_of(x) + first * row, written_data_of(out) + first * row, (last - first) * width, x.scalar_type());
+    done(first, last);
+  }
+}
+
 Tensor SharedGroup::gathered(const Tensor& x, int64_t dim, int64_t to) {
   const Counted counted(*this, int64_t(x.nbytes()));
   const Tensor given = plain(x);
@@ -367,6 +381,9 @@ void define_shared_group(torch::Library& library) {
       .def("gather", &SharedGroup::gather).def("reduce_scatter", &SharedGroup::reduce_scatter)
       .def("broadcast", &SharedGroup::broadcast)
       .def("all_to_all", &SharedGroup::all_to_all)
+      .def("all_reduce_rms_norm", &all_reduce_rms_norm)
+      .def("all_reduce_rms_norm_quant_fp8_static", &all_reduce_rms_norm_quant_fp8_static)
+      .def("all_reduce_rms_norm_quant_fp8_dynamic", &all_reduce_rms_norm_quant_fp8_dynamic)
       .def("leave", &SharedGroup::leave).def("spins", &SharedGroup::spins).def("used", &SharedGroup::used);
 }
 

@@ -38,6 +38,9 @@ class SharedGroup : public torch::CustomClassHolder {
 
   Tensor all_reduce(const Tensor& x);
   void all_reduce_(const Tensor& x);  // contiguous
+  // Sums contiguous rows to `out`, and calls a function for some rows at a time, while the caches have their sums.
+  using RowsDone = c10::function_ref<void(int64_t first, int64_t last)>;
+  void all_reduce_rows(const Tensor& x, const Tensor& out, const RowsDone& done);
   Tensor all_gather(const Tensor& x, int64_t dim);
   OptionalTensor gather(const Tensor& x, int64_t to, int64_t dim);
   Tensor reduce_scatter(const Tensor& x, int64_t dim);
@@ -91,6 +94,21 @@ class SharedGroup : public torch::CustomClassHolder {
   double taken_ = 0, waited_ = 0;
   std::string failed_;
 };
+
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+// Sums over ranks that are normed, and quantized, while the caches have them. The last result is the sum.
+Two all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x, const OptionalTensor& residual,
+                        const OptionalTensor& weight, double eps, bool gemma);
+Two all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                         const OptionalTensor& residual, const Tensor& scale,
+                                         const std::vector<int64_t>& group_shape, const OptionalTensor& weight,
+                                         double eps);
+Three all_reduce_rms_norm_quant_fp8_dynamic(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                            const OptionalTensor& residual, const std::vector<int64_t>& group_shape,
+                                            const OptionalTensor& weight, double eps, const OptionalTensor& scale_ub,
+                                            bool use_ue8m0);
 
 // Before any class or op that has one as an argument.
 void define_shared_group(torch::Library& library);

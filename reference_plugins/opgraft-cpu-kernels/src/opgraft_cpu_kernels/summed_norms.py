@@ -1,0 +1,142 @@
+"""Norms of sums over the ranks of a host: rows are normed while the caches have their sums.
+
+A rank alone sums nothing. Ranks without memory in common, and arguments that the kernels refuse, take one step after
+the other: the collective of the group, and the kernels of this plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opgraft import functional
+from opgraft.distributed import (
+    get_dp_group,
+    get_ep_group,
+    get_pp_group,
+    get_tp_group,
+    get_world_group,
+)
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from opgraft_cpu_kernels import kernels
+from opgraft_cpu_kernels.arguments import refusal
+from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
+from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED
+
+GROUPS = {
+    "world": get_world_group,
+    "tensor": get_tp_group,
+    "pipeline": get_pp_group,
+    "data": get_dp_group,
+    "expert": get_ep_group,
+}
+"""By kind: the group of ranks."""
+
+
+def all_reduce_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    shared = _shared(x, residual, kind)
+    if shared is not None:
+        try:
+            return shared.all_reduce_rms_norm(x, residual, weight, eps, False)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    if kind not in GROUPS:
+        return functional.all_reduce_rms_norm.native(x, residual, weight, eps, kind)
+    summed = _summed(x, kind)
+    if residual is None:
+        return kernels.rms_norm(summed, weight, eps), summed
+    return kernels.fused_add_rms_norm(summed, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def all_reduce_gemma_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    shared = _shared(x, residual, kind)
+    if shared is not None:
+        try:
+            return shared.all_reduce_rms_norm(x, residual, weight, eps, True)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    if kind not in GROUPS:
+        return functional.all_reduce_gemma_rms_norm.native(x, residual, weight, eps, kind)
+    summed = _summed(x, kind)
+    if residual is None:
+        return kernels.gemma_rms_norm(summed, weight, eps), summed
+    return kernels.fused_add_gemma_rms_norm(summed, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def all_reduce_rms_norm_quant_fp8_static(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FP8,
+    kind: str = "tensor",
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    given = {"x": x, "scale": scale, "group_shape": group_shape, "dtype": dtype}
+    shared = _shared(x, residual, kind)
+    if shared is not None and kernels.quantizes("rms_norm_quant_fp8_static", given):
+        try:
+            return shared.all_reduce_rms_norm_quant_fp8_static(  # type: ignore[no-any-return]
+                x, residual, scale, list(group_shape), weight, eps
+            )
+        except REFUSED:
+            pass
+    normed, summed = all_reduce_rms_norm(x, residual, weight, eps, kind)
+    return kernels.quant_fp8_static(normed, scale, group_shape, dtype), summed
+
+
+def all_reduce_rms_norm_quant_fp8_dynamic(
+    x: Tensor,
+    residual: Tensor | None,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    scale_ub: Tensor | None = None,
+    use_ue8m0: bool = False,
+    dtype: torch.dtype = FP8,
+    kind: str = "tensor",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the form of that name."""
+    given = {"x": x, "group_shape": group_shape, "scale_ub": scale_ub, "dtype": dtype}
+    shared = _shared(x, residual, kind)
+    if shared is not None and kernels.quantizes("rms_norm_quant_fp8_dynamic", given):
+        try:
+            return shared.all_reduce_rms_norm_quant_fp8_dynamic(  # type: ignore[no-any-return]
+                x, residual, list(group_shape), weight, eps, scale_ub, use_ue8m0
+            )
+        except REFUSED:
+            pass
+    normed, summed = all_reduce_rms_norm(x, residual, weight, eps, kind)
+    quantised, scales = kernels.quant_fp8_dynamic(normed, group_shape, scale_ub, use_ue8m0, dtype)
+    return quantised, scales, summed
+
+
+def _shared(x: Tensor, residual: Tensor | None, kind: str) -> Any:
+    """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call."""
+    if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or not x.dim():
+        return None
+    # Compilers cannot look into the object of the library.
+    if is_dynamo_compiling():
+        return None
+    # Every rank must decide alike before the first exchange. So all but shapes is asked here.
+    if residual is not None and refusal("all_reduce_rms_norm", {"x": x, "residual": residual}):
+        return None
+    communicator = GROUPS[kind]().communicator
+    return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
+
+
+def _summed(x: Tensor, kind: str) -> Tensor:
+    """Return the sum over ranks in new memory."""
+    group = GROUPS[kind]()
+    return x.clone() if group.world_size == 1 else group.all_reduce(x)
