@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from opgraft.base.files import read_regular
-from opgraft.base.text import described, shortened
+from opgraft.base.text import described, printable, shortened
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
 from opgraft.platform import Platform, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Discovery, Offer, discover
 from opgraft.plugins.metadata import specs_of
+from opgraft.plugins.platform_class import report
+from opgraft.registry.decision import Provider
+from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
 
 __all__ = [
@@ -19,11 +24,16 @@ __all__ = [
     "Ported",
     "Uncovered",
     "built_in_platform",
+    "classes_replaced_by",
     "current_config",
     "described",
+    "described_model",
     "discover",
     "log_level",
+    "origin_of",
+    "printable",
     "read_regular",
+    "report_fault",
     "shortened",
     "specs_of",
 ]
@@ -90,6 +100,47 @@ def built_in_platform(name: str) -> Platform:
 def current_config() -> OpgraftConfig:
     """Return the current settings. Every setting has a value."""
     return host_state().settings().config
+
+
+def origin_of(name: str) -> str:
+    """Return the layer that sets a setting, such as ``command line``; ``default`` without one."""
+    return host_state().settings().origins[name]
+
+
+def described_model(config: OpgraftConfig) -> Any:
+    """Return the configuration of the model that settings name, or ``None`` if they name none.
+
+    Its attributes are those of transformers, such as ``hidden_size``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    if config.model.name is None:
+        return None
+    # With torch, which this module does without.
+    files = importlib.import_module("opgraft.models.files")
+    models = importlib.import_module("opgraft.models.config")
+    return models.read_config(files.open_weights(config.model.name), plain=True)
+
+
+def classes_replaced_by(provider: Provider) -> list[str]:
+    """Return the names of the classes that active replacements of a distribution replace."""
+    return [
+        replacement.asked_for
+        for replacement in host_state().active
+        if replacement.provider == provider
+    ]
+
+
+def report_fault(message: str, provider: Provider, location: str | None = None) -> None:
+    """Log a fault of a plugin once, and let ``opgraft plugins doctor`` list it.
+
+    Args:
+        message: the fault, with the name of the plugin.
+        provider: the distribution.
+        location: ``file:line`` of the fault.
+    """
+    report(Finding(message, provider, location))
 
 
 def log_level() -> str:

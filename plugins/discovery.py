@@ -187,6 +187,13 @@ class Discovery:
         """Return True if a distribution offers plugins, and so decides later about replacements."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
+    def is_bridge(self, module: str) -> bool:
+        """Return True if a module belongs to a bridge that an installed plugin needs."""
+        package = module.partition(".")[0]
+        return any(
+            each.bridge is not None and each.bridge.package == package for each in self.offers
+        )
+
     def platforms_of(self, provider: Provider) -> list[str]:
         """Return the names of a distribution's platforms, without opgraft's own."""
         offers = self.of_group(PLATFORM_GROUP)

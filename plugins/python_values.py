@@ -29,6 +29,7 @@ from opgraft.plugins.changes import (
     very_same,
 )
 from opgraft.plugins.definitions import is_of_running_plugin, modules_of_plugins
+from opgraft.plugins.discovery import discover
 
 _NOBODYS = "opgraft_asks_for_no_module"
 """A module that no finder has."""
@@ -118,8 +119,13 @@ def stand_in(name: str, module: Any) -> Addition | None:
     return Addition(f" to {words}", stays=False)
 
 
-def finder(key: Item, found: Any) -> Addition:
-    """Judge a new finder on ``sys.meta_path``: ask for a missing module."""
+def finder(key: Item, found: Any) -> Addition | None:
+    """Judge a new finder on ``sys.meta_path``: ask for a missing module.
+
+    The finder of a bridge is no change by the plugin that needs the bridge.
+    """
+    if discover().is_bridge(type(found).__module__):
+        return None
     find = getattr(found, "find_spec", None)  # a finder of distributions alone has none
     try:
         if find is not None:

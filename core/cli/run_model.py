@@ -8,7 +8,7 @@ import torch
 from opgraft.cli.answer import answer_prompts, measure_answers, open_llm, show_idle_plugins
 from opgraft.cli.comparison import Comparison, Measurement, native_config
 from opgraft.cli.neighbours import measure_vectors, show_neighbours
-from opgraft.config import CacheConfig, OpgraftConfig, set_config
+from opgraft.config import CacheConfig, ModelConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.models.build import generates
@@ -54,11 +54,13 @@ def run_model(
         InputError: a language model has no prompt.
     """
     torch.set_float32_matmul_precision(precision)
-    texts = given or _sample(model)
     with (
+        # First: the platform, whose defaults may depend on the model, is decided within.
+        set_config(OpgraftConfig(model=ModelConfig(name=model)), origin="MODEL"),
         set_config(_compiling() if compiled else OpgraftConfig(), origin="--compile"),
         set_config(_MEASURED if compare else OpgraftConfig()),
     ):
+        texts = given or _sample(model)
         plain = _measured_plain(model, texts, params) if compare else None
         llm = open_llm(model)
         show_idle_plugins()

@@ -282,6 +282,13 @@ class Settings:
         scoped.pop(name, None)
         return Settings(config, origins, scoped)
 
+    def with_custom_ops(self, tokens: Sequence[str]) -> Settings:
+        """Return the settings with other spellings of the entries in ``custom_ops``."""
+        section = dataclasses.replace(self.config.compilation_config, custom_ops=tuple(tokens))
+        config = copy.copy(self.config)
+        vars(config)["compilation_config"] = section
+        return dataclasses.replace(self, config=config)
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield the dotted name, the value as text for the command line, and the origin of each."""
         for field, value in all_values(self.config):

@@ -194,9 +194,16 @@ class Registry:
     def named_by(self, field: str) -> dict[str, OpRecord]:
         """Return the declarations with names for a field of the settings.
 
-        ``providers`` may name ops and classes, and any other field ops only.
+        ``providers`` may name ops and classes by their registered names, and any other field ops
+        only, by the names of their classes, too.
         """
-        return self.records() if field == "providers" else self.ops
+        if field == "providers":
+            return self.records()
+        return {**self.ops_by_class(), **self.ops}
+
+    def ops_by_class(self) -> dict[str, OpRecord]:
+        """Return all ops by the names of their classes, such as ``RMSNorm``."""
+        return {record.cls.__name__: record for record in self.ops.values()}
 
     def add_replacement(self, new: Replacement) -> tuple[Replacement, Replacement | None]:
         """Declare a replacement.

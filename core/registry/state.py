@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from opgraft.base.caches import Caches
 from opgraft.base.text import printable
-from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
+from opgraft.config import CURRENT_SCOPE, CustomOpsSetting, OpgraftConfig, Settings, resolve
 from opgraft.config.environment import Environment, read_environment
 from opgraft.errors import PluginError, UnknownTargetError
 from opgraft.logger import logger, set_level
@@ -198,7 +198,21 @@ class HostState:
         layers = [*self.adjustments, *from_file, *environment.layers]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
-        return resolve(layers, scopes)
+        return self._with_op_names(resolve(layers, scopes))
+
+    def _with_op_names(self, settings: Settings) -> Settings:
+        """Return settings whose ``custom_ops`` name ops by registered names, not by classes."""
+        given = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
+        named = given.on | given.off
+        if named <= self.registry.ops.keys():
+            return settings
+        classes = self.registry.ops_by_class()
+        tokens = []
+        for token in given.tokens:
+            name = token[1:]
+            is_class = name in classes and name not in self.registry.ops
+            tokens.append(f"{token[0]}{classes[name].name}" if is_class else token)
+        return settings.with_custom_ops(tokens)
 
     def shared_settings(self) -> Settings:
         """Return the cached settings. Do not modify them."""

@@ -19,6 +19,8 @@ from opgraft.errors import ConfigError, close_matches
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.state import host_state
 
+_ARGUMENTS = "the arguments of LLM"
+
 
 def engine_config(
     model: str | None, opgraft_config: OpgraftConfig | None, settings: Mapping[str, Any]
@@ -28,14 +30,18 @@ def engine_config(
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take.
     """
-    load_plugins()  # which may have settings to add
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
     if opgraft_config is None:
-        with set_config(arguments, origin="the arguments of LLM"):
+        with set_config(arguments, origin=_ARGUMENTS):
+            # Within the scope: the defaults of a platform may depend on the model.
+            load_plugins()
             return host_state().settings().handed_down()
     whole = "the opgraft_config of LLM"
-    layers = [(whole, opgraft_config), ("the arguments of LLM", arguments)]
+    model_settings = OpgraftConfig(model=opgraft_config.model)
+    with set_config(model_settings, origin=whole), set_config(arguments, origin=_ARGUMENTS):
+        load_plugins()
+    layers = [(whole, opgraft_config), (_ARGUMENTS, arguments)]
     return resolve((), layers).handed_down(whole)
 
 

@@ -267,6 +267,18 @@ def test_enforce_enable_holds_for_one_object(scale) -> None:
     assert plain.decision.chosen == "Scale.forward_native"
 
 
+def test_custom_ops_name_an_op_by_its_class_too(scale) -> None:
+    """``+Scale`` and ``+scale`` mean the same op, and contradict each other with other signs."""
+    with set_config(
+        OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none,+Scale"]))
+    ):
+        assert scale().decision.chosen == "Scale.forward_cpu"
+        assert "'+scale' in custom_ops" in scale().decision.reason
+    both = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["+Scale", "-scale"]))
+    with set_config(both), pytest.raises(ConfigError, match=r"both '\+scale' and '-scale'"):
+        scale()
+
+
 def test_an_unknown_op_in_custom_ops_is_an_error_with_near_matches(scale) -> None:
     """A name that no catalogue knows is found when the first op is constructed."""
     with (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import runpy
+from pathlib import Path
 from typing import Any
 
 import opgraft
 import pytest
 import torch
+from click.testing import CliRunner
 from opgraft import OpgraftConfig, current_platform, load_plugins, ops, set_config
 from opgraft.cli.offers import plugins_of_vllm
 from opgraft.errors import PluginError
@@ -17,7 +20,10 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
-from plugins.vllm_plugin import BRIDGE, imports_forgotten, install_acme, install_bridge
+from plugins.vllm_plugin import BRIDGE, ENTRY, imports_forgotten, install_acme, install_bridge
+from safetensors.torch import save_file
+
+GENERAL = {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]}
 
 
 @pytest.fixture
@@ -59,11 +65,7 @@ def test_a_plugin_runs_as_it_is(bridged: Any, caplog: pytest.LogCaptureFixture) 
     )
     torch.testing.assert_close(silu(x), silu.forward_native(x))
     torch.testing.assert_close(norm(x, x), norm.forward_native(x, x))
-    (candidate,) = [each for each in selected_platform().decision.candidates if each.accepted]
-    assert candidate.evidence is not None
-    (fact,) = candidate.evidence.facts
-    assert fact.value == "opgraft does not call get_attn_backend_cls"
-    assert re.fullmatch(r".*/acme_vllm/platform\.py:\d+", fact.source)
+    assert "meta_path" not in caplog.text
 
 
 BY_VARIABLES = """
@@ -138,41 +140,183 @@ def test_conformance_judges_it(bridged: Any) -> None:
 
 
 LACKING = """
+from typing import TYPE_CHECKING
+
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.gpu_worker import Worker, start
 import vllm.envs as envs
 from vllm.platforms import current_platform
+if TYPE_CHECKING:
+    from vllm.nowhere import Nothing
 
 
+class AcmeWorker(Worker):
+    def load(self, model: Worker | None) -> "Nothing":
+        return start(model)
+
+
+@RMSNorm.register_oot
 class AcmeNorm(RMSNorm):
     def forward_oot(self, x, residual=None):
-        if current_platform.is_acme() or current_platform.is_cpu():
-            return envs.VLLM_ACME
+        if USED:
+            start(x)
         return self.forward_native(x, residual)
+
+
+USED = False
 """
 
 
-@pytest.mark.parametrize("platform", [{}, {"vllm.platform_plugins": ["acme = acme_vllm:register"]}])
-def test_what_has_no_counterpart_is_one_error(
-    bridged: Any, caplog: pytest.LogCaptureFixture, platform: dict[str, list[str]]
-) -> None:
-    """It lists each name with file and line before anything of it is imported, and what does without goes on."""
-    install_acme(
-        bridged,
-        {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"], **platform},
-        ops=LACKING,
+def test_a_missing_name_costs_nothing_until_it_is_used(bridged: Any) -> None:
+    """It may be imported, named in annotations and derived from; a call names plugin, file and line."""
+    install_acme(bridged, GENERAL, ops=LACKING)
+    norm = ops.RMSNorm(8)
+    assert norm.decision.chosen == "AcmeNorm.forward_oot"
+    acme = importlib.import_module("acme_vllm.ops")
+    with pytest.raises(
+        PluginError, match=r"makes a AcmeWorker, which derives from .*Worker at "
+    ) as told:
+        acme.AcmeWorker()
+    assert "test_vllm_bridge.py:" in (told.value.location or "")
+    norm(torch.randn(2, 8))
+    acme.USED = True
+    words = (
+        r"the vLLM plugin 'acme-vllm' calls vllm\.v1\.worker\.gpu_worker\.start at .*/acme_vllm/ops\.py:21 "
+        r"\(imported at .*/acme_vllm/ops\.py:5\), which opgraft has no counterpart of: a worker is a replacement"
     )
+    with pytest.raises(PluginError, match=words):
+        norm(torch.randn(2, 8))
+
+
+def test_a_module_is_judged_alone(bridged: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One that uses a missing name when it is imported is left out with its place; others register their ops."""
+    broken = "from vllm.nowhere import register\nfrom vllm.model_executor.layers.activation import GELU\n\n"
+    broken += "@register('x')\n@GELU.register_oot\nclass Other(GELU):\n    pass\n"
+    install_acme(bridged, {"vllm.platform_plugins": ["acme = acme_vllm:register"]}, broken=broken)
     load_plugins()
-    assert current_platform().name == ("acme" if platform else "cpu")
-    (told,) = [record.message for record in caplog.records if "no counterpart of" in record.message]
-    places = dict(re.findall(r"(vllm[\w.]+) \(\S*/(acme_vllm/\w+\.py:\d+)", told))
+    assert current_platform().name == "acme"
+    assert ops.RMSNorm(8).decision.chosen == "AcmeRMSNorm.forward_oot"
+    assert ops.GELU().decision.chosen.startswith("GELU.")
+    (told,) = [record.message for record in caplog.records if "goes without" in record.message]
+    assert re.search(
+        r"plugin acme-vllm 2.0 goes without its module acme_vllm\.broken: .*"
+        r"calls vllm\.nowhere\.register at .*/acme_vllm/broken\.py:4 ",
+        told,
+    )
+
+
+def test_a_platform_without_ops_says_so(bridged: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A device whose plugin registers no op runs opgraft's own kernels, and a warning says that."""
+    points = {"vllm.platform_plugins": ["acme = acme_vllm:register"]}
+    install_acme(bridged, points, ops="")
+    load_plugins()
+    assert "platform 'acme' of acme-vllm 2.0 registers no op" in caplog.text
+
+
+NEEDS = """
+import torch
+from vllm.platforms.cpu import CpuPlatform
+
+
+class AcmePlatform(CpuPlatform):
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        dtype = vllm_config.model_config.dtype
+        if dtype != torch.bfloat16:
+            raise ValueError(f"computes in bfloat16 only, got {dtype}")
+        vllm_config.compilation_config.custom_ops += ["none", "+RMSNorm"]
+"""
+
+
+@pytest.mark.parametrize(("dtype", "platform"), [("bfloat16", "acme"), ("float32", "cpu")])
+def test_a_platform_is_told_the_settings(
+    bridged: Any, caplog: pytest.LogCaptureFixture, dtype: str, platform: str
+) -> None:
+    """It sees the user's dtype, may refuse it, and may enable ops by the names of their classes."""
+    install_acme(bridged, platform=NEEDS)
+    config = OpgraftConfig(model=opgraft.config.ModelConfig(dtype=dtype))
+    with set_config(config):
+        assert current_platform().name == platform
+        assert (ops.RMSNorm(8).decision.chosen == "AcmeRMSNorm.forward_oot") == (platform == "acme")
+        assert (not ops.SiluAndMul.enabled()) == (platform == "acme")
+    refused = "computes in bfloat16 only, got torch.float32" in caplog.text
+    assert refused == (platform == "cpu")
+
+
+def test_a_platform_is_told_the_model(bridged: Any, tmp_path: Path) -> None:
+    """It sees the config of the checkpoint, whose dtype holds where the user names none."""
+    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    settings |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings |= {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    check = (
+        "        model = vllm_config.model_config\n"
+        "        assert (model.get_head_size(), model.get_total_num_kv_heads()) == (16, 2)\n"
+        "        assert model.hf_config.model_type == 'llama' and not model.use_mla\n"
+    )
+    install_acme(bridged, platform=NEEDS + check)
+    with set_config(OpgraftConfig(model=opgraft.config.ModelConfig(name=str(tmp_path)))):
+        assert current_platform().name == "acme"
+
+
+SHARED = (
+    "import vllm\nfrom vllm.version import __version__\nassert vllm.__version__ == __version__\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("requires", "constant", "told"),
+    [
+        ((), "", "0.33.0"),
+        (("vllm>=0.11,<0.13",), "", "0.12.0"),
+        (("vllm==0.18.1",), "", "0.18.1"),
+        (("vllm==0.8.5",), "", "0.33.0"),
+        ((), "_SUPPORTED_VLLM = '>=0.25.0,<=0.28.0'\n", "0.28.0"),
+    ],
+)
+def test_the_version_fits_the_plugin(
+    bridged: Any, requires: tuple[str, ...], constant: str, told: str
+) -> None:
+    """A plugin is told the newest version that it requires, of those that the bridge covers."""
+    files = {"acme_vllm/__init__.py": ENTRY + constant, "acme_vllm/ops.py": SHARED}
+    bridged.install("acme-vllm", files, GENERAL, requires=requires)
+    load_plugins()
+    found = importlib.import_module("acme_vllm.ops").__version__
+    assert found == f"{told}+opgraft{opgraft.__version__}"
+
+
+def test_a_setting_names_the_version(bridged: Any) -> None:
+    """It stands above what the plugin requires."""
+    files = {"acme_vllm/__init__.py": ENTRY, "acme_vllm/ops.py": SHARED}
+    bridged.install("acme-vllm", files, GENERAL, requires=("vllm<0.20",))
+    with set_config(OpgraftConfig(of_plugins={"vllm_bridge.vllm_version": "0.30.1"})):
+        load_plugins()
+    assert importlib.import_module("acme_vllm.ops").__version__.startswith("0.30.1+opgraft")
+
+
+def test_names_are_listed(bridged: Any) -> None:
+    """One command tells which names of vLLM a plugin uses, and which of these are missing, with places."""
+    install_acme(bridged, GENERAL, ops=LACKING)
+    command = importlib.import_module("opgraft_vllm_bridge.command").main
+    run = CliRunner().invoke
+    listed = json.loads(run(command, ["names", "acme_ops", "--json"]).stdout)
+    assert listed["distribution"] == {"name": "acme-vllm", "version": "2.0"}
+    assert "vllm.model_executor.layers.layernorm.RMSNorm" in listed["answered"]
+    places = {name: place.rpartition("/")[2] for name, place in listed["missing"].items()}
     assert places == {
-        "vllm.v1.worker.gpu_worker.Worker": "acme_vllm/ops.py:3",
-        "vllm.envs.VLLM_ACME": "acme_vllm/ops.py:11",
-        "vllm.platforms.current_platform.is_acme": "acme_vllm/ops.py:10",
+        "vllm.v1.worker.gpu_worker.Worker": "ops.py:5",
+        "vllm.v1.worker.gpu_worker.start": "ops.py:5",
     }
-    assert not [record for record in caplog.records if "'acme' needs" in record.message]
-    assert ops.RMSNorm(8).decision.chosen.startswith("RMSNorm.")
+    text = run(command, ["names", "acme-vllm"]).stdout
+    assert re.search(
+        r"^acme-vllm 2\.0 uses \d+ names of vLLM: \d+ are answered, 2 are missing", text
+    )
+    refused = run(command, ["names", "nobody"])
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "Error: 'nobody' is no installed plugin of vLLM: acme-vllm\n",
+    )
 
 
 @pytest.mark.parametrize("plugins", [("acme",), ("acme-vllm",)])
@@ -195,16 +339,19 @@ def test_the_deny_list_holds(bridged: Any, denied: str) -> None:
         )
 
 
-def test_names_without_a_counterpart_are_not_imported(bridged: Any) -> None:
-    """A module or a name that the bridge has not fails as in an import; where vLLM is installed nothing is answered."""
+def test_only_statements_import_missing_names(bridged: Any) -> None:
+    """Another way of importing fails as in an import; where vLLM is installed nothing is answered."""
     finder = importlib.import_module("opgraft_vllm_bridge.finder").VllmFinder("acme")
     finder.install()
     layers = importlib.import_module("vllm.model_executor.layers.layernorm")
     assert layers.RMSNorm is ops.RMSNorm
     with pytest.raises(ModuleNotFoundError, match=re.escape("No module named 'vllm.v1.worker'")):
         importlib.import_module("vllm.v1.worker")
-    with pytest.raises(AttributeError, match="LayerNorm"):
+    with pytest.raises(
+        AttributeError, match=r"asks for vllm\.model_executor\.layers\.layernorm\.LayerNorm"
+    ):
         _ = layers.LayerNorm
+    assert not hasattr(layers, "LayerNorm")
     (bridged.folder / "vllm").mkdir()
     (bridged.folder / "vllm/__init__.py").write_text("")
     assert finder.find_spec("vllm.logger", None) is None
@@ -224,9 +371,6 @@ def test_where_vllm_is_installed_the_plugin_is_left_to_it(bridged: Any) -> None:
     (candidate,) = [each for each in selected_platform().decision.candidates if each.name == "acme"]
     assert "vLLM itself is installed" in candidate.reason
     assert current_platform().name == "cpu"
-
-
-GENERAL = {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]}
 
 
 def test_a_plugin_without_a_platform_applies_on_any(bridged: Any) -> None:
@@ -286,7 +430,7 @@ def test_a_file_that_is_no_python(bridged: Any) -> None:
     install_acme(bridged, GENERAL, ops="import vllm\n\ndef broken(:\n")
     with (
         set_config(OpgraftConfig(plugins=("acme_ops",))),
-        pytest.raises(PluginError, match=r"acme_vllm/ops\.py:3"),
+        pytest.raises(PluginError, match=r"ops\.py, line 3"),
     ):
         opgraft.load_plugins()
 

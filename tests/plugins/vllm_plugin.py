@@ -154,7 +154,8 @@ POINTS = {
 def install_bridge(site: Any) -> None:
     """Install the bridge as pip would."""
     source = BRIDGE / "src"
-    files = {str(path.relative_to(source)): path.read_text() for path in source.rglob("*.py")}
+    parts = [*source.rglob("*.py"), *source.rglob("*.toml")]
+    files = {str(path.relative_to(source)): path.read_text() for path in parts}
     project = tomllib.loads((BRIDGE / "pyproject.toml").read_text())["project"]
     points = {
         group: [f"{k} = {v}" for k, v in rows.items()]

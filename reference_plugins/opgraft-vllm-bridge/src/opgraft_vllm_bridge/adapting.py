@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from opgraft import DeviceCapability, DeviceMemory, OpgraftConfig, Platform
-from opgraft.hosts import built_in_platform, shortened
+from opgraft.hosts import (
+    Offer,
+    built_in_platform,
+    classes_replaced_by,
+    current_config,
+    origin_of,
+    report_fault,
+    shortened,
+)
 from opgraft.logger import init_logger
 
 from opgraft_vllm_bridge.vllm_parts import config
@@ -23,14 +35,19 @@ _CHAINS = {
 """The dispatch chains of plugins that say that they are one of the kinds that vLLM itself has kernels for."""
 
 
+_CUSTOM_OPS = "compilation_config.custom_ops"
+
+
 class BridgedPlatform(Platform):
     """A device of a vLLM plugin. Classes that derive from it say which.
 
     Attributes:
+        offer: the entry point of the platform.
         vllm_class: the plugin's.
         theirs: an instance of it, of which there is one for all.
     """
 
+    offer: Offer
     vllm_class: type[VllmPlatform]
     theirs: VllmPlatform
 
@@ -93,21 +110,21 @@ class BridgedPlatform(Platform):
     def default_config(self) -> OpgraftConfig:
         """Return what the plugin changes of vLLM's settings, as far as they are opgraft's.
 
-        What it does when it is chosen comes before: kernels, and what settings may name.
+        What it does when it is chosen comes before: kernels, and what settings may name. It is
+        given the settings of this process and the model that they name.
         """
         self.theirs.import_kernels()
         self.theirs.pre_register_and_update(None)
-        settings = config.VllmConfig.of(OpgraftConfig().resolved(), self.device_type)
-        before = config.values_of(settings)
-        self.theirs.apply_config_platform_defaults(settings)
-        self.theirs.check_and_update_config(settings)
-        changed = {
-            name: value
-            for name, value in config.values_of(settings).items()
-            if before[name] != value
-        }
+        before, settings = self._changed_settings()
+        after = config.values_of(settings)
+        changed = {name: value for name, value in after.items() if before[name] != value}
+        # Those of the user are in a layer of their own, which comes first.
+        former = before[_CUSTOM_OPS]
+        after[_CUSTOM_OPS] = tuple(each for each in after[_CUSTOM_OPS] if each not in former)
+        if _CUSTOM_OPS in changed:
+            changed[_CUSTOM_OPS] = after[_CUSTOM_OPS]
         for name, value in changed.items():
-            why = config.unheeded(name)
+            why = config.unheeded(name) or _outranked(name)
             if why is not None:
                 logger.warning(
                     "plugin %s sets %s to %s, to no effect: %s",
@@ -116,15 +133,82 @@ class BridgedPlatform(Platform):
                     shortened(repr(value)),
                     why,
                 )
-        return config.as_opgraft(changed)
+        # A dtype that the plugin assigns holds, although 'auto' stood for the same one.
+        assigned = config.assigned_in(settings)
+        return config.as_opgraft(changed | {name: after[name] for name in assigned & after.keys()})
+
+    def _changed_settings(self) -> tuple[dict[str, Any], config.VllmConfig]:
+        """Return the values of settings before, and the settings that the plugin has changed.
+
+        If no model is named, a plugin that needs one is asked again with ``model_config=None``,
+        which vLLM allows.
+        """
+        dtype = self.theirs.supported_dtypes[0]
+        settings = config.VllmConfig.of(current_config(), self.device_type, dtype)
+        before = config.values_of(settings)
+        try:
+            self._change(settings)
+        except Exception:
+            if settings.model_config is None or settings.model_config.model is not None:
+                raise
+            settings = config.VllmConfig.of(current_config(), self.device_type, dtype)
+            settings.model_config = None
+            try:
+                self._change(settings)
+            except Exception:
+                settings = None
+            if settings is None:
+                raise
+        return before, settings
+
+    def _change(self, settings: config.VllmConfig) -> None:
+        self.theirs.apply_config_platform_defaults(settings)
+        self.theirs.check_and_update_config(settings)
+
+    def prepare(self, opgraft_config: OpgraftConfig) -> None:
+        """Tell the user if no kernel of the plugin runs."""
+        provider = self.offer.provider
+        if not classes_replaced_by(provider):
+            report_fault(
+                f"platform {self.name!r} of {provider} registers no op: every op runs opgraft's own kernels. "
+                f"'opgraft-vllm-bridge names {provider.name}' lists the names of vLLM that it lacks",
+                provider,
+            )
 
 
-def adapted(name: str, theirs: type[VllmPlatform]) -> type[BridgedPlatform]:
+def _outranked(name: str) -> str | None:
+    """Say which setting of the user stands above that of a plugin; ``None`` if there is none."""
+    ours = config.SETTINGS[name]
+    origin = origin_of(ours)
+    return None if origin == "default" else f"{ours} is set by {origin}, which comes first"
+
+
+_LOADING: list[VllmPlatform] = []
+"""The platform whose op modules are imported, which is not chosen yet."""
+
+
+@contextmanager
+def loading(platform: type[BridgedPlatform]) -> Iterator[None]:
+    """Let modules that are imported within the block see a platform as the current one."""
+    _LOADING.append(platform.theirs)
+    try:
+        yield
+    finally:
+        _LOADING.pop()
+
+
+def platform_in_loading() -> VllmPlatform | None:
+    """Return the platform whose op modules are imported right now, if any."""
+    return _LOADING[-1] if _LOADING else None
+
+
+def adapted(offer: Offer, theirs: Any) -> type[BridgedPlatform]:
     """Return the platform class for that of a plugin, under the name of its entry point."""
     if not (isinstance(theirs, type) and issubclass(theirs, VllmPlatform)):
         raise TypeError(f"{theirs!r} is no subclass of vllm.platforms.Platform")
     members = {
-        "name": name,
+        "name": offer.name,
+        "offer": offer,
         "vllm_class": theirs,
         "theirs": theirs(),
         "__module__": theirs.__module__,

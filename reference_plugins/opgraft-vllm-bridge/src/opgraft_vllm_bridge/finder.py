@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
+from opgraft_vllm_bridge.guards import is_guarded
+from opgraft_vllm_bridge.missing import (
+    PLUGINS,
+    Missing,
+    MissingAttributeError,
+    absence,
+    caller,
+    place_of,
+    plugin_of,
+)
 from opgraft_vllm_bridge.names import MODULES, NAMES, PACKAGES
+from opgraft_vllm_bridge.versions import announced_to
 
 _ORIGIN = "opgraft-vllm-bridge"
+_VLLM = "vllm"
+_VERSION = "__version__"
+_IMPORTING = frozenset({dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"]})
+
+
+class VllmModule(ModuleType):
+    """A module of vLLM. A name without a counterpart becomes a ``Missing`` object by an import."""
+
+    def __getattr__(self, name: str) -> Any:
+        qualified = f"{self.__name__}.{name}"
+        if name == _VERSION and _VERSION in NAMES.get(self.__name__, {}):
+            return announced_to(plugin_of(caller()))
+        if qualified in MODULES:
+            return importlib.import_module(qualified)
+        frame = caller()
+        if name == "__all__" and self.__name__ not in MODULES:
+            raise absence(self.__name__, "imports all names of")
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if not _imports(frame):
+            raise absence(qualified, "asks for", kind=MissingAttributeError)
+        if is_guarded(frame):
+            raise AttributeError(f"opgraft has no counterpart of {qualified}")
+        return Missing(qualified, place_of(frame))
 
 
 class VllmFinder(MetaPathFinder, Loader):
-    """Makes the modules of vLLM that there are counterparts of. Each plugin has its own, and they are all alike.
+    """Makes the modules of vLLM. Each plugin has a finder of its own, and they are all alike.
+
+    A statement imports every module. If the statement provides for an ``ImportError``, or another
+    way of importing is used, only modules with counterparts are found.
 
     Attributes:
-        plugin: the name of the plugin's entry point.
+        plugin: the name of the plugin's distribution.
     """
 
     def __init__(self, plugin: str) -> None:
@@ -36,18 +76,37 @@ class VllmFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in MODULES or is_installed():
+        if fullname.partition(".")[0] != _VLLM or is_installed():
             return None
-        return ModuleSpec(fullname, self, origin=_ORIGIN, is_package=fullname in PACKAGES)
+        if fullname in MODULES:
+            return ModuleSpec(fullname, self, origin=_ORIGIN, is_package=fullname in PACKAGES)
+        frame = caller()
+        if not _imports(frame) or is_guarded(frame):
+            return None
+        return ModuleSpec(fullname, self, origin=_ORIGIN, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return VllmModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         for name, home in NAMES.get(module.__name__, {}).items():
-            setattr(module, name, getattr(importlib.import_module(home), name))
+            if name != _VERSION:
+                setattr(module, name, getattr(importlib.import_module(home), name))
 
-    def install(self) -> None:
-        """Answer imports from now on, after all other finders; once for each plugin."""
+    def install(self, packages: Iterable[str] = ()) -> None:
+        """Answer imports from now on, after all other finders; once for each plugin.
+
+        Args:
+            packages: the top-level packages of the plugin, for messages about it.
+        """
+        PLUGINS.update(dict.fromkeys(packages, self.plugin))
         if self not in sys.meta_path:
             sys.meta_path.append(self)
+
+
+def _imports(frame: FrameType) -> bool:
+    """Return True if a frame executes an import statement."""
+    return frame.f_code.co_code[frame.f_lasti] in _IMPORTING
 
 
 def is_installed() -> bool:

@@ -22,8 +22,8 @@ _PLATFORM = "CpuArchEnum Platform PlatformEnum"
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm": {"version": "__version__"},
     "vllm.config": {
-        "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig LoadConfig ModelConfig "
-        "ParallelConfig SchedulerConfig"
+        "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig KVTransferConfig LoadConfig "
+        "ModelConfig ParallelConfig SchedulerConfig"
     },
     "vllm.config.cache": {"config": "CacheConfig"},
     "vllm.config.compilation": {"config": "CUDAGraphMode CompilationConfig"},

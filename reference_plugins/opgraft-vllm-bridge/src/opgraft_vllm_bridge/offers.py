@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,12 @@ from typing import Any
 
 import importlib_metadata
 import opgraft
-from opgraft import Evidence, Fact, Machine, PlatformSpec
+from opgraft import Evidence, Machine, PlatformSpec
 from opgraft.errors import InputError
 from opgraft.hosts import Offer, Ported, discover
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
-from opgraft_vllm_bridge.judging import Judgement, expect_counterparts, judge
+from opgraft_vllm_bridge.op_modules import import_op_modules
 
 _PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
 _TOLD = (
@@ -35,17 +36,12 @@ def platform(offer: Offer) -> PlatformSpec:
     def probe(machine: Machine) -> Evidence:
         if is_installed():
             return Evidence(False, _ASIDE)
-        with _variables_of(machine):
+        with _variables_of(machine), _last_warning() as told:
             path = _class_path(offer)
         if path is None:
-            return Evidence(False, f"{offer.value} finds no device; {_TOLD}")
-        judgement = _judged(offer, path.rpartition(".")[0])
-        expect_counterparts(offer.name, judgement)
-        facts = [
-            Fact(place, f"opgraft does not call {name}")
-            for name, place in judgement.uncalled.items()
-        ]
-        return Evidence(True, f"{offer.value} returns {path}", facts=tuple(facts))
+            why = f" ({told[0]})" if told else ""
+            return Evidence(False, f"{offer.value} finds no device{why}; {_TOLD}")
+        return Evidence(True, f"{offer.value} returns {path}")
 
     def load() -> type[opgraft.Platform]:
         path = _class_path(offer)
@@ -54,12 +50,12 @@ def platform(offer: Offer) -> PlatformSpec:
                 f"{offer.value}, which has found a device, finds none any more"
             )
         module, _, name = path.rpartition(".")
-        expect_counterparts(offer.name, _judged(offer, module))
         # With torch, which a probe does without.
         adapting = importlib.import_module("opgraft_vllm_bridge.adapting")
-        adapted: type[opgraft.Platform] = adapting.adapted(
-            offer.name, getattr(importlib.import_module(module), name)
-        )
+        theirs = getattr(importlib.import_module(module), name)
+        adapted: type[opgraft.Platform] = adapting.adapted(offer, theirs)
+        with adapting.loading(adapted):
+            import_op_modules(offer, {offer.package, module.partition(".")[0]})
         return adapted
 
     return PlatformSpec(probe, load)
@@ -104,15 +100,10 @@ class Plugin:
 
 
 def plugin(offer: Offer) -> Plugin:
-    """Return a plugin of opgraft for an entry point of the group ``vllm.general_plugins``.
-
-    Raises:
-        PluginError: it uses what has no counterpart.
-    """
+    """Return a plugin of opgraft for an entry point of the group ``vllm.general_plugins``."""
     offers_platform = bool(discover().platforms_of(offer.provider))
     if is_installed():
         return Plugin(None, offers_platform=offers_platform)
-    expect_counterparts(offer.name, _judged(offer))
     return Plugin(_function(offer), offers_platform=offers_platform)
 
 
@@ -133,12 +124,11 @@ def port_folder(folder: Path) -> Ported:
 
 
 def _class_path(offer: Offer) -> str | None:
-    """Call the function of a platform's entry point, whose module must have counterparts for all that it uses.
+    """Call the function of a platform's entry point.
 
     Raises:
-        PluginError: it has not, or it returns something else than a dotted path or ``None``.
+        TypeError: it returns something else than a dotted path or ``None``.
     """
-    expect_counterparts(offer.name, _judged(offer))
     path = _function(offer)()
     if path is not None and not (isinstance(path, str) and "." in path):
         raise TypeError(
@@ -147,18 +137,32 @@ def _class_path(offer: Offer) -> str | None:
     return path
 
 
-def _judged(offer: Offer, *modules: str) -> Judgement:
-    """Judge what an entry point leads to: its function and these modules, without the functions of other ones."""
-    apart = {_point(each).attr for each in discover().offers if each.module == offer.module} - {
-        _point(offer).attr
-    }
-    return judge(offer.module, *modules, apart=apart)
-
-
 def _function(offer: Offer) -> Any:
-    VllmFinder(offer.name).install()
-    return _point(offer).load()
+    installed = _as_installed(offer)
+    provider = installed.provider
+    packages = {each.package for each in discover().offers if each.provider == provider}
+    VllmFinder(provider.name).install(packages)
+    point = importlib_metadata.EntryPoint(offer.name, offer.value, installed.stands_in)
+    return point.load()
 
 
-def _point(offer: Offer) -> importlib_metadata.EntryPoint:
-    return importlib_metadata.EntryPoint(offer.name, offer.value, offer.stands_in)
+def _as_installed(offer: Offer) -> Offer:
+    """Return an entry point with its distribution, which the process of a probe is not told."""
+    for each in discover().offers:
+        if (each.name, each.value, each.group) == (offer.name, offer.value, offer.group):
+            return each
+    return offer
+
+
+@contextmanager
+def _last_warning() -> Iterator[list[str]]:
+    """Yield a list that holds the last warning that a plugin logs within the block."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.__setitem__(slice(None), [record.getMessage()])  # type: ignore[method-assign]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield told
+    finally:
+        root.removeHandler(handler)

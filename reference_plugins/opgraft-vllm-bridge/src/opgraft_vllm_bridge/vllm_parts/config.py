@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from opgraft import CompilationMode, OpgraftConfig, current_platform
 from opgraft.config import config_from_fields
+from opgraft.custom_op import op_registry
 from opgraft.errors import ConfigError
-from opgraft.hosts import current_config
+from opgraft.hosts import current_config, described_model, origin_of
 
 
 class CUDAGraphMode(enum.Enum):
@@ -27,7 +29,16 @@ class CUDAGraphMode(enum.Enum):
 class Settings:
     """Settings that a plugin may change when its platform is asked for defaults, and not later: they are opgraft's."""
 
-    __slots__ = ("_sealed",)
+    __slots__ = ("_assigned", "_sealed")
+
+    def note_assignments(self) -> None:
+        """Note from now on which settings are assigned, if only their former values."""
+        object.__setattr__(self, "_assigned", set())
+
+    @property
+    def assigned(self) -> frozenset[str]:
+        """The settings that were assigned since then."""
+        return frozenset(self._assigned)
 
     def seal(self) -> None:
         """Refuse changes from now on."""
@@ -39,21 +50,58 @@ class Settings:
                 f"a plugin of vLLM sets {name} of {type(self).__name__}, which changes nothing any more: it may in its "
                 "platform's check_and_update_config"
             )
+        noted = getattr(self, "_assigned", None)
+        if noted is not None:
+            noted.add(name)
         object.__setattr__(self, name, value)
 
 
 @dataclass(slots=True)
 class ModelConfig(Settings):
-    """The model."""
+    """The model.
+
+    Attributes:
+        hf_config: the checkpoint's, as transformers has it; ``None`` if no model is named.
+    """
 
     model: str | None
-    dtype: torch.dtype | str
+    dtype: torch.dtype
     max_model_len: int | None
     quantization: str | None
     seed: int
     enforce_eager: bool = True
     revision: str | None = None
     trust_remote_code: bool = False
+    hf_config: Any = None
+
+    @property
+    def hf_text_config(self) -> Any:
+        """The part of the checkpoint's config that describes its language model."""
+        return getattr(self.hf_config, "text_config", None) or self.hf_config
+
+    @property
+    def use_mla(self) -> bool:
+        """Tell whether attention keeps latents in the cache instead of keys and values."""
+        return getattr(self.hf_text_config, "kv_lora_rank", None) is not None
+
+    def get_hidden_size(self) -> int:
+        return int(self.hf_text_config.hidden_size)
+
+    def get_vocab_size(self) -> int:
+        return int(self.hf_text_config.vocab_size)
+
+    def get_total_num_kv_heads(self) -> int:
+        text = self.hf_text_config
+        heads = getattr(text, "num_key_value_heads", None)
+        return int(heads or text.num_attention_heads)
+
+    def get_head_size(self) -> int:
+        """Return the numbers of a head; with latents, those of a latent and its rotary part."""
+        text = self.hf_text_config
+        if self.use_mla:
+            return int(text.kv_lora_rank + text.qk_rope_head_dim)
+        size = getattr(text, "head_dim", None)
+        return int(size or text.hidden_size // text.num_attention_heads)
 
 
 @dataclass(slots=True)
@@ -65,6 +113,7 @@ class CacheConfig(Settings):
     enable_prefix_caching: bool
     gpu_memory_utilization: float | None
     num_gpu_blocks_override: int | None
+    user_specified_block_size: bool = False
 
 
 @dataclass(slots=True)
@@ -77,6 +126,10 @@ class SchedulerConfig(Settings):
     policy: str
     async_scheduling: bool = False
     scheduler_cls: str | type | None = None
+
+    @property
+    def chunked_prefill_enabled(self) -> bool:
+        return self.enable_chunked_prefill
 
 
 @dataclass(slots=True)
@@ -117,6 +170,7 @@ class CompilationConfig(Settings):
     mode: CompilationMode
     cudagraph_capture_sizes: list[int] = field(default_factory=list)
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    static_forward_context: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -130,6 +184,16 @@ class DeviceConfig(Settings):
         return torch.device(self.device_type)
 
 
+@dataclass
+class KVTransferConfig:
+    """The transfer of keys and values by a connector, which opgraft does not have: its cache is its own."""
+
+    kv_connector: str | None = None
+    kv_role: str | None = None
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class VllmConfig(Settings):
     """All settings. What opgraft has nothing of, such as LoRA, is ``None``.
@@ -138,7 +202,7 @@ class VllmConfig(Settings):
         additional_config: given to a plugin by users beside the others, for which opgraft has no way.
     """
 
-    model_config: ModelConfig
+    model_config: ModelConfig | None
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     parallel_config: ParallelConfig
@@ -147,21 +211,39 @@ class VllmConfig(Settings):
     device_config: DeviceConfig
     additional_config: dict[str, Any] = field(default_factory=dict)
     kv_events_config: None = None
-    kv_transfer_config: None = None
+    kv_transfer_config: KVTransferConfig | None = None
     lora_config: None = None
+    quant_config: Any = None
+    speculative_config: None = None
 
     @classmethod
-    def of(cls, config: OpgraftConfig, device_type: str) -> VllmConfig:
-        """Tell settings of opgraft, which are complete, in vLLM's terms."""
+    def of(cls, config: OpgraftConfig, device_type: str, dtype: torch.dtype) -> VllmConfig:
+        """Tell settings of opgraft, which are complete, in vLLM's terms.
+
+        Args:
+            config: the settings.
+            device_type: of the platform.
+            dtype: the one that ``auto`` stands for without a model.
+
+        Raises:
+            CheckpointError: the model's checkpoint is missing or damaged.
+        """
         rows: dict[str, dict[str, Any]] = {}
         for theirs, ours in SETTINGS.items():
             section, _, name = theirs.partition(".")
             owner, _, own = ours.rpartition(".")
             value = getattr(getattr(config, owner), own)
             rows.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
-        rows["model_config"]["dtype"] = getattr(torch, config.model.dtype, config.model.dtype)
+        switched = rows["compilation_config"]["custom_ops"]
+        rows["compilation_config"]["custom_ops"] = _with_class_names(switched)
+        described = _described(config.model.name)
+        rows["model_config"]["hf_config"] = described
+        rows["model_config"]["dtype"] = _dtype_of(config.model.dtype, described, dtype)
         rows["model_config"]["enforce_eager"] = (
             config.compilation_config.mode is CompilationMode.NONE
+        )
+        rows["cache_config"]["user_specified_block_size"] = (
+            origin_of("cache.block_size") != "default"
         )
         rows["parallel_config"]["data_parallel_rank"] = config.parallel.data_rank or 0
         rows["parallel_config"]["enable_expert_parallel"] = config.parallel.expert > 1
@@ -170,6 +252,8 @@ class VllmConfig(Settings):
             for each in fields(cls)
             if each.name in rows
         }
+        for section in made.values():
+            section.note_assignments()
         return cls(**made, device_config=DeviceConfig(device_type))
 
     def sealed(self) -> VllmConfig:
@@ -178,6 +262,33 @@ class VllmConfig(Settings):
             getattr(self, section).seal()
         self.seal()
         return self
+
+
+def _with_class_names(custom_ops: list[str]) -> list[str]:
+    """Return ``custom_ops`` with the names of classes, too, by which plugins look ops up."""
+    found = list(custom_ops)
+    for token in custom_ops:
+        cls = op_registry.get(token[1:])
+        if cls is not None:
+            found.append(f"{token[0]}{cls.__name__}")
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _described(model: str | None) -> Any:
+    # Cached, as the constructor of each layer may ask and a checkpoint is slow to open.
+    return described_model(config_from_fields({"model.name": model}).resolved())
+
+
+def _dtype_of(name: str, described: Any, default: torch.dtype) -> torch.dtype:
+    """Return the dtype of a model: that of the settings, else the checkpoint's."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if described is None:
+        return default
+    found = getattr(described, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 _SECTIONS: Mapping[str, Any] = {
@@ -218,6 +329,7 @@ SETTINGS: Mapping[str, str] = {
 
 _UNHEEDED: Mapping[str, str] = {
     "compilation_config.cudagraph_mode": "opgraft captures the graphs of its own platforms only",
+    "kv_transfer_config": "the cache of keys and values is opgraft's own",
     "parallel_config.disable_custom_all_reduce": "the collectives are those of the communicator, which plugins replace",
     "parallel_config.distributed_executor_backend": "workers are opgraft's own, started as parallel.executor says",
     "parallel_config.worker_cls": "the worker is opgraft's, which plugins replace under the name 'worker'",
@@ -236,14 +348,26 @@ def values_of(config: VllmConfig) -> dict[str, Any]:
     found = {
         each.name: getattr(config, each.name)
         for each in fields(config)
-        if each.name.startswith(("kv_", "lora_"))
+        if each.name.startswith(("kv_", "lora_", "quant_", "speculative_"))
     }
     for section in _SECTIONS:
         settings = getattr(config, section)
+        if settings is None:
+            continue
         values = {each.name: getattr(settings, each.name) for each in fields(settings)}
         found |= {
             f"{section}.{n}": tuple(v) if isinstance(v, list) else v for n, v in values.items()
         }
+    return found
+
+
+def assigned_in(config: VllmConfig) -> set[str]:
+    """Return the dotted names of the settings that a plugin has assigned."""
+    found = set()
+    for section in _SECTIONS:
+        settings = getattr(config, section)
+        if settings is not None:
+            found |= {f"{section}.{name}" for name in settings.assigned}
     return found
 
 
@@ -262,7 +386,9 @@ def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
 
 def get_current_vllm_config() -> VllmConfig:
     """Return the settings that hold here and now, which cannot be written to."""
-    return VllmConfig.of(current_config(), current_platform().device_type).sealed()
+    platform = current_platform()
+    dtype = platform.capability().dtypes[0]
+    return VllmConfig.of(current_config(), platform.device_type, dtype).sealed()
 
 
 get_current_vllm_config_or_none = get_current_vllm_config

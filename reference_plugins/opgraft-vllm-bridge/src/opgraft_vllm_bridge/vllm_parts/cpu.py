@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from opgraft.hosts import built_in_platform
 
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum
@@ -22,6 +24,13 @@ class CpuPlatform(Platform):
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         return built_in_platform("cpu").memory().total
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Name the way in which workers run: in this process if there is one, else in others."""
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend is None:
+            parallel.distributed_executor_backend = "uni" if parallel.world_size == 1 else "mp"
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

@@ -9,7 +9,7 @@ import opgraft
 import torch
 from opgraft import Platform as OpgraftPlatform
 
-from opgraft_vllm_bridge.adapting import BridgedPlatform
+from opgraft_vllm_bridge.adapting import BridgedPlatform, platform_in_loading
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum
 
 _KINDS = {each.name.lower(): each for each in PlatformEnum}
@@ -19,7 +19,8 @@ class CurrentPlatform:
     """The platform of this process, which is asked when an attribute is: plugins import it before it is decided."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_of(opgraft.current_platform()), name)
+        platform = platform_in_loading() or _of(opgraft.current_platform())
+        return getattr(platform, name)
 
 
 @functools.cache

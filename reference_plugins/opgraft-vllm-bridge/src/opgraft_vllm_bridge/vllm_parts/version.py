@@ -1,6 +1,5 @@
-"""``vllm.version``."""
+"""``vllm.version``, as a plugin is told that requires no version. The finder answers each plugin."""
 
-from opgraft import __version__ as _opgraft
+from opgraft_vllm_bridge.versions import announced_to
 
-__version__ = f"0.33.0+opgraft{_opgraft}"
-"""The vLLM whose names these are. Plugins compare it with versions; what stands behind the ``+`` tells who answers."""
+__version__ = announced_to("")

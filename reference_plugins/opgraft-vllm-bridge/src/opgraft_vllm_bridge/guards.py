@@ -1,0 +1,76 @@
+"""Imports whose failure a plugin provides for, such as those in a ``try`` with ``except ImportError``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable, Iterator
+from types import FrameType
+
+_ABSENT = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+
+def is_guarded(frame: FrameType) -> bool:
+    """Return True if the line that a frame executes provides for the failure of an import."""
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    return frame.f_lineno in guarded_lines("".join(lines))
+
+
+@functools.lru_cache(maxsize=256)
+def guarded_lines(source: str) -> frozenset[int]:
+    """Return the lines of imports whose failure source code provides for."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    return frozenset(_guarded(tree))
+
+
+def _guarded(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        guards = False
+        if isinstance(node, ast.Try):
+            guards = any(_catches(handler) for handler in node.handlers)
+        elif isinstance(node, ast.With):
+            guards = any(_suppresses(item.context_expr) for item in node.items)
+        if guards:
+            yield from _lines_of_imports(node.body)  # type: ignore[attr-defined]  # of both
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    """Return True if a handler catches a failed import and does not raise again."""
+    last = handler.body[-1]
+    return bool(_ABSENT & set(words_in(handler.type))) and not isinstance(last, ast.Raise)
+
+
+def _suppresses(expression: ast.expr) -> bool:
+    if not isinstance(expression, ast.Call) or "suppress" not in set(words_in(expression.func)):
+        return False
+    return bool(_ABSENT & {word for argument in expression.args for word in words_in(argument)})
+
+
+def words_in(node: ast.expr | None) -> Iterator[str]:
+    """Yield the names in an expression, such as a handler's classes; ``except:`` catches all."""
+    if node is None:
+        yield "BaseException"
+        return
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            yield each.id
+        elif isinstance(each, ast.Attribute):
+            yield each.attr
+
+
+def _lines_of_imports(statements: Iterable[ast.stmt]) -> Iterator[int]:
+    """Yield the lines of imports in statements, but for those in functions that are defined there."""
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner = [
+                each
+                for each in ast.walk(statement)
+                if isinstance(each, ast.Import | ast.ImportFrom)
+            ]
+            yield from (each.lineno for each in inner)

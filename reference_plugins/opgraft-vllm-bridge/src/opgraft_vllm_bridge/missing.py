@@ -1,0 +1,188 @@
+"""Names of vLLM without a counterpart: objects that a plugin may import and hold, and that raise when it uses them.
+
+A plugin is judged by what it executes. A missing name in a function that nobody calls costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABCMeta
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from opgraft.errors import PluginError
+
+from opgraft_vllm_bridge.counterparts import hint
+
+PLUGINS: dict[str, str] = {}
+"""By top-level package, the name of the plugin that has it."""
+
+_OWN = __name__.partition(".")[0]
+_NOT_PLUGINS = frozenset({_OWN, "importlib", "abc", "typing", "functools"})
+_ADVICE = "'opgraft-vllm-bridge names {}' lists the names that it uses"
+
+
+class MissingNameError(PluginError):
+    """A plugin uses a name of vLLM that opgraft has no counterpart of.
+
+    Attributes:
+        name: the qualified name.
+    """
+
+    def __init__(self, message: str, location: str, name: str) -> None:
+        super().__init__(message, location)
+        self.name = name
+
+
+class MissingAttributeError(MissingNameError, AttributeError):
+    """The same as an ``AttributeError``, for questions such as ``hasattr``."""
+
+
+def frames_above(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a call's callers, without those of imports and of this package."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _NOT_PLUGINS and "importlib" not in frame.f_code.co_filename:
+            yield frame
+        frame = frame.f_back
+
+
+def caller() -> FrameType:
+    """Return the frame of a plugin that uses something of this package."""
+    return next(frames_above(sys._getframe(1)), sys._getframe(1))
+
+
+def place_of(frame: FrameType) -> str:
+    """Return ``file:line`` of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def plugin_of(frame: FrameType) -> str:
+    """Return the name of the plugin whose code a frame runs, else of the frame's package."""
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return PLUGINS.get(package, package)
+
+
+def absence(
+    name: str, does: str, imported: str = "", kind: type[MissingNameError] = MissingNameError
+) -> MissingNameError:
+    """Return the error of a use of a missing name.
+
+    Args:
+        name: the qualified name.
+        does: the use as a verb, such as ``calls``.
+        imported: ``file:line`` of the import, if another statement made it.
+        kind: the class of the error.
+    """
+    frame = caller()
+    place, plugin = place_of(frame), plugin_of(frame)
+    where = f" (imported at {imported})" if imported and imported != place else ""
+    told = hint(name)
+    return kind(
+        f"the vLLM plugin {plugin!r} {does} {name} at {place}{where}, which opgraft has no counterpart of: "
+        f"{f'{told}; ' if told else ''}{_ADVICE.format(plugin)}",
+        place,
+        name,
+    )
+
+
+class Missing:
+    """Stands for a name of vLLM without a counterpart.
+
+    It may be imported, held, named in annotations and derived from. Every other use raises a
+    ``MissingNameError``.
+    """
+
+    def __init__(self, name: str, imported: str) -> None:
+        self._name = name
+        self._imported = imported
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, missing in opgraft>"
+
+    def _refuse(self, does: str) -> NoReturn:
+        raise absence(self._name, does, self._imported)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        members = {"__module__": "vllm", "_missing": self}
+        return (_MissingClass(self._name.rpartition(".")[2], (), members),)
+
+    # Annotations, which Python evaluates where a function is defined.
+    def __or__(self, other: Any) -> Missing:
+        return self
+
+    __ror__ = __or__
+
+    def __getitem__(self, key: Any) -> Missing:
+        return self
+
+    # Modules such as typing compare annotations with their own forms.
+    def __eq__(self, other: object) -> bool:
+        is_form = type(other).__module__ in ("typing", "types")
+        if not (is_form or isinstance(other, (type, Missing))):
+            self._refuse("compares")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"takes {name!r} of")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("calls")
+
+    def __bool__(self) -> bool:
+        self._refuse("asks the truth of")
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse("iterates over")
+
+    def __len__(self) -> int:
+        self._refuse("takes the length of")
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse("looks into")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse("changes")
+
+    def __enter__(self) -> Any:
+        self._refuse("enters")
+
+    def __exit__(self, *raised: object) -> None:
+        self._refuse("leaves")
+
+    def __instancecheck__(self, instance: object) -> bool:
+        self._refuse("asks for instances of")
+
+    def __subclasscheck__(self, cls: type) -> bool:
+        self._refuse("asks for subclasses of")
+
+    def _compute(self, other: Any) -> Any:
+        self._refuse("computes with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _compute
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = _compute
+
+
+class _MissingClass(ABCMeta):
+    """The class of classes that derive from a missing name: nothing of them can be used."""
+
+    _missing: Missing
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        missing = cls._missing
+        raise absence(
+            missing._name, f"makes a {cls.__name__}, which derives from", missing._imported
+        )
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        missing = cls._missing
+        does = f"takes {name!r} of {cls.__name__}, which derives from"
+        raise absence(missing._name, does, missing._imported, MissingAttributeError)

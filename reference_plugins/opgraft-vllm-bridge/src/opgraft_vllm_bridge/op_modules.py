@@ -1,0 +1,97 @@
+"""Modules of a plugin that register ops. In vLLM the worker of the plugin imports them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from opgraft.errors import raised_in
+from opgraft.hosts import Offer, described, discover, report_fault, specs_of
+
+from opgraft_vllm_bridge.reading import LARGEST, modules_of
+
+_REGISTERS = "register_oot"
+_GENERAL = "vllm.general_plugins"
+
+
+def import_op_modules(offer: Offer, packages: Iterable[str]) -> None:
+    """Import the modules of a plugin's packages that register ops, each judged alone.
+
+    Modules that a function of ``vllm.general_plugins`` imports are left to the function. A module
+    that raises is reported and left out.
+    """
+    left = set(_imported_by_functions(offer))
+    found = {module for package in packages for module in op_modules(package)}
+    for module in sorted(found - left):
+        import_alone(module, offer)
+
+
+def import_alone(module: str, offer: Offer) -> bool:
+    """Import a module of a plugin; report the failure of one that raises, and return False."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        place = raised_in(offer.package, error)
+        message = (
+            f"the vLLM plugin {offer.provider} goes without its module {module}: {described(error)}"
+        )
+        report_fault(message, offer.provider, place)
+        return False
+    return True
+
+
+def op_modules(package: str) -> Iterator[str]:
+    """Yield the modules of a package that register ops when they are imported. Nothing is imported."""
+    for module, file in modules_of(package):
+        try:
+            content = file.read_bytes()
+            if len(content) > LARGEST or _REGISTERS.encode() not in content:
+                continue
+            tree = ast.parse(content)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        if any(_registers(statement) for statement in tree.body):
+            yield module
+
+
+def _registers(statement: ast.stmt) -> bool:
+    """Return True if a statement registers an op when the module is imported."""
+    if isinstance(statement, ast.ClassDef):
+        return any(_names_registration(each) for each in statement.decorator_list)
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    if isinstance(statement, ast.If | ast.Try | ast.For | ast.With):
+        inner = [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.stmt)]
+        return any(_registers(each) for each in inner)
+    return _names_registration(statement)
+
+
+def _names_registration(node: ast.AST) -> bool:
+    return any(
+        isinstance(each, ast.Attribute) and each.attr == _REGISTERS for each in ast.walk(node)
+    )
+
+
+def _imported_by_functions(offer: Offer) -> Iterator[str]:
+    """Yield the modules that the modules of the distribution's general plugins import."""
+    for other in discover().offers:
+        if other.provider != offer.provider or other.stands_in != _GENERAL:
+            continue
+        *_, spec = specs_of(other.module)
+        file = Path(spec.origin or "")
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                above = other.module.split(".")
+                is_package = spec.submodule_search_locations is not None
+                kept = len(above) - node.level + is_package if node.level else 0
+                module = ".".join([*above[:kept], *filter(None, [node.module])])
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)

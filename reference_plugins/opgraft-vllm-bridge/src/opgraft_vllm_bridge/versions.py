@@ -1,0 +1,94 @@
+"""The version of vLLM that a plugin is told, of those whose names the bridge answers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import importlib_metadata
+from opgraft import __version__ as _opgraft
+from opgraft.hosts import current_config, specs_of
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import Version
+
+from opgraft_vllm_bridge.missing import PLUGINS
+
+NEWEST = "0.33.0"
+"""The version whose names these are."""
+
+OLDEST = "0.9.0"
+"""The oldest version of whose names the bridge has some at their former places."""
+
+SETTING = "vllm_bridge.vllm_version"
+_VLLM = "vllm"
+_RANGE = re.compile(r"\s*(~=|==|!=|<=?|>=?)\s*\d")
+
+
+def announced_to(plugin: str) -> str:
+    """Return the version for a plugin, with opgraft's own behind a ``+``.
+
+    It is that of the setting, else the newest that the plugin requires and the bridge covers, else
+    the newest of all.
+    """
+    version = current_config().of_plugins.get(SETTING) or _fitting(plugin)
+    return f"{version}+opgraft{_opgraft}"
+
+
+@functools.cache
+def _fitting(plugin: str) -> str:
+    required = SpecifierSet(",".join(map(str, _requirements(plugin))))
+    named = {Version(each.version.removesuffix(".*")) for each in required}
+    minors = range(Version(OLDEST).minor, Version(NEWEST).minor + 1)
+    known = {*named, *(Version(f"0.{minor}.0") for minor in minors)}
+    fitting = [
+        version
+        for version in known
+        if Version(OLDEST) <= version <= Version(NEWEST) and version in required
+    ]
+    return str(max(fitting, default=NEWEST))
+
+
+def _requirements(plugin: str) -> Iterator[SpecifierSet]:
+    """Yield what a plugin requires of vLLM: by its metadata, or by a constant such as ``VLLM_RANGE``."""
+    try:
+        distribution = importlib_metadata.distribution(plugin)
+    except (importlib_metadata.PackageNotFoundError, ValueError):
+        return
+    for text in distribution.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.name == _VLLM:
+            yield requirement.specifier
+    for package, name in PLUGINS.items():
+        if name == plugin:
+            yield from _ranges_in(package)
+
+
+def _ranges_in(package: str) -> Iterator[SpecifierSet]:
+    """Yield the ranges of versions in the constants of a package that have ``VLLM`` in their names."""
+    *_, spec = specs_of(package)
+    file = Path(spec.origin or "")
+    if file.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
+            continue
+        names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+        text = statement.value.value
+        if not isinstance(text, str) or not _RANGE.match(text):
+            continue
+        if any("VLLM" in name.upper() for name in names):
+            try:
+                yield SpecifierSet(text)
+            except InvalidSpecifier:
+                continue
