@@ -284,8 +284,10 @@ class Settings:
 
     def with_custom_ops(self, tokens: Sequence[str]) -> Settings:
         """Return the settings with other spellings of the entries in ``custom_ops``."""
-        section = dataclasses.replace(self.config.compilation_config, custom_ops=tuple(tokens))
+        section = copy.copy(self.config.compilation_config)
+        vars(section)["custom_ops"] = tuple(tokens)
         config = copy.copy(self.config)
+        # Without __init__, as in made_of.
         vars(config)["compilation_config"] = section
         return dataclasses.replace(self, config=config)
 

@@ -202,16 +202,21 @@ class HostState:
 
     def _with_op_names(self, settings: Settings) -> Settings:
         """Return settings whose ``custom_ops`` name ops by registered names, not by classes."""
-        given = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
-        named = given.on | given.off
-        if named <= self.registry.ops.keys():
+        custom_ops = settings.config.compilation_config.custom_ops or ()
+        given = CustomOpsSetting.parse(custom_ops)
+        ops = self.registry.ops
+        if given.on | given.off <= ops.keys():
             return settings
         classes = self.registry.ops_by_class()
         tokens = []
         for token in given.tokens:
+            sign = token[0]
             name = token[1:]
-            is_class = name in classes and name not in self.registry.ops
-            tokens.append(f"{token[0]}{classes[name].name}" if is_class else token)
+            if name in classes and name not in ops:
+                name = classes[name].name
+            tokens.append(sign + name)
+        # Spellings of one op may contradict each other.
+        CustomOpsSetting.parse(tokens)
         return settings.with_custom_ops(tokens)
 
     def shared_settings(self) -> Settings:

@@ -90,6 +90,8 @@ LATE_IMPORTS = {
     ("compilation.compiled", "compilation.verification"): _PATHS,
     ("config.plugin_settings", "plugins.discovery"): "only installed distributions tell",
     ("compilation.lowering", "functional"): "registers forms that models seldom have",
+    ("hosts", "models.config"): "needs torch, which detection does without",
+    ("hosts", "models.files"): "needs torch, which detection does without",
     ("platforms.tpu.platform", "platforms.tpu.engine"): "needs the engine, which probes do without",
     ("plugins.admission", "plugins.locking"): "few have a lockfile",
     (
