@@ -32,114 +32,6 @@ DEMO := PYTHONPATH=$(CURDIR)/.demo
 WITH_KERNELS := $(DEMO) OPGRAFT_PLUGINS=cpu_kernels
 TOY := TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json
 OPGRAFT := $(DEMO) .demo/bin/opgraft
-OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
-
-.DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-simulated test-faults test-conformance test-families test-embedders test-xla test-ipex test-triton test-jax test-torch test-gpu-rehearsal gpu-bundle test-vllm-bridge test-vendor-wheels check prove op-pages reference-pages vllm-bridge-table vllm-plugins-table bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
-
-help:
-	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
-	@echo "make test   all tests, but for what 'make check' does"
-	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
-	@echo "make test-simulated  the tests of engine, serving and server on the simulated device"
-	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
-	@echo "make test-conformance  the whole conformance kit for the toy NPU and the CPU kernels, a thousand questions; PLUGIN=toy-npu for one"
-	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
-	@echo "make test-embedders  vectors of a tiny model of each text encoder and base decoder of transformers, a quarter of an hour"
-	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
-	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
-	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (10 minutes; the first time 2 GB)"
-	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
-	@echo "make test-torch VERSION=2.15.0  the CPU kernels, built for another torch (7 GB, in the place of the version before)"
-	@echo "make gpu-bundle  what tools/on_gpu.sh needs on a machine with a GPU: wheels, small checkpoints, the CPU's outputs"
-	@echo "make test-gpu-rehearsal  tools/on_gpu.sh on the packages of such a machine, without a GPU, and every kernel compiled for it (the first time 5 GB)"
-	@echo "make test-vllm-bridge  the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)"
-	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
-	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
-	@echo "make op-pages   the lists of op families, and the generated pages of the op reference, from the code and the proofs"
-	@echo "make reference-pages  the other generated parts of the reference: settings, hooks, platforms, errors, options, docstrings"
-	@echo "make test-vendor-wheels  vendors' wheels of vLLM plugins through the bridge, from the package index (100 MB)"
-	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
-	@echo "make vllm-plugins-table  the table of public plugins there, whose wheels are read (40 MB)"
-	@echo "make bench  what the mechanism costs, against its limits"
-	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
-	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
-	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
-	@echo "make bench-models  what they gain on whole models: an encoder, a causal one, and some with experts or state spaces"
-	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
-	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
-	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
-	@echo "make bench-parallel  what ranks that share the layers of a model gain, and what they take to talk to each other"
-	@echo "make bench-compile what compilation gains and costs, against transformers, torch.compile and the model uncompiled"
-	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
-	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
-	@echo "make bench-jax     what it costs that tensors cross between torch and JAX, in its environment (2 GB)"
-	@echo "make charts  measure mechanism, models, engine and workers, and draw the charts of README and documentation anew"
-	@echo "make figures draw charts and diagrams, and the tables of the engine, from the figures that are committed"
-	@echo "make docs   the documentation, into site/"
-	@echo "make clean  remove everything that these targets made"
-
-run: .demo/installed
-	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
-	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
-	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --compare
-	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" "Name a colour." "Why is the sky blue?" --dtype float32 --max-tokens 24 --compare
-	@printf '\n==> On the toy NPU, with the device present: an encoder of transformers, grafted, and an answer\n\n'
-	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
-	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json PYTHONPATH=$(CURDIR)/.demo $(BIN)/python examples/graft_encoder.py
-	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
-	@printf '\n==> To go on with these plugins: PYTHONPATH=.demo .demo/bin/opgraft --help\n'
-
-# What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-simulated test-faults test-families test-embedders check: export PYTHONDONTWRITEBYTECODE =
-
-test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not source and not slow and not faults'
-
-# The others are a part of 'make test', too.
-test-faults: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/faults
-
-# Of the plugins as their users install them; 'make test' asks most of this of the CPU kernels' functions, on each path.
-PLUGIN ?= toy-npu cpu-kernels
-test-conformance: .demo/installed .venv/opgraft
-	for plugin in $(PLUGIN); do PYTHONPATH=$(CURDIR)/.demo OMP_NUM_THREADS=1 \
-		$(BIN)/pytest -q -n 2 --dist worksteal reference_plugins/opgraft-$$plugin/tests || exit; done
-
-# Tests that cannot run there are in tests/support/simulated_device.py, with their reasons.
-test-simulated: .venv/opgraft
-	OPGRAFT_SIMULATED_DEVICE=default OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow' \
-		tests/engine tests/serving tests/server
-
-test-slow: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
-
-# Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
-test-families: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/families/test_families.py
-
-# With -rs: the skipped ones are refused, or cannot be made small.
-test-embedders: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -rs tests/families/test_embedders.py
-
-# Stacks that need a torch of their own; each has an environment in the user's cache.
-test-xla:
-	PYTHON=$(PYTHON) tools/lane.sh xla
-
-test-ipex:
-	PYTHON=$(PYTHON) tools/lane.sh ipex
-
-test-triton:
-	PYTHON=$(PYTHON) tools/lane.sh triton
-
-# Its torch is that of the main environment, and nothing of opgraft asks whether JAX is there: the suite would say the same.
-test-jax:
-	PYTHON=$(PYTHON) tools/lane.sh jax stack
-
-# VERSION=2.15.0, one at a time: the next version takes the place of the one before.
-test-torch:
-	@test -n "$(VERSION)" || { echo "make test-torch needs a version of torch: make test-torch VERSION=2.15.0" >&2; exit 2; }
-	PYTHON=$(PYTHON) tools/lane.sh torch $(VERSION)
 
 # The bundle is made anew whenever what is in it has changed. Of the packages that the machine lacks, Liger-Kernel is the
 # one that nothing else here installs.
@@ -149,6 +41,10 @@ GPU_PACKAGES := importlib-metadata lazy-importer gguf liger-kernel==0.8.5
 # The wheel alone, of which only the source is read: what it depends on would be gigabytes.
 VLLM := vllm==0.33.0
 VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wheel-,$(VLLM))
+
+# Vendors' wheels of vLLM plugins, without what they depend on.
+VENDOR_WHEELS := pace-vllm==1.3.0 vllm-spyre-next==0.1.0
+WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
 
 # ---- The table of targets ----
 
@@ -257,6 +153,10 @@ run.test-gpu-rehearsal = PYTHON=$(GPU_PYTHON) tools/lane.sh gpu
 help.test-vllm-bridge = the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)
 needs.test-vllm-bridge = .venv/opgraft $(VLLM_WHEEL)/complete
 run.test-vllm-bridge = $(PYTEST) --quiet tests/lanes/test_vllm_names.py tests/lanes/test_vllm_bridge.py
+
+help.test-vendor-wheels = vendors' wheels of vLLM plugins through the bridge, from the package index (50 MB)
+needs.test-vendor-wheels = .venv/opgraft $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%)
+run.test-vendor-wheels = $(PYTEST) --quiet -rs tests/lanes/test_vendor_wheels.py
 
 help.gpu-bundle = what tools/on_gpu.sh needs on a machine with a GPU: wheels, small checkpoints, the CPU's outputs
 needs.gpu-bundle = $(GPU_BUNDLE)/complete
@@ -422,124 +322,13 @@ $(GPU_BUNDLE)/complete: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES) $(wildcard to
 	PYTHONPATH=tools $(BIN)/python -m on_gpu.bundle $(GPU_BUNDLE)
 	touch $@
 
+$(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%): | .venv/base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(@F)
+
 $(VLLM_WHEEL)/complete:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM)
 	touch $@
-
-test-vllm-bridge: .venv/opgraft $(VLLM_WHEEL)/complete
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet tests/lanes/test_vllm_names.py tests/lanes/test_vllm_bridge.py
-
-# Vendors' wheels, installed from the package index without what they depend on, and untouched.
-VENDOR_WHEELS := pace-vllm==1.3.0 vllm-spyre-next==0.1.0
-WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
-
-$(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%): | .venv/base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(@F)
-
-test-vendor-wheels: .venv/opgraft $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet -rs tests/lanes/test_vendor_wheels.py
-
-check: .venv/opgraft
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p opgraft
-	$(BIN)/mypy benchmarks tools reference_plugins/*/src
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m 'types or documents or source' tests/docs tests/packaging
-
-prove: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
-
-op-pages: .venv/opgraft
-	$(BIN)/python tools/op_lists.py
-	$(BIN)/python tools/op_pages.py
-
-reference-pages: .venv/opgraft
-	$(BIN)/python tools/reference_pages.py
-
-vllm-bridge-table: .venv/opgraft
-	$(BIN)/python tools/vllm_bridge_table.py
-
-vllm-plugins-table: .venv/opgraft
-	$(BIN)/python tools/vllm_plugins.py
-
-bench: .venv/opgraft
-	$(BIN)/python benchmarks/mechanism.py
-	$(BIN)/python benchmarks/detection.py
-	$(BIN)/python benchmarks/scale.py
-	$(BIN)/python benchmarks/shadow.py
-	$(BIN)/python benchmarks/scheduler.py
-
-# What kernels gain: of the installed demonstration, as an editable install would measure the same and need a build.
-bench-ops: .demo/installed .venv/bench
-	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/ops.py
-
-bench-quantized: .demo/installed
-	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/quantized.py
-
-# On a machine with a GPU; BENCH_PYTHON is a Python that has opgraft beside the torch and Triton of that GPU.
-BENCH_PYTHON ?= $(BIN)/python
-bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
-	$(BENCH_PYTHON) benchmarks/gpu.py
-
-bench-ipex:
-	PYTHON=$(PYTHON) tools/lane.sh ipex bench opgraft-cpu-kernels benchmarks/ipex.py
-
-bench-jax:
-	PYTHON=$(PYTHON) JAX_RUNTIME_DEVICE=cpu tools/lane.sh jax bench opgraft-jax benchmarks/jax_crossing.py
-
-bench-loading: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
-
-# BENCH='--quick --cpu-time' for a machine that has other work, '--rows decode' for a part; --help names the rest.
-bench-engine: .demo/installed .venv/bench
-	mkdir -p build
-	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
-
-# BENCH='--cpu-time --seconds 15' for a machine that has other work, '--rows overhead' for a part.
-bench-serve: .venv/opgraft
-	mkdir -p build
-	$(BIN)/python benchmarks/serve.py --json build/bench-serve.json $(BENCH)
-
-# On at least two processors; BENCH='--rows sums' for a part, --help names the rest.
-bench-parallel: .demo/installed
-	mkdir -p build
-	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --json build/bench-parallel.json $(BENCH)
-
-# BENCH='--cpu-time' for a machine that has other work, '--rows calls recompilations' for a part; --help names the rest.
-bench-compile: .demo/installed
-	mkdir -p build
-	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/compile.py --json build/bench-compile.json $(BENCH)
-
-MINUTES ?= 20
-# oneDNN and torch keep what they have prepared for 1,024 shapes, which would hide a leak for as long as new lengths of texts come.
-soak-serve: .venv/opgraft
-	$(BIN)/python benchmarks/serve.py --rows soak --minutes $(MINUTES)
-
-bench-models: .demo/installed
-	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/mixtures.py
-	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
-
-# A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
-charts: .demo/installed .venv/bench
-	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json $(FIGURES)/parallel.json
-	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
-	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
-	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json $(FIGURES)/engine.json $(BENCH)
-	-PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --rows broadcast overhead start ray --json $(FIGURES)/parallel.json
-	$(MAKE) figures
-
-figures: .venv/base
-	$(BIN)/python tools/figures.py
-	$(BIN)/python tools/figure_tables.py
-
-docs: .venv/docs
-	$(BIN)/mkdocs build --strict
-
-clean:
-	rm -rf .venv .demo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -rf *.egg-info reference_plugins/*/build reference_plugins/*/src/*.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # setuptools comes first because opgraft is built without isolation, in versions that are pinned too; torch, so that
 # nothing else has a say in which build of it is taken.
