@@ -137,6 +137,10 @@ run.test-triton = PYTHON=$(PYTHON) tools/lane.sh triton
 help.test-jax = the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)
 run.test-jax = PYTHON=$(PYTHON) tools/lane.sh jax stack
 
+help.test-clients = clients that others wrote against one server, as their users install them (the first time 1 GB)
+needs.test-clients = .venv/opgraft
+run.test-clients = PYTHON=$(PYTHON) tools/lane.sh clients
+
 # One version at a time: the next version takes the place of the one before.
 help.test-torch = the CPU kernels, built for another torch (7 GB); VERSION=2.15.0 names the version
 define run.test-torch

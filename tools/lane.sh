@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax|gpu
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax|gpu|clients
 # With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
 # instead, beside that reference plugin, built for its torch.
 # "tools/lane.sh torch VERSION" builds the CPU kernels for that version of torch, and runs their tests.
@@ -45,9 +45,18 @@ install() {
 if [ ! -f "$environment/complete" ]; then
     echo "==> Building the $lane environment, gigabytes, in $environment"
     "$python" -m venv --clear "$environment"
-    install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
+    if [ "$lane" != clients ]; then
+        install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
+    fi
     install --requirement "$wanted"
     touch "$environment/complete"
+fi
+
+if [ "$lane" = clients ]; then # opgraft serves them from the main environment
+    echo "==> Clients of the server, Python's"
+    # They warn of their own future, and tests/conftest.py is for an environment with opgraft.
+    "$environment/bin/pytest" --quiet -o filterwarnings=default --confcutdir tests/clients tests/clients
+    exit
 fi
 
 if [ "$lane" = gpu ]; then # its opgraft comes from build/gpu-bundle, as on the machine that it stands for

@@ -106,7 +106,7 @@ def tokenized(
         excess = len(ids) + room - max_model_len
         plural = "" if excess == 1 else "s"
         raise RequestError(
-            f"{name} has {len(ids)} tokens{also}, and the model's maximum context length is "
+            f"{name} has {len(ids)} tokens{also}, and this model's maximum context length is "
             f"{max_model_len} tokens: shorten it by {excess} token{plural}, or raise "
             f"model.max_model_len as far as the model allows{advice}",
             code="context_length_exceeded",

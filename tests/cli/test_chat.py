@@ -127,7 +127,7 @@ def test_a_chat_that_becomes_too_long_is_an_error(chat, folder: Path) -> None:
     )
     assert code == 2
     assert len(stdout.splitlines()) == 2, "the second answer ends with the context"
-    assert "and the model's maximum context length is 40" in stderr
+    assert "and this model's maximum context length is 40" in stderr
 
 
 class Screen:

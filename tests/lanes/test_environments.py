@@ -14,6 +14,8 @@ REPOSITORY = Path(__file__).parents[2]
 LANES = sorted(path.stem for path in (REPOSITORY / "environments").glob("*.in"))
 MACHINE = "gpu"
 """The lane that stands for a machine: a bundle brings what opgraft needs beyond its packages."""
+CLIENTS = "clients"
+"""The lane of clients of the server. It has no opgraft."""
 
 
 def lines(path: str) -> list[str]:
@@ -33,7 +35,7 @@ def test_every_requirement_is_pinned(lane: str) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = lines(f"environments/{lane}.in")
-    if lane != MACHINE:
+    if lane not in (MACHINE, CLIENTS):
         wanted += [*project["dependencies"], *extras["demo"], *extras["test"]]
     for line in wanted:
         requirement = Requirement(line)
@@ -42,8 +44,10 @@ def test_every_requirement_is_pinned(lane: str) -> None:
 
 def test_every_lane_has_a_target_and_a_test() -> None:
     """'make test-<lane>' exists for each environment and runs a test file of its own."""
-    assert LANES == [MACHINE, "ipex", "jax", "triton", "xla"]
+    assert LANES == [CLIENTS, MACHINE, "ipex", "jax", "triton", "xla"]
     assert NEEDS["test-gpu-rehearsal"] == "gpu-bundle"
-    for lane in set(LANES) - {MACHINE}:
+    assert NEEDS["test-clients"] == ".venv/opgraft"
+    assert COMMANDS["test-clients"].endswith("tools/lane.sh clients")
+    for lane in set(LANES) - {MACHINE, CLIENTS}:
         assert f"tools/lane.sh {lane}" in COMMANDS[f"test-{lane}"]
         assert (Path(__file__).parent / f"test_{lane}.py").is_file()

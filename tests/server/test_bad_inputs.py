@@ -48,7 +48,7 @@ PROMPTS: list[tuple[Any, str, str]] = [
     (
         [1] * 600,
         "prompt",
-        "prompt has 600 tokens and needs room for 1 more, and the model's maximum context length is 512 tokens",
+        "prompt has 600 tokens and needs room for 1 more, and this model's maximum context length is 512 tokens",
     ),
     ("the cat " * 5000, "prompt", "has a text of 40000 characters, and this server takes 32768"),
     (["a"] * 129, "prompt", "asks for 129 answers (prompts times n), and this server allows 128"),
@@ -72,7 +72,7 @@ MESSAGES: list[tuple[Any, str, str]] = [
     (
         user("a") * 600,
         "messages",
-        "tokens and needs room for 1 more, and the model's maximum context length is 512 tokens",
+        "tokens and needs room for 1 more, and this model's maximum context length is 512 tokens",
     ),
 ]
 FIELDS: list[tuple[str, Any, str, str]] = [
@@ -98,7 +98,7 @@ FIELDS: list[tuple[str, Any, str, str]] = [
         "max_tokens",
         10**30,
         "max_tokens",
-        "the model's maximum context length is 512 tokens: ask for at most",
+        "this model's maximum context length is 512 tokens: ask for at most",
     ),
     ("min_tokens", 9, "min_tokens", "lower the one or raise the other"),
     ("seed", 0.5, "seed", "expected a whole number"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import RequestError
@@ -84,6 +85,19 @@ def test_calls_and_text(template: str, text: str, cities: list[str], plain: str)
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": True}, {"allOf": [{}]}], ids=str)
+def test_arguments_beyond_the_named_ones(more: dict[str, Any]) -> None:
+    """A forced call has only the named arguments, unless the schema may allow others."""
+    function = {"name": "weather", "parameters": {**CITY, **more}}
+    found = tools(PLAIN, tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert found.forced is not None
+    (call,) = found.forced["anyOf"]
+    held = jsonschema.Draft202012Validator(call)
+    extended = {**ROME["arguments"], "mood": "good"}
+    assert held.is_valid(ROME)
+    assert held.is_valid({**ROME, "arguments": extended}) == bool(more)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
     long = "cat " * 300
     with pytest.raises(
         RequestError,
-        match="text 2 of 2 has 302 tokens, and the model's maximum context length is 256 tokens",
+        match="text 2 of 2 has 302 tokens, and this model's maximum context length is 256 tokens",
     ):
         llm.embed(["a", long])
     (cut,) = llm.embed(long, truncate=True)

@@ -54,12 +54,12 @@ def tokens(llm: LLM, *prompts: Any) -> list[list[int]]:
 PROMPTS: dict[str, tuple[Any, str]] = {
     "too long": (
         [5] * 64,
-        r"has 64 tokens and needs room for 1 more, and the model's maximum context length is 64 "
+        r"has 64 tokens and needs room for 1 more, and this model's maximum context length is 64 "
         r"tokens: shorten it by 1 token, ",
     ),
     "longer still": (
         "cat " * 99,
-        r"tokens and needs room for 1 more, and the model's maximum context length is 64 tokens",
+        r"tokens and needs room for 1 more, and this model's maximum context length is 64 tokens",
     ),
     "empty": ([], r"has no tokens: give some text, or at least one token id"),
     "empty text": ("", r"has no tokens"),

@@ -48,10 +48,10 @@ def test_special_tokens(write_gguf) -> None:
         ({"prompt_token_ids": []}, "prompts[3] has no tokens"),
         (
             [1] * 8,
-            "prompts[3] has 8 tokens and needs room for 1 more, and the model's maximum context length is 8 tokens: "
+            "prompts[3] has 8 tokens and needs room for 1 more, and this model's maximum context length is 8 tokens: "
             "shorten it by 1 token, ",
         ),
-        ("word " * 50, "and the model's maximum context length is 8 tokens: shorten it by"),
+        ("word " * 50, "and this model's maximum context length is 8 tokens: shorten it by"),
         (
             [1, -1],
             "prompts[3] has the token id -1 at place 1, and the vocabulary has 49152 (0 to 49151)",

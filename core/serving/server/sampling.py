@@ -183,7 +183,7 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     if wanted > room:
         raise HTTPError(
             400,
-            f"{field} is {wanted} after a prompt of {longest} tokens, and the model's maximum "
+            f"{field} is {wanted} after a prompt of {longest} tokens, and this model's maximum "
             f"context length is {room + longest} tokens: ask for at most {room}, or shorten the "
             "prompt",
             field=field,

@@ -278,7 +278,7 @@ class Service:
             raise HTTPError(
                 400,
                 f"{field} has a text of {len(text)} characters, and this server takes {limit}, as "
-                f"the model's maximum context length is {self.max_model_len} tokens: shorten it",
+                f"this model's maximum context length is {self.max_model_len} tokens: shorten it",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -67,7 +67,7 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
     if len(body.tokens) > service.max_model_len:
         raise HTTPError(
             400,
-            f"tokens has {len(body.tokens)} ids, and the model's maximum context length is "
+            f"tokens has {len(body.tokens)} ids, and this model's maximum context length is "
             f"{service.max_model_len} tokens: send them in parts",
             field="tokens",
             code="context_length_exceeded",

@@ -159,6 +159,10 @@ class Tools:
         return reader.calls
 
 
+_CLOSED_BY = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
+"""Parameters with no other keyword have only the arguments in their properties."""
+
+
 def _marker_of(template: str) -> str:
     """Return the beginning of calls in texts of the models of a chat template."""
     if HERMES in template:
@@ -198,12 +202,24 @@ def _identified(schema: Mapping[str, Any], identity: str) -> dict[str, Any]:
     return identified
 
 
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return parameters that allow no argument beyond their properties.
+
+    Small models add arguments without an end, and some clients leave ``additionalProperties`` out.
+    Parameters of another form may have more properties elsewhere, so they stay open.
+    """
+    if parameters.keys() <= _CLOSED_BY and "properties" in parameters:
+        return {**parameters, "additionalProperties": False}
+    return parameters
+
+
 def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
     """Return the schema of a call.
 
     The parameters get an identity, so that references within the parameters start there.
     """
-    parameters = _identified(function.get("parameters") or {"type": "object"}, identity)
+    parameters = _closed(function.get("parameters") or {"type": "object"})
+    parameters = _identified(parameters, identity)
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": parameters},
