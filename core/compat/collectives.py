@@ -27,3 +27,22 @@ def time_limit(process_group: dist.ProcessGroup) -> float:
         return float(backend.options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return dist.default_pg_timeout.total_seconds()
+
+
+def functional_all_reduce() -> tuple[Any, Any]:
+    """Return torch's operators for a sum in a graph, and for waiting for its result.
+
+    The first takes the tensor, ``"sum"`` and the name of the group. Functions with a public name
+    are not operators, and compilers replace them by these.
+    """
+    operators = torch.ops._c10d_functional
+    return operators.all_reduce.default, operators.wait_tensor.default
+
+
+def functional_all_gather() -> tuple[Any, Any]:
+    """Return torch's operators for gathering along the first dimension, and for waiting.
+
+    The first takes the tensor, the number of ranks and the name of the group.
+    """
+    operators = torch.ops._c10d_functional
+    return operators.all_gather_into_tensor.default, operators.wait_tensor.default

@@ -229,11 +229,13 @@ class Launch:
         size: the number of processes on all hosts.
         local_rank: the number of this process on this host.
         local_size: the number of processes on this host.
+        rank: the number of this process among all.
     """
 
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    rank: int = 0
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
@@ -246,7 +248,9 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """
     values = os.environ if variables is None else variables
     size = _number(values, "WORLD_SIZE", 1)
-    return Launch(size, _number(values, "LOCAL_RANK", 0), _number(values, "LOCAL_WORLD_SIZE", size))
+    local_rank = _number(values, "LOCAL_RANK", 0)
+    local_size = _number(values, "LOCAL_WORLD_SIZE", size)
+    return Launch(size, local_rank, local_size, _number(values, "RANK", 0))
 
 
 def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:

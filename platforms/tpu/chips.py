@@ -1,4 +1,4 @@
-"""One chip of a host for one process."""
+"""The chips of a host for its processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,30 @@ def one_chip(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlatformError: fewer chips are visible.
     """
-    set_variables = [name for name in VISIBILITY_VARIABLES if environ.get(name)]
-    if not set_variables:
-        return {VISIBILITY_VARIABLES[0]: str(local_rank), **_ALONE}
-    name = set_variables[0]
+    return {_variable(environ): chip_of(local_rank, environ), **_ALONE}
+
+
+def chip_of(local_rank: int, environ: Mapping[str, str]) -> str:
+    """Return the id of a process's chip: see ``one_chip``.
+
+    Raises:
+        PlatformError: fewer chips are visible.
+    """
+    name = _variable(environ)
+    if not environ.get(name):
+        return str(local_rank)
     visible = [part.strip() for part in environ[name].split(",")]
     if local_rank >= len(visible):
         raise PlatformError(
             f"the worker {local_rank} of this host has no chip, as {name}={environ[name]!r} shows "
             f"{len(visible)}: list a chip for each worker, or start fewer"
         )
-    return {name: visible[local_rank], **_ALONE}
+    return visible[local_rank]
+
+
+def _variable(environ: Mapping[str, str]) -> str:
+    """Return the first visibility variable with a value, else the first one."""
+    for name in VISIBILITY_VARIABLES:
+        if environ.get(name):
+            return name
+    return VISIBILITY_VARIABLES[0]

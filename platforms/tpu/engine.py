@@ -10,9 +10,12 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.distributed.groups import parallelism
+from opgraft.distributed.lowering import with_torch_collectives
 from opgraft.engine.runner.bucketed_runner import BucketedModelRunner
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.step_program import CacheOperators
+from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.attention.decoder import Attention
@@ -22,8 +25,10 @@ from opgraft.ops.linear import ColumnParallelLinear, RowParallelLinear
 from opgraft.platform import Platform
 from opgraft.platforms.tpu.chips import one_chip
 from opgraft.platforms.tpu.runtime import Runtime, RuntimeOwner
+from opgraft.platforms.tpu.slices import WORKER_ID, host_number, slice_variables
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 HEADS = 2
 """The dimension of the heads in a cache."""
@@ -37,6 +42,10 @@ class TpuModelRunner(BucketedModelRunner):
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         super().__init__(opgraft_config, device)
         self.runtime = runtime_of_platform()
+
+    def lowered(self, program: GraphModule) -> GraphModule:
+        # Compilers for TPUs know the collectives of torch only.
+        return with_torch_collectives(program)
 
     def operators_of(self, cache: Tensor) -> CacheOperators:
         place: tuple[Any, ...] = ()
@@ -83,23 +92,47 @@ class TpuModelRunner(BucketedModelRunner):
 
 
 class TpuWorker(Worker):
-    """Has one chip, or all visible chips as one device."""
+    """Has one chip, alone or as one of a slice, or all visible chips as one device."""
 
     @classmethod
     def expect_split(cls, parallel: ParallelConfig) -> None:
-        """Check that no ranks share a model. Each rank would sum over its own chip only.
+        """Check that the runtime can compute a split. Ranks share layers, one chip each.
 
         Raises:
-            ConfigError: several ranks share a model.
+            ConfigError: the runtime cannot.
         """
-        ranks = parallel.tensor * parallel.pipeline
-        if ranks > 1 or parallel.expert > 1:
-            chips = max(ranks, parallel.expert)
+        why = _obstacle(parallel, runtime_of_platform())
+        if why:
+            chips = max(parallel.tensor * parallel.pipeline, parallel.expert)
             raise ConfigError(
                 f"parallel.tensor is {parallel.tensor}, parallel.pipeline {parallel.pipeline} and "
-                f"parallel.expert {parallel.expert}, and processes on TPUs share no model, as each "
-                "sees its own chip alone: set them to 1, and parallel.devices_per_rank to "
-                f"{chips}, by which one process shares each layer among so many chips"
+                f"parallel.expert {parallel.expert}, and {why}: set them to 1, and "
+                f"parallel.devices_per_rank to {chips}, by which one process of torch_xla shares "
+                "each layer among so many chips"
+            )
+
+    @classmethod
+    def host_number(cls) -> int:
+        """Return the number of this host in its slice."""
+        return host_number(os.environ)
+
+    @classmethod
+    def enter_job(cls, places: RankPlaces) -> None:
+        """Start the chip of this process as one of a slice.
+
+        Raises:
+            PlatformError: the processes are not those of a slice, or the runtime numbers them in
+                another order.
+        """
+        os.environ.update(slice_variables(places, os.environ))
+        runtime = runtime_of_platform()
+        runtime.enter_job()
+        number = runtime.number_in_slice()
+        if number not in (None, places.rank):
+            raise PlatformError(
+                f"the runtime counts the process of rank {places.rank} as number {number} of the "
+                "slice, and would send tensors to other ranks: start the hosts in the order of "
+                f"their numbers, which {WORKER_ID} names"
             )
 
     def claim_devices(self) -> None:
@@ -111,7 +144,8 @@ class TpuWorker(Worker):
         runtime = runtime_of_platform()
         if self.opgraft_config.parallel.devices_per_rank > 1:
             runtime.spread()
-        elif self.local_size > 1:
+        # In a job, the process has entered a slice.
+        elif self.local_size > 1 and parallelism().layout.world == 1:
             os.environ.update(one_chip(self.local_rank, os.environ))
 
 
@@ -131,6 +165,19 @@ def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]
             dim = vars(parameter).get(name)
             if dim is not None and parameter.shape[dim] % parts == 0:
                 yield parameter, dim
+
+
+def _obstacle(parallel: ParallelConfig, runtime: Runtime) -> str:
+    """Return the reason why ranks cannot share a model so; empty if they can."""
+    if parallel.pipeline > 1:
+        return "a program has the whole model, and no stage of it"
+    if parallel.tensor == 1 and parallel.expert == 1:
+        return ""
+    if parallel.devices_per_rank > 1:
+        return "a process of several chips joins no other process"
+    if parallel.expert > 1:
+        return "ranks exchange rows of experts outside of programs"
+    return runtime.why_alone()
 
 
 def runtime_of_platform() -> Runtime:

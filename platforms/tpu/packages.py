@@ -77,7 +77,8 @@ PACKAGES = (
         newest=(2, 15, 0),
         device_type="tpu",
         compile_backend="tpu",
-        distributed_backend="tpu_dist",
+        # Objects of ranks go through the hosts, tensors between chips.
+        distributed_backend="cpu:gloo,tpu:tpu_dist",
         runtime="opgraft.platforms.tpu.torch_tpu:TorchTpu",
         only_vfio=True,
     ),

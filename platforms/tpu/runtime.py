@@ -61,6 +61,17 @@ class Runtime(ABC):
         """
         raise PlatformError(f"{type(self).__name__} does not divide tensors among devices")
 
+    def why_alone(self) -> str:
+        """Return the reason why processes share no model here; empty if they can."""
+        return ""
+
+    def enter_job(self) -> None:  # noqa: B027  # optional
+        """Start the device of this process as one of a slice, with the variables of the slice."""
+
+    def number_in_slice(self) -> int | None:
+        """Return the runtime's number of this process; ``None`` if the package does not tell."""
+        return None
+
     def on_cpu(self) -> bool:
         """Return True if the CPU simulates the devices."""
         return False

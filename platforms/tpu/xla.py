@@ -63,6 +63,18 @@ class Xla(Runtime):
         spec = str(_spec(dims, dim))
         return torch.ops.xla.aot_mark_sharding.default, mesh, spec
 
+    def why_alone(self) -> str:
+        return "XLA's CPU client joins no other process" if self.on_cpu() else ""
+
+    def enter_job(self) -> None:
+        # Registers the backend of torch.distributed.
+        importlib.import_module("torch_xla.distributed.xla_backend")
+        # Without a replication, collectives would sum over this process alone.
+        xm.set_replication(torch_xla.device(), xm.get_xla_supported_devices())
+
+    def number_in_slice(self) -> int:
+        return int(torch_xla.runtime.global_ordinal())
+
     def on_cpu(self) -> bool:
         return bool(torch_xla.runtime.device_type() == "CPU")
 

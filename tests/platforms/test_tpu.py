@@ -360,7 +360,7 @@ class TestTheRuntimes:
         platform = serve("torch_tpu")
         torch_tpu = importlib.import_module("torch_tpu")
         assert (platform.device_type, platform.compile_backend) == ("tpu", "tpu")
-        assert platform.distributed_backend == "tpu_dist"
+        assert platform.distributed_backend == "cpu:gloo,tpu:tpu_dist"
         assert platform.device_count() == 4
         assert platform.memory(1) == DeviceMemory(total=32, free=31)
         platform.synchronize(3)

@@ -10,7 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from opgraft.config import ModelConfig, OpgraftConfig, ParallelConfig
+from opgraft.distributed import groups
+from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.core import EngineCore
+from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -94,14 +97,67 @@ def test_elsewhere_a_process_has_one_device() -> None:
             start(config)
 
 
-@pytest.mark.parametrize("split", [{"tensor": 4}, {"pipeline": 4}, {"data": 4, "expert": 4}])
-def test_processes_share_no_model(split: dict[str, int]) -> None:
-    """Ranks that would each sum alone are refused, and the message says what shares a model among chips."""
-    with pytest.raises(
-        ConfigError, match=r"processes on TPUs share no model.* parallel.devices_per_rank to 4"
-    ):
+REFUSED: dict[str, tuple[dict[str, int], str]] = {
+    "stages": ({"pipeline": 4}, "a program has the whole model, and no stage of it"),
+    "experts": ({"data": 4, "expert": 4}, "ranks exchange rows of experts outside of programs"),
+    "processes of several chips": (
+        {"tensor": 4, "devices_per_rank": 2},
+        "a process of several chips joins no other process",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_programs_cannot_compute_is_refused(runtime: Mock, case: str) -> None:
+    """The message says why, and what shares a model among chips."""
+    split, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=rf"{reason}: .* parallel.devices_per_rank to 4"):
         engine.TpuWorker.expect_split(resolved(**split).parallel)
+
+
+def test_ranks_share_a_model_if_the_runtime_lets_them(runtime: Mock) -> None:
+    """A runtime such as XLA's CPU client gives its reason, and none is asked for replicas."""
+    runtime.why_alone.return_value = ""
+    engine.TpuWorker.expect_split(resolved(tensor=4).parallel)
+    runtime.why_alone.return_value = "this client is alone"
+    with pytest.raises(ConfigError, match=r"this client is alone: .*devices_per_rank to 4"):
+        engine.TpuWorker.expect_split(resolved(tensor=4).parallel)
     engine.TpuWorker.expect_split(resolved(data=4).parallel)
+
+
+def test_a_rank_enters_the_slice_before_the_runtime_starts(runtime: Mock) -> None:
+    """The variables are there when the runtime is told to start; its own numbering must be that of the ranks."""
+    seen: list[str | None] = []
+    runtime.enter_job.side_effect = lambda: seen.append(os.environ.get("CLOUD_TPU_TASK_ID"))
+    runtime.number_in_slice.return_value = None
+    places = RankPlaces(1, ("localhost",) * 2, (0, 1), ("0", "1"))
+    engine.TpuWorker.enter_job(places)
+    assert seen == ["1"]
+    runtime.number_in_slice.return_value = 1
+    engine.TpuWorker.enter_job(places)
+    runtime.number_in_slice.return_value = 0
+    with pytest.raises(PlatformError, match=r"rank 1 as number 0 of the slice.*TPU_WORKER_ID"):
+        engine.TpuWorker.enter_job(places)
+
+
+def test_a_chip_of_a_slice_is_claimed_once(runtime: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a job has its chip already."""
+    alone = groups.ALONE
+    of_two = replace(alone, layout=ParallelLayout(2))
+    monkeypatch.setattr(engine, "parallelism", lambda: of_two)
+    before = dict(os.environ)
+    worker(1, 2, tensor=2).claim_devices()
+    assert os.environ == before
+
+
+def test_the_number_of_a_host_is_read(runtime: Mock) -> None:
+    """Ranks of the first host come first; a value that is no number is told."""
+    assert engine.TpuWorker.host_number() == 0
+    os.environ["TPU_WORKER_ID"] = "3"
+    assert engine.TpuWorker.host_number() == 3
+    os.environ["TPU_WORKER_ID"] = "first"
+    with pytest.raises(PlatformError, match=r"TPU_WORKER_ID='first' is no number of a host"):
+        engine.TpuWorker.host_number()
 
 
 def test_a_runtime_that_cannot_spread() -> None:

@@ -29,6 +29,7 @@ from opgraft.models.bucketing import decode_buckets, prefill_buckets
 from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform
 from torch import Tensor
+from torch.fx import GraphModule
 
 DECODE_STEP = 8
 """Difference between the buckets of decoding, in sequences."""
@@ -97,6 +98,10 @@ class BucketedModelRunner(ModelRunner):
     def compilations(self) -> int:
         """Return the number of compilations so far. A subclass asks the device's compiler."""
         return self.built
+
+    def lowered(self, program: GraphModule) -> GraphModule:
+        """Return a program for the backend, by default unchanged. A subclass replaces operators."""
+        return program
 
     def operators_of(self, cache: Tensor) -> CacheOperators:
         """Return the operators that tell the backend about a cache. A subclass has some."""
@@ -254,7 +259,7 @@ class BucketedModelRunner(ModelRunner):
     def _compiled(self, module: torch.nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> Any:
         self.built += 1
         operators = [self.operators_of(cache) for cache in caches]
-        graph = exported(module, inputs, caches)
+        graph = self.lowered(exported(module, inputs, caches))
         return StepGraph(compiled(graph, self.backend, operators, self.whole))
 
     def _explained(self, build: Callable[..., None], *arguments: Any) -> None:

@@ -12,8 +12,10 @@ from opgraft.engine.workers.engine_digest import engine_digest, expect_same_dige
 from opgraft.engine.workers.executor import Executor
 from opgraft.engine.workers.in_process_executor import InProcessExecutor
 from opgraft.engine.workers.process_executor import ProcessExecutor
+from opgraft.engine.workers.rank_places import THIS_HOST, RankPlaces
 from opgraft.engine.workers.ray_executor import RayExecutor
 from opgraft.engine.workers.remote_executor import RemoteExecutor
+from opgraft.engine.workers.worker import Worker
 from opgraft.errors import DistributedError
 from opgraft.plugins.host import load_plugins
 
@@ -73,6 +75,14 @@ def _default_executor(parallel: ParallelConfig) -> str:
     return "processes" if ranks > 1 else "in_process"
 
 
+def _places_of_launch() -> RankPlaces:
+    """Return the places of the launcher's processes, of which each host has as many."""
+    launch = read_launch()
+    host = THIS_HOST if launch.local_size == launch.size else ""
+    local_ranks = tuple(rank % launch.local_size for rank in range(launch.size))
+    return RankPlaces(launch.rank, (host,) * launch.size, local_ranks)
+
+
 def _join(opgraft_config: OpgraftConfig) -> None:
     """Join the other processes of a launcher.
 
@@ -86,11 +96,13 @@ def _join(opgraft_config: OpgraftConfig) -> None:
             "parallel.executor is external, and no launcher has started this process beside "
             "others: start it by torchrun --nproc-per-node N, or leave the setting out"
         )
+    load_plugins()
+    worker: type[Worker] = choose_class(Worker).cls
+    worker.enter_job(_places_of_launch())
     init_distributed(
         parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds
     )
     try:
-        load_plugins()
         with set_config(opgraft_config, origin="the engine"):
             digests = get_world_group().all_gather_object(engine_digest())
         # Every rank compares all digests, so that no rank goes on alone.

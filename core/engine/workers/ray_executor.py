@@ -68,13 +68,17 @@ class RayExecutor(RemoteExecutor):
                 # The last reference closes the port.
                 undo.callback(held.clear)
             _log_places(placement.ranks, self.layout.tensor)
+            places = [each.where for each in placement.ranks]
+            reserved: tuple[str, ...] = ()
             if device:
                 # A worker sees no device but the one that Ray has reserved.
                 local = [(0, 1)] * size
+                reserved = tuple(place.devices[device][0] for place in places)
             else:
-                nodes = [each.where.node for each in placement.ranks]
+                nodes = [place.node for place in places]
                 local = local_ranks(nodes, parallel.data_rank or 0, replicas)
-            return Started(links, local, meeting, undo.pop_all().close)
+            hosts = tuple(place.address for place in places)
+            return Started(links, local, meeting, undo.pop_all().close, hosts, reserved)
 
     def _connected_links(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Let the actors connect, and return the links to the actors."""

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from opgraft.binding.pluggable_class import choose_class
+from opgraft.engine.workers.worker import Worker
 from opgraft.engine.workers.worker_process import serve_calls
 from opgraft.engine.workers.worker_progress import Progress, thread_name
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
+from opgraft.plugins.host import load_plugins
 
 CHANNELS = ("calls", "beside", "progress")
 """The connections of a worker, in the order of connecting."""
@@ -35,12 +38,14 @@ class Where(NamedTuple):
         address: the address of the host.
         process: the id of the actor's process on the host.
         devices: Ray's name for a kind of device → ids of the devices reserved for the actor.
+        host_number: the number of the host among the hosts of the devices.
     """
 
     node: str
     address: str
     process: int
     devices: Mapping[str, Sequence[str]]
+    host_number: int = 0
 
 
 class RayWorker:
@@ -51,7 +56,15 @@ class RayWorker:
         ray: Any = importlib.import_module("ray")
         context = ray.get_runtime_context()
         found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
-        return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), found)
+        load_plugins()
+        worker: type[Worker] = choose_class(Worker).cls
+        return Where(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            found,
+            worker.host_number(),
+        )
 
     def run(
         self, rank: int, engine: tuple[str, int], token: bytes, address: str, seconds: float

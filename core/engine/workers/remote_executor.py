@@ -20,6 +20,7 @@ from opgraft.engine.step import Step, StepResult
 from opgraft.engine.workers.engine_digest import engine_digest
 from opgraft.engine.workers.executor import HUNG, Executor
 from opgraft.engine.workers.portable_request import expect_portable
+from opgraft.engine.workers.rank_places import THIS_HOST, RankPlaces
 from opgraft.engine.workers.remote_workers import SHUT_DOWN, RemoteWorkers, Started
 from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
@@ -101,6 +102,7 @@ class RemoteExecutor(Executor):
                 started.meeting,
                 writes_json(),
                 digest,
+                self._places(started, rank_of_job, layout.world),
             )
             self.workers.begin(rank, encoded(job))
         self.call_all("init_device")
@@ -147,6 +149,14 @@ class RemoteExecutor(Executor):
             return self.layout, rank
         whole = ParallelLayout(parallel.tensor, parallel.pipeline, parallel.data)
         return whole, parallel.data_rank * self.layout.world + rank
+
+    def _places(self, started: Started, rank: int, size: int) -> RankPlaces:
+        """Return the places of a job's ranks. Replicas that compute in rounds are on this host."""
+        if size > len(started.local_ranks):
+            return RankPlaces(rank, (THIS_HOST,) * size, tuple(range(size)))
+        local_ranks = tuple(local_rank for local_rank, _ in started.local_ranks)
+        hosts = started.hosts or (THIS_HOST,) * size
+        return RankPlaces(rank, hosts, local_ranks, started.devices)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of all workers, and return the result of the output rank.

@@ -48,12 +48,16 @@ class Started(NamedTuple):
         local_ranks: for each rank, the local rank and the number of workers on its host.
         meeting: the store through which ranks find each other; ``None`` for a single rank.
         release: releases shared resources after the end of all workers.
+        hosts: the address of each rank's host; empty if all are on this host.
+        devices: the device of each rank on its host; empty as in ``RankPlaces``.
     """
 
     links: Sequence[WorkerLink] = ()
     local_ranks: Sequence[tuple[int, int]] = ()
     meeting: Meeting | None = None
     release: Callable[[], None] = _nothing
+    hosts: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
 
 
 _NONE = Started()

@@ -21,6 +21,7 @@ from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.recorded_steps import blocks_of_padding
 from opgraft.engine.step import Step, StepResult
+from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.errors import ConfigError
 from opgraft.logger import logger
 from opgraft.models import TransformersModel
@@ -77,6 +78,25 @@ class Worker(PluggableClass):
                 f"{current_platform().name} a process computes on one device: set parallel.tensor "
                 "to share each layer among processes"
             )
+
+    @classmethod
+    def host_number(cls) -> int:
+        """Return the number of this host among the hosts of the devices, 0 by default.
+
+        The ranks of a host with a smaller number come first.
+        """
+        return 0
+
+    @classmethod
+    def enter_job(cls, places: RankPlaces) -> None:
+        """Prepare the process to join other ranks, before any code uses a device.
+
+        Args:
+            places: the hosts and devices of all ranks. There are several ranks.
+
+        Raises:
+            PlatformError: the devices of these places cannot compute together.
+        """
 
     def claim_devices(self) -> None:
         """Prepare the process for its devices, before any code uses a device."""

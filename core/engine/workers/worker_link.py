@@ -16,13 +16,14 @@ import torch
 from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
+from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.channel import Channel
 from opgraft.version import __version__
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The number of the protocol between engine and workers: jobs, calls, replies."""
 
 EXECUTE_PARTS = "execute_parts"
@@ -62,6 +63,7 @@ class WorkerJob:
         meeting: the store through which ranks find each other; ``None`` for a single rank.
         writes_json: the log is JSON.
         digest: ``engine_digest`` of the engine's process.
+        places: the hosts and devices of all ranks of the job.
     """
 
     opgraft_config: OpgraftConfig
@@ -72,6 +74,7 @@ class WorkerJob:
     meeting: Meeting | None
     writes_json: bool
     digest: Mapping[str, str]
+    places: RankPlaces
 
 
 class WorkerLink(ABC):

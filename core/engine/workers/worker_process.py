@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from opgraft.base.text import described
+from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
@@ -183,6 +184,8 @@ class WorkerCalls:
         expect_same_digest(job.digest, engine_digest(), job.rank)
         if job.meeting is not None:
             self._note("joining ranks")
+            chosen: type[Worker] = choose_class(Worker).cls
+            chosen.enter_job(job.places)
             # The executor's limit is shorter, as the executor can name the rank that hangs.
             limit = parallel.start_seconds + parallel.step_seconds
             store = _store(job.meeting, timedelta(seconds=limit))

@@ -1,0 +1,89 @@
+"""One worker for each chip of a slice, that share the layers of a model: on one host, and on two through Ray.
+
+The chips are simulated by a stand-in for torch_tpu, which reads the variables of a slice and refuses what the real one
+refuses. Workers, Ray's actors and sums over ranks are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.slice_scenes import SETTINGS, answers
+from opgraft import LLM
+from support.random_decoders import written
+from support.small_tokenizers import trained_tokenizer
+from support.torch_tpu_stand_in import installed
+
+TENSOR = """
+import json, sys
+from engine.slice_scenes import SETTINGS, answers
+from opgraft import LLM
+
+llm = LLM(sys.argv[1], **SETTINGS, **{"parallel.tensor": 2})
+core = llm.engine.core
+classes = {row.name: [row.cls, row.remark] for row in core.explain().classes}
+print(json.dumps([answers(llm), classes]))
+llm.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    place = tmp_path_factory.mktemp("slice") / "llama"
+    written("Llama", place, vocab_size=400, max_position_embeddings=128, num_hidden_layers=2)
+    trained_tokenizer().save(str(place / "tokenizer.json"))
+    return place
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """The tokens of one process on the CPU."""
+    llm = LLM(str(folder), **SETTINGS)
+    found = answers(llm)
+    llm.shutdown()
+    return found
+
+
+def run_on_slice(arguments: list[str], site: Path) -> Any:
+    """Run a program where the stand-in is installed, and return the JSON that it prints last."""
+    path = os.pathsep.join((str(installed(site)), str(Path(__file__).parents[1])))
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_chips_of_a_host(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Programs of both ranks sum by operators of torch, and give the tokens of one process."""
+    found, classes = run_on_slice(["-c", TENSOR, str(folder)], tmp_path)
+    assert found == expected
+    worker, _ = classes["worker"]
+    assert worker.endswith("TpuWorker")
+    _, remark = classes["model_runner"]
+    assert remark == "2 shapes are compiled by tpu"
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_chips(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """Ray places a worker on each chip, the first host's first; a part of the slice is refused."""
+    pytest.importorskip("ray")
+    script = str(Path(__file__).with_name("slice_scenes.py"))
+    seen = run_on_slice([script, str(folder)], tmp_path)
+    assert seen["answers"] == expected
+    assert seen["chips"] == [["0"], ["1"], ["2"], ["3"]]
+    assert seen["first_host"] == [True, True, False, False]
+    assert "3 workers have a chip each" in seen["part_of_a_slice"]
