@@ -287,7 +287,8 @@ def _run(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _only_writes(operator: Any) -> bool:
     """Return True if an operator does nothing visible but write to the first argument."""
     name = operator.name().partition(".")[0]
-    if not name.endswith("_") or name.startswith("aten::_"):
+    # Collectives end with an underscore too, and return a handle to wait for.
+    if operator.namespace != "aten" or not name.endswith("_") or name.startswith("aten::_"):
         return False
     seen = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
     return seen.isdisjoint(operator.tags)

@@ -123,7 +123,7 @@ PLUGIN = """
 import opgraft
 from opgraft.ops import Attention
 
-platforms = ("cpu",)
+platforms = ("cpu", "simulated")
 
 
 class Unquantized(Attention):

@@ -114,6 +114,26 @@ x.requires_grad_().sum().backward()
 assert x.grad.tolist() == torch.ones(3, 4).tolist()
 """
 
+COLLECTIVES = """
+import tempfile, torch, opgraft
+from opgraft.distributed.communicator import Communicator
+from torch import distributed as dist
+opgraft.current_platform()
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ranks = Communicator(dist.group.WORLD, (0,), 0, "tensor")
+    host = torch.arange(6.0).view(2, 3)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            x = host.to("simulated")
+            for made in (
+                ranks.all_reduce(x), ranks.all_gather(x, 0), ranks.all_gather(x, 1), ranks.gather(x, 0, 0),
+                ranks.reduce_scatter(x, 0), ranks.all_to_all(x, [2], [2]), ranks.broadcast(x),
+            ):
+                assert made.device.type == "simulated" and torch.equal(made.cpu(), host), made
+    dist.destroy_process_group()
+"""
+
 ATTRIBUTES = """
 import copy, pickle, torch, opgraft
 opgraft.current_platform()
@@ -397,11 +417,12 @@ def test_operators_compute_what_the_host_computes(warm_python: str) -> None:
                 "detach it first"
             ],
         ),
+        (COLLECTIVES, []),
     ],
-    ids=["constructed", "inference", "attributes"],
+    ids=["constructed", "inference", "attributes", "collectives"],
 )
 def test_tensors_are_those_of_the_host(code: str, printed: list[str], warm_python: str) -> None:
-    """Constructors, ``inference_mode``, and attributes of parameters do what they do on the host."""
+    """Constructors, ``inference_mode``, attributes of parameters and collectives do what they do on the host."""
     assert on("default", warm_python, code) == printed
 
 

@@ -228,6 +228,10 @@ def compiled(
                 gathered[result] = graph.call_function(operator, (result, *arguments))
     end.args = map_arg(end.args, lambda result: gathered.get(result, result))
     program.recompile()
+    # This backend runs the graph as it is. Dynamo would only trace it again, and follows no tensors
+    # of a device in Python.
+    if backend == "eager":
+        return program
     return torch.compile(program, backend=backend, dynamic=False, fullgraph=True)
 
 
