@@ -30,19 +30,13 @@ def time_limit(process_group: dist.ProcessGroup) -> float:
 
 
 def functional_all_reduce() -> tuple[Any, Any]:
-    """Return torch's operators for a sum in a graph, and for waiting for its result.
-
-    The first takes the tensor, ``"sum"`` and the name of the group. Functions with a public name
-    are not operators, and compilers replace them by these.
-    """
+    """Return the operators of torch for a sum, and for waiting."""
+    # The public functions are no operators: compilers replace the functions by the operators.
     operators = torch.ops._c10d_functional
     return operators.all_reduce.default, operators.wait_tensor.default
 
 
 def functional_all_gather() -> tuple[Any, Any]:
-    """Return torch's operators for gathering along the first dimension, and for waiting.
-
-    The first takes the tensor, the number of ranks and the name of the group.
-    """
+    """Return those for gathering along the first dimension."""
     operators = torch.ops._c10d_functional
     return operators.all_gather_into_tensor.default, operators.wait_tensor.default

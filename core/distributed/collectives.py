@@ -33,7 +33,12 @@ def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) ->
     return get_tp_group().gather(input_, dst, dim)
 
 
-def _communicator(kind: str) -> Communicator:
+def communicator_of(kind: str) -> Communicator:
+    """Return the communicator of a kind of group.
+
+    Raises:
+        DistributedError: this process is alone in the group.
+    """
     communicator = parallelism().groups[kind].communicator
     if communicator is None:
         raise DistributedError(
@@ -44,15 +49,15 @@ def _communicator(kind: str) -> Communicator:
 
 
 def _all_reduce(x: Tensor, kind: str) -> Tensor:
-    return _communicator(kind).all_reduce(x)
+    return communicator_of(kind).all_reduce(x)
 
 
 def _all_gather(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
-    return _communicator(kind).all_gather(x, dim)
+    return communicator_of(kind).all_gather(x, dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
-    return _communicator(kind).reduce_scatter(x, dim)
+    return communicator_of(kind).reduce_scatter(x, dim)
 
 
 def _padded(x: Tensor, world_size: int) -> Tensor:
@@ -65,11 +70,11 @@ def _padded(x: Tensor, world_size: int) -> Tensor:
 
 
 def _reduce_scatter_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
-    return _communicator(kind).reduce_scatter(_padded(x, world_size), 0)
+    return communicator_of(kind).reduce_scatter(_padded(x, world_size), 0)
 
 
 def _all_gather_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
-    communicator = _communicator(kind)
+    communicator = communicator_of(kind)
     is_fp8 = x.itemsize == 1 and x.is_floating_point()
     if not is_fp8:
         return communicator.all_gather(x, 0)[:rows]
@@ -80,7 +85,7 @@ def _all_gather_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor
 
 def _rows_of_rank(x: Tensor, world_size: int, kind: str) -> Tensor:
     rows = -(-x.shape[0] // world_size)
-    first = _communicator(kind).rank * rows
+    first = communicator_of(kind).rank * rows
     return _padded(x, world_size).narrow(0, first, rows).clone()
 
 

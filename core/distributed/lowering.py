@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from opgraft.compat.collectives import functional_all_gather, functional_all_reduce
-from opgraft.distributed.groups import parallelism
-from torch import distributed as dist
+from opgraft.distributed.collectives import communicator_of
 from torch.fx import GraphModule, Node
 
 
@@ -20,7 +20,7 @@ def with_torch_collectives(program: GraphModule) -> GraphModule:
     Args:
         program: changed in place.
     """
-    replacements = {
+    replacements: dict[Any, Callable[..., Node]] = {
         torch.ops.opgraft.all_reduce.default: _all_reduce,
         torch.ops.opgraft.all_gather.default: _all_gather,
     }
@@ -61,6 +61,5 @@ def _called(operator: Any, argument: Node, *others: Any) -> Node:
 
 
 def _group_name(kind: str) -> str:
-    communicator = parallelism().groups[kind].communicator
-    group = dist.group.WORLD if communicator is None else communicator.process_group
-    return str(group.group_name)
+    communicator = communicator_of(kind)
+    return str(communicator.process_group.group_name)

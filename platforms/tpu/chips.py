@@ -20,7 +20,9 @@ def one_chip(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         PlatformError: fewer chips are visible.
     """
-    return {_variable(environ): chip_of(local_rank, environ), **_ALONE}
+    name = _variable(environ)
+    chip = chip_of(local_rank, environ)
+    return {name: chip, **_ALONE}
 
 
 def chip_of(local_rank: int, environ: Mapping[str, str]) -> str:

@@ -103,7 +103,8 @@ class TpuWorker(Worker):
         """
         why = _obstacle(parallel, runtime_of_platform())
         if why:
-            chips = max(parallel.tensor * parallel.pipeline, parallel.expert)
+            sharing = parallel.tensor * parallel.pipeline
+            chips = max(sharing, parallel.expert)
             raise ConfigError(
                 f"parallel.tensor is {parallel.tensor}, parallel.pipeline {parallel.pipeline} and "
                 f"parallel.expert {parallel.expert}, and {why}: set them to 1, and "
@@ -124,7 +125,8 @@ class TpuWorker(Worker):
             PlatformError: the processes are not those of a slice, or the runtime numbers them in
                 another order.
         """
-        os.environ.update(slice_variables(places, os.environ))
+        variables = slice_variables(places, os.environ)
+        os.environ.update(variables)
         runtime = runtime_of_platform()
         runtime.enter_job()
         number = runtime.number_in_slice()

@@ -8,7 +8,7 @@ torch_xla 2.9, and ``torch_tpu/_internal/distributed/distributed.py`` of torch_t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opgraft.base.text import printable
 from opgraft.engine.workers.rank_places import RankPlaces
@@ -34,7 +34,7 @@ _BOUNDS = (
 """The new and the old names of libtpu: processes of a slice, and chips of a process."""
 
 _OF_ONE_HOST = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
-"""Chips of one host → their mesh. Hosts of v4 and v5p have four chips, so eight are v5e or v6e."""
+"""Chips of a host → mesh. Hosts of v4 and v5p have four chips, so eight are v5e or v6e."""
 
 Mesh = tuple[int, ...]
 
@@ -51,29 +51,49 @@ def slice_variables(places: RankPlaces, environ: Mapping[str, str]) -> dict[str,
             of a whole slice.
     """
     hosts = _hosts(places, environ)
-    chips = places.devices or [chip_of(number, environ) for number in places.local_ranks]
     mesh = _mesh(hosts, environ)
-    ports = [FIRST_PORT + _number(chip) for chip in chips]
-    addresses = ",".join(f"{host}:{port}" for host, port in zip(hosts, ports, strict=True))
     bounds = ",".join(map(str, mesh))
-    rank = places.rank
-    on_host = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    number_on_host = str(on_host.index(rank))
+    chips_of_all = _chips(places, environ)
+    chip = chips_of_all[places.rank]
+    found = {"TPU_VISIBLE_CHIPS": chip, "TORCH_TPU_TOPOLOGY": bounds}
+    for processes, chips in _BOUNDS:
+        found[processes] = bounds
+        found[chips] = "1,1,1"
+    return found | _addresses(places, hosts, environ) | _numbers(places, hosts)
+
+
+def _addresses(
+    places: RankPlaces, hosts: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    chips = _chips(places, environ)
+    ports = [str(FIRST_PORT + _number(chip)) for chip in chips]
+    pairs = zip(hosts, ports, strict=True)
+    text = ",".join(f"{host}:{port}" for host, port in pairs)
     return {
-        "TPU_VISIBLE_CHIPS": chips[rank],
-        **{name: bounds for name, _ in _BOUNDS},
-        **{name: "1,1,1" for _, name in _BOUNDS},
-        "TPU_PROCESS_ADDRESSES": addresses,
-        "TPU_PROCESS_PORT": str(ports[rank]),
-        "CLOUD_TPU_TASK_ID": str(rank),
-        "PJRT_LOCAL_PROCESS_RANK": number_on_host,
-        "PJRT_LOCAL_PROCESS_COUNT": str(len(on_host)),
-        "TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses,
-        "TORCH_TPU_TOPOLOGY": bounds,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(places.size),
-        "LOCAL_RANK": number_on_host,
+        "TPU_PROCESS_ADDRESSES": text,
+        "TPU_PROCESS_PORT": ports[places.rank],
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES": text,
     }
+
+
+def _numbers(places: RankPlaces, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the numbers of a process in the slice and on its host."""
+    rank = str(places.rank)
+    own = hosts[places.rank]
+    on_host = [each for each, host in enumerate(hosts) if host == own]
+    number = str(on_host.index(places.rank))
+    return {
+        "CLOUD_TPU_TASK_ID": rank,
+        "RANK": rank,
+        "WORLD_SIZE": str(places.size),
+        "PJRT_LOCAL_PROCESS_RANK": number,
+        "LOCAL_RANK": number,
+        "PJRT_LOCAL_PROCESS_COUNT": str(len(on_host)),
+    }
+
+
+def _chips(places: RankPlaces, environ: Mapping[str, str]) -> Sequence[str]:
+    return places.devices or [chip_of(number, environ) for number in places.local_ranks]
 
 
 def host_number(environ: Mapping[str, str]) -> int:
@@ -95,15 +115,20 @@ def _hosts(places: RankPlaces, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the address of each process's host. A launcher tells none of several hosts."""
     if all(places.hosts):
         return places.hosts
-    names = [name.strip() for name in environ.get(HOST_NAMES, "").split(",") if name.strip()]
+    parts = environ.get(HOST_NAMES, "").split(",")
+    names = [part.strip() for part in parts if part.strip()]
+    size = places.size
+    # A launcher starts as many processes on each host.
     on_each = max(places.local_ranks) + 1
-    if len(names) * on_each != places.size:
+    count = size // on_each
+    if len(names) != count:
         raise PlatformError(
-            f"{places.size} processes with {on_each} on each host are on "
-            f"{places.size // on_each} hosts, and {HOST_NAMES} names {len(names)}: set it to the "
+            f"{size} processes with {on_each} on each host are on {count} hosts, and "
+            f"{HOST_NAMES} names {len(names)}: set it to the "
             "names of all hosts of the slice, separated by commas, in the order of their numbers"
         )
-    return tuple(name for name in names for _ in range(on_each))
+    hosts = [name for name in names for _ in range(on_each)]
+    return tuple(hosts)
 
 
 def _mesh(hosts: tuple[str, ...], environ: Mapping[str, str]) -> Mesh:
@@ -114,23 +139,25 @@ def _mesh(hosts: tuple[str, ...], environ: Mapping[str, str]) -> Mesh:
             several hosts or form no mesh.
     """
     size = len(hosts)
+    count = len(set(hosts))
     described = _described(environ)
+    # Ray describes a slice of one chip to each of its actors.
     for mesh in described.values():
         if math.prod(mesh) == size:
             return mesh
-    is_one_host = len(set(hosts)) == 1
-    if is_one_host and size in _OF_ONE_HOST:
+    if count == 1 and size in _OF_ONE_HOST:
         return _OF_ONE_HOST[size]
-    if is_one_host:
+    if count == 1:
         counts = ", ".join(map(str, _OF_ONE_HOST))
         raise PlatformError(
             f"{size} workers have a chip each, and {size} chips of a host form no mesh: start "
             f"one of {counts} workers"
         )
-    known = "; ".join(f"{name} says {math.prod(mesh)}" for name, mesh in described.items())
+    told = [f"{name} says {math.prod(mesh)}" for name, mesh in described.items()]
+    known = "; ".join(told) or "no variable describes the slice"
     raise PlatformError(
-        f"{size} workers on {len(set(hosts))} hosts have a chip each, and libtpu starts only with a "
-        f"process for every chip of a slice ({known or 'no variable describes the slice'}): set "
+        f"{size} workers on {count} hosts have a chip each, and libtpu starts only with a process "
+        f"for every chip of a slice ({known}): set "
         f"parallel.tensor to the number of chips, and {TOPOLOGY}, such as 2x4, on every host"
     )
 
@@ -138,24 +165,29 @@ def _mesh(hosts: tuple[str, ...], environ: Mapping[str, str]) -> Mesh:
 def _described(environ: Mapping[str, str]) -> dict[str, Mesh]:
     """Return the mesh of the slice from each variable, or pair of variables, that is set."""
     found = {}
-    if environ.get(TOPOLOGY):
-        found[TOPOLOGY] = _parsed(TOPOLOGY, environ[TOPOLOGY].replace("x", ","))
+    topology = environ.get(TOPOLOGY, "")
+    if topology:
+        sizes = topology.replace("x", ",")
+        found[TOPOLOGY] = _parsed(TOPOLOGY, sizes)
     for processes, chips in _BOUNDS:
         if environ.get(processes) and environ.get(chips):
             outer = _parsed(processes, environ[processes])
             inner = _parsed(chips, environ[chips])
-            found[processes] = tuple(a * b for a, b in zip(outer, inner, strict=True))
+            pairs = zip(outer, inner, strict=True)
+            found[processes] = tuple(a * b for a, b in pairs)
     return found
 
 
 def _parsed(name: str, text: str) -> Mesh:
     parts = [part.strip() for part in text.split(",")]
-    if not 1 <= len(parts) <= 3 or not all(part.isdecimal() and int(part) for part in parts):
+    are_sizes = all(part.isdecimal() and int(part) for part in parts)
+    if not are_sizes or len(parts) > 3:
         raise PlatformError(
             f"{name} is {printable(text)!r:.80}: expected up to three numbers, such as 2,2,1"
         )
     sizes = [int(part) for part in parts]
-    return (*sizes, *(1,) * (3 - len(sizes)))
+    missing = 3 - len(sizes)
+    return (*sizes, *(1,) * missing)
 
 
 def _number(chip: str) -> int:

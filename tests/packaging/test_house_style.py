@@ -63,6 +63,7 @@ FLOORS = [
     "opgraft.engine",
     "opgraft.kernels.engine",
     "opgraft.planning",
+    "opgraft.platforms.tpu.slices",  # of the next line: it names the ranks of the engine
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name
     "opgraft.serving",
     "opgraft.testing",

@@ -188,7 +188,7 @@ _MEMBERSHIP = Membership()
 
 
 def order_of(where: Where, here: str) -> tuple[Any, ...]:
-    """Return the sorting key of ranks: hosts by their numbers, the engine's own first, then devices."""
+    """Return the sorting key of ranks: hosts by number, the engine's own first, then devices."""
     devices = [tuple(map(_number_first, ids)) for _, ids in sorted(where.devices.items())]
     return where.host_number, where.node != here, where.node, devices
 
