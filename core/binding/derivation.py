@@ -39,8 +39,8 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
     """Kernels as functions, by the name of the functional form with the same signature.
 
     Args:
-        functions: the kernels by form; or the name of a module with the kernels in ``__all__``,
-            imported when the first kernel is used.
+        functions: the kernels by form; or the name of a module with the kernels in ``__all__``, or
+            the names of several, imported when the first kernel is used.
         needs: a check for all kernels, as for ``opgraft.needs``.
         inference_only: the kernels have no backward, as with ``opgraft.inference_only``.
         compiled: by form, another function of the same signature for ``opgraft.compile`` to trace.
@@ -50,7 +50,7 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
 
     def __init__(
         self,
-        functions: Mapping[str, Callable[..., Any]] | str,
+        functions: Mapping[str, Callable[..., Any]] | str | tuple[str, ...],
         *,
         needs: Callable[[], str | None] | None = None,
         inference_only: bool = False,
@@ -62,18 +62,22 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
         self.compiled = compiled
 
     def _loaded(self) -> Mapping[str, Callable[..., Any]]:
-        if not isinstance(self._functions, str):
+        if isinstance(self._functions, Mapping):
             return self._functions
+        given = self._functions
+        names = (given,) if isinstance(given, str) else given
         try:
-            module = import_module(self._functions)
+            modules = [import_module(name) for name in names]
         except ImportError as error:
             missing = self.needs() if self.needs else None
             why = missing or f"could not be imported: {error}"
             raise MissingKernelError(
-                f"the kernels in {self._functions} cannot run here: {why}"
+                f"the kernels in {', '.join(names)} cannot run here: {why}"
             ) from error
         # Kept: importing is slow, and the names of a module do not change.
-        self._functions = {name: getattr(module, name) for name in module.__all__}
+        self._functions = {
+            name: getattr(module, name) for module in modules for name in module.__all__
+        }
         return self._functions
 
     def __getitem__(self, name: str) -> Callable[..., Any]:

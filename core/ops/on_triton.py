@@ -9,21 +9,21 @@ from typing import Any
 
 from opgraft.binding.derivation import FunctionalKernels
 
-_BY_MODULE: dict[str, FunctionalKernels] = {}
+_BY_MODULES: dict[tuple[str, ...], FunctionalKernels] = {}
 
 
-def on_triton(module: str) -> FunctionalKernels:
-    """Return the kernels of a module in Triton, for the GPUs of several vendors.
+def on_triton(*modules: str) -> FunctionalKernels:
+    """Return the kernels of modules in Triton, for the GPUs of several vendors.
 
     No kernel has a backward: for a gradient, the native definition runs. Without Triton, the
     kernels are not chosen, and the decision says so.
 
     Args:
-        module: the dotted name of the module. The names in ``__all__`` are those of functional
+        *modules: the dotted names of the modules. The names in ``__all__`` are those of functional
             forms.
     """
-    kernels = FunctionalKernels(module, needs=triton_missing, inference_only=True)
-    return _BY_MODULE.setdefault(module, kernels)
+    kernels = FunctionalKernels(modules, needs=triton_missing, inference_only=True)
+    return _BY_MODULES.setdefault(modules, kernels)
 
 
 def triton_kernels() -> dict[str, Callable[..., Any]]:
@@ -33,7 +33,7 @@ def triton_kernels() -> dict[str, Callable[..., Any]]:
         MissingKernelError: Triton is not installed.
     """
     found: dict[str, Callable[..., Any]] = {}
-    for kernels in _BY_MODULE.values():
+    for kernels in _BY_MODULES.values():
         found.update(kernels)
     return found
 
@@ -43,8 +43,9 @@ def triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed: pip install triton"
     try:
-        for module in _BY_MODULE:
-            importlib.import_module(module)
+        for modules in _BY_MODULES:
+            for module in modules:
+                importlib.import_module(module)
     except ImportError as error:
         return f"needs Triton, whose import failed: {error}"
     return None

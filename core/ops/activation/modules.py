@@ -17,7 +17,7 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor, nn
 
-TRITON = on_triton("opgraft.ops.activation.triton")
+TRITON = on_triton("opgraft.ops.activation.triton", "opgraft.ops.fused.quantization.triton")
 
 
 @CustomOp.register("silu_and_mul")

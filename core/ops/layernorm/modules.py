@@ -13,7 +13,7 @@ from opgraft.ops.layernorm import functional
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
 
-TRITON = on_triton("opgraft.ops.layernorm.triton")
+TRITON = on_triton("opgraft.ops.layernorm.triton", "opgraft.ops.fused.quantization.triton")
 
 
 class _EpsByTwoNames:

@@ -35,7 +35,7 @@ __all__ = [
 
 
 @triton.jit
-def _summed(x, residual, inside, fused: tl.constexpr):
+def summed(x, residual, inside, fused: tl.constexpr):
     """Load ``x``, and add the residual if ``fused``."""
     total = load_float32(x, inside)
     if fused:
@@ -44,7 +44,7 @@ def _summed(x, residual, inside, fused: tl.constexpr):
 
 
 @triton.jit
-def _weighted(normed, weight, column, width, weighting: tl.constexpr):
+def weighted(normed, weight, column, width, weighting: tl.constexpr):
     """Multiply by the weight.
 
     ``weighting`` is "rounded", which rounds factors and product to the dtype of the weight as
@@ -84,11 +84,11 @@ def rms_norm_kernel(
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
     x_at = x + row * stride + column
-    total = _summed(x_at, residual + row * residual_stride + column, inside, fused)
+    total = summed(x_at, residual + row * residual_stride + column, inside, fused)
     considered = tl.where(column < measured, total, 0.0)
     variance = tl.sum(considered * considered, 1, keep_dims=True) / measured
     scale = tl.rsqrt(variance + eps)
-    result = _weighted(total * scale, weight, column, width, weighting)
+    result = weighted(total * scale, weight, column, width, weighting)
     tl.store(out + row * out_stride + column, result, inside)
     if fused:
         tl.store(new_residual + row * new_residual_stride + column, total, inside)
@@ -125,14 +125,14 @@ def wide_rms_norm_kernel(
     for start in range(0, measured, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = exists & (column < measured)
-        total = _summed(x_row + column, residual_row + column, inside, fused)
+        total = summed(x_row + column, residual_row + column, inside, fused)
         squares += total * total
     scale = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / measured + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = exists & (column < width)
-        total = _summed(x_row + column, residual_row + column, inside, fused)
-        result = _weighted(total * scale, weight, column, width, weighting)
+        total = summed(x_row + column, residual_row + column, inside, fused)
+        result = weighted(total * scale, weight, column, width, weighting)
         tl.store(out + row * out_stride + column, result, inside)
         if fused:
             tl.store(new_residual + row * new_residual_stride + column, total, inside)

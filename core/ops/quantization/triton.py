@@ -44,16 +44,14 @@ PARTIALS = 1024
 
 
 @triton.jit
-def _magnitude(t):
+def magnitude(t):
     t = t.to(tl.float32)
     # NaN does not count for a scale.
     return tl.where(t == t, tl.abs(t), 0.0)
 
 
 @triton.jit
-def _scale_of(
-    largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr
-):
+def scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr):
     """Return the scale from the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
@@ -69,7 +67,7 @@ def _scale_of(
 
 
 @triton.jit
-def _store_quantized(q, t, scale, highest, inside):
+def store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
     # Not min and max, as both drop NaN.
     t = tl.where(t < -highest, -highest, t)
@@ -115,10 +113,10 @@ def group_quant_kernel(
     column = first + tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < end)
     t = tl.load(x + row * stride + column, inside, 0.0)
-    largest = tl.max(_magnitude(t), 1, keep_dims=True)
-    scale = _scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
+    largest = tl.max(magnitude(t), 1, keep_dims=True)
+    scale = scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
     tl.store(scales + row * groups + group, scale, row < rows)
-    _store_quantized(q + row * columns + column, t, scale, highest, inside)
+    store_quantized(q + row * columns + column, t, scale, highest, inside)
 
 
 @triton.jit
@@ -152,16 +150,16 @@ def wide_group_quant_kernel(
     for start in range(first, end, tile_columns):
         column = start + step
         t = tl.load(x + column, is_row & (column < end), 0.0)
-        magnitudes = tl.maximum(magnitudes, _magnitude(t))
+        magnitudes = tl.maximum(magnitudes, magnitude(t))
     largest = tl.max(magnitudes, 1, keep_dims=True)
-    scale = _scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
+    scale = scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
     tl.store(scales + row * groups + group, scale, is_row)
 
     for start in range(first, end, tile_columns):
         column = start + step
         inside = is_row & (column < end)
         t = tl.load(x + column, inside, 0.0)
-        _store_quantized(q + column, t, scale, highest, inside)
+        store_quantized(q + column, t, scale, highest, inside)
 
 
 @triton.jit
@@ -182,7 +180,7 @@ def largest_kernel(
     for tile in range(program, tiles, programs):
         row, column, inside = tile_at(tile, rows, width, tile_rows, tile_columns)
         t = tl.load(x + row * stride + column, inside, 0.0)
-        magnitudes = tl.maximum(magnitudes, _magnitude(t))
+        magnitudes = tl.maximum(magnitudes, magnitude(t))
     tl.store(partials + program, tl.max(magnitudes))
 
 
@@ -207,13 +205,13 @@ def tensor_quant_kernel(
     program = tl.program_id(0)
     part = tl.arange(0, most)
     largest = tl.max(tl.load(partials + part, part < count, 0.0))
-    value = _scale_of(largest, partials, highest, smallest, False, powers_of_two)
+    value = scale_of(largest, partials, highest, smallest, False, powers_of_two)
     # Every program computes the same scale.
     if program == 0:
         tl.store(scale, value)
     row, column, inside = tile_at(program, rows, width, tile_rows, tile_columns)
     t = tl.load(x + row * stride + column, inside, 0.0)
-    _store_quantized(q + row * width + column, t, value, highest, inside)
+    store_quantized(q + row * width + column, t, value, highest, inside)
 
 
 @triton.jit
@@ -243,7 +241,7 @@ def given_scale_kernel(
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
     scale = tl.load(scales).to(tl.float32)
     t = tl.load(x + row * stride + column, inside, 0.0)
-    _store_quantized(q + row * width + column, t, scale, highest, inside)
+    store_quantized(q + row * width + column, t, scale, highest, inside)
 
 
 @functools.cache
@@ -261,7 +259,7 @@ def supports(dtype: torch.dtype) -> bool:
     return NAMES[dtype] in _supported()
 
 
-def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
+def quantizable(x: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the kernels take ``x``. The native definition takes, or refuses, the rest."""
     if not x.is_floating_point() or x.dim() == 0 or x.numel() == 0:
         return False
@@ -291,7 +289,7 @@ def quant_fp8_dynamic(
     if scale_ub is not None:
         expect_same_device("quant_fp8_dynamic", "scale_ub", scale_ub, "x", x)
     per_channel = group_shape[0] != 1 and group_shape[1] != -1
-    if per_channel or not _quantizable(x, dtype):
+    if per_channel or not quantizable(x, dtype):
         return definitions.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
     q = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(definitions.scale_shape(x.shape, group_shape), dtype=torch.float32)
@@ -371,7 +369,7 @@ def quant_fp8_static(
 ) -> Tensor:
     definitions.expect_group_shape("quant_fp8_static", group_shape)
     expect_same_device("quant_fp8_static", "scale", scale, "x", x)
-    if not _quantizable(x, dtype):
+    if not quantizable(x, dtype):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
     tokens = math.prod(x.shape[:-1])
     height = tokens if group_shape[0] == -1 else group_shape[0]

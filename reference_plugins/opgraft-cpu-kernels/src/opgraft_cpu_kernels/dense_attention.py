@@ -14,6 +14,9 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED, op
 
+SINGLE = ((1,), ())
+"""The shapes of a scale for the whole result."""
+
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -53,17 +56,20 @@ def scaled_dot_product_attention_quant_fp8_static(
 ) -> Tensor:
     """Compute the form of that name."""
     taken = query.dtype in DTYPES and query.is_cpu and dtype is FP8
-    taken = taken and output_scale.is_cpu and tuple(output_scale.shape) in ((), (1,))
+    taken = taken and output_scale.is_cpu and output_scale.shape in SINGLE
     if taken and is_dynamo_compiling():
         fits = not (is_causal and attn_mask is not None)
         taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
-    settings = attn_mask, is_causal, scale, enable_gqa
     if taken:
         try:
-            return _attend_quantized(query, key, value, output_scale, *settings)  # type: ignore[no-any-return]
+            return _attend_quantized(  # type: ignore[no-any-return]
+                query, key, value, output_scale, attn_mask, is_causal, scale, enable_gqa
+            )
         except REFUSED:
             pass
-    return quantized_form.native(query, key, value, output_scale, *settings, dtype)
+    return quantized_form.native(
+        query, key, value, output_scale, attn_mask, is_causal, scale, enable_gqa, dtype
+    )
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,17 +113,47 @@ def _rotates(
     )
 
 
+def by_given_scales(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype, shape: Sequence[int]
+) -> bool:
+    """Tell whether the kernels quantise by given scales what they compute of ``x``.
+
+    Args:
+        x: the first argument.
+        scale: of each group.
+        group_shape: rows and columns of a group.
+        dtype: of the result.
+        shape: of the result.
+    """
+    if x.dtype not in DTYPES or dtype is not FP8 or not x.is_cpu or not shape:
+        return False
+    # A form takes other shapes of scales, too.
+    if tuple(group_shape) == (-1, -1):
+        return tuple(scale.shape) in ((1,), ())
+    return in_rows(group_shape) and tuple(scale.shape) in (scale_shape(shape, group_shape), ())
+
+
+def by_own_scales(
+    x: Tensor, group_shape: Sequence[int], scale_ub: Tensor | None, dtype: torch.dtype
+) -> bool:
+    """Tell whether the kernels quantise by computed scales what they compute of ``x``."""
+    if x.dtype not in DTYPES or dtype is not FP8 or not x.is_cpu or not x.dim():
+        return False
+    if scale_ub is not None and (scale_ub.numel() != 1 or tuple(group_shape) != (1, -1)):
+        return False
+    return in_rows(group_shape)
+
+
+def _refused(name: str, **given: Tensor | None) -> bool:
+    """Tell whether compiled code, which cannot catch what an op raises, must leave the kernel alone."""
+    return is_dynamo_compiling() and refusal(name, given) is not None
+
+
 def quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
 ) -> Tensor:
     """Compute the form of that name."""
-    by_rows = (
-        x.dim() > 0
-        and x.is_cpu
-        and in_rows(group_shape)
-        and tuple(scale.shape) in (scale_shape(x.shape, group_shape), ())
-    )
-    if by_rows and x.dtype in DTYPES and dtype is FP8:
+    if by_given_scales(x, scale, group_shape, dtype, x.shape):
         try:
             return _quant_fp8_static(x, scale, group_shape)  # type: ignore[no-any-return]
         except REFUSED:
@@ -139,15 +169,7 @@ def quant_fp8_dynamic(
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    bounded_token = scale_ub is None or (scale_ub.numel() == 1 and tuple(group_shape) == (1, -1))
-    if (
-        x.dim()
-        and x.is_cpu
-        and bounded_token
-        and in_rows(group_shape)
-        and x.dtype in DTYPES
-        and dtype is FP8
-    ):
+    if by_own_scales(x, group_shape, scale_ub, dtype):
         try:
             return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
         except REFUSED:
@@ -155,49 +177,117 @@ def quant_fp8_dynamic(
     return functional.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
 
 
-def quantizing(form: Any) -> Callable[..., Any]:
-    """Return the kernel of a form that quantises what it computes.
-
-    The op has the arguments of the form in the same order, without the last, the dtype.
-    """
-    name, run, native = form.name, op(form.name), form.native
-    parameters = tuple(inspect.signature(native).parameters)
-
-    @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
-    def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = named(parameters, (x, *args), kwargs)
-        if quantizes(name, given):
-            given.pop("dtype", None)
-            try:
-                return run(**given)
-            except REFUSED:
-                pass
-        return native(x, *args, **kwargs)
-
-    return function
+def rms_norm_quant_fp8_static(
+    x: Tensor,
+    scale: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FP8,
+) -> Tensor:
+    """Compute the form of that name."""
+    form = functional.rms_norm_quant_fp8_static
+    taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
+    if taken and not _refused(form.name, x=x, weight=weight):
+        try:
+            return _norm_static(x, scale, group_shape, weight, eps)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return form.native(x, scale, group_shape, weight, eps, dtype)
 
 
-def quantizes(name: str, given: Mapping[str, Any]) -> bool:
-    """Tell whether a kernel takes the arguments of a form that quantises rows of ``x``."""
-    x, group_shape, bound = given["x"], given["group_shape"], given.get("scale_ub")
-    if x.dtype not in DTYPES or not x.is_cpu or not x.dim() or not in_rows(group_shape):
-        return False
-    if given.get("dtype", FP8) is not FP8:
-        return False
-    if bound is not None and (bound.numel() != 1 or tuple(group_shape) != (1, -1)):
-        return False
-    if "scale" in given and not _has_scale_of_rows(name, given["scale"], x.shape, group_shape):
-        return False
-    return not (is_dynamo_compiling() and refusal(name, given))
+def rms_norm_quant_fp8_dynamic(
+    x: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    scale_ub: Tensor | None = None,
+    use_ue8m0: bool = False,
+    dtype: torch.dtype = FP8,
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    form = functional.rms_norm_quant_fp8_dynamic
+    taken = by_own_scales(x, group_shape, scale_ub, dtype)
+    if taken and not _refused(form.name, x=x, weight=weight):
+        try:
+            return _norm_dynamic(x, group_shape, weight, eps, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return form.native(x, group_shape, weight, eps, scale_ub, use_ue8m0, dtype)
 
 
-def _has_scale_of_rows(
-    name: str, scale: Tensor, shape: Sequence[int], group_shape: Sequence[int]
-) -> bool:
-    """Tell whether a scale has the very shape that its groups have, and no other that the form takes."""
-    if name.startswith("silu_and_mul"):
-        shape = (*shape[:-1], shape[-1] // 2)
-    return tuple(scale.shape) in (scale_shape(shape, group_shape), ())
+def fused_add_rms_norm_quant_fp8_static(
+    x: Tensor,
+    residual: Tensor,
+    scale: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = FP8,
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    form = functional.fused_add_rms_norm_quant_fp8_static
+    taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
+    if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
+        try:
+            return _sum_static(x, residual, scale, group_shape, weight, eps)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return form.native(x, residual, scale, group_shape, weight, eps, dtype)
+
+
+def fused_add_rms_norm_quant_fp8_dynamic(
+    x: Tensor,
+    residual: Tensor,
+    group_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    scale_ub: Tensor | None = None,
+    use_ue8m0: bool = False,
+    dtype: torch.dtype = FP8,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the form of that name."""
+    form = functional.fused_add_rms_norm_quant_fp8_dynamic
+    taken = by_own_scales(x, group_shape, scale_ub, dtype)
+    if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
+        try:
+            return _sum_dynamic(  # type: ignore[no-any-return]
+                x, residual, group_shape, weight, eps, scale_ub, use_ue8m0
+            )
+        except REFUSED:
+            pass
+    return form.native(x, residual, group_shape, weight, eps, scale_ub, use_ue8m0, dtype)
+
+
+def silu_and_mul_quant_fp8_static(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
+) -> Tensor:
+    """Compute the form of that name."""
+    form = functional.silu_and_mul_quant_fp8_static
+    shape = (*x.shape[:-1], x.shape[-1] // 2) if x.dim() else ()
+    if by_given_scales(x, scale, group_shape, dtype, shape):
+        try:
+            return _product_static(x, scale, group_shape)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return form.native(x, scale, group_shape, dtype)
+
+
+def silu_and_mul_quant_fp8_dynamic(
+    x: Tensor,
+    group_shape: Sequence[int],
+    scale_ub: Tensor | None = None,
+    use_ue8m0: bool = False,
+    dtype: torch.dtype = FP8,
+) -> tuple[Tensor, Tensor]:
+    """Compute the form of that name."""
+    form = functional.silu_and_mul_quant_fp8_dynamic
+    if by_own_scales(x, group_shape, scale_ub, dtype):
+        try:
+            return _product_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return form.native(x, group_shape, scale_ub, use_ue8m0, dtype)
 
 
 def mixer2_gated_rms_norm(
@@ -222,18 +312,12 @@ missing()  # loads the library, which defines the ops
 rms_norm = kernel(functional.rms_norm)
 fused_add_rms_norm = kernel(functional.fused_add_rms_norm)
 fused_add_rms_norm_ = kernel(functional.fused_add_rms_norm_)
-rms_norm_quant_fp8_static = quantizing(functional.rms_norm_quant_fp8_static)
-rms_norm_quant_fp8_dynamic = quantizing(functional.rms_norm_quant_fp8_dynamic)
-fused_add_rms_norm_quant_fp8_static = quantizing(functional.fused_add_rms_norm_quant_fp8_static)
-fused_add_rms_norm_quant_fp8_dynamic = quantizing(functional.fused_add_rms_norm_quant_fp8_dynamic)
 gemma_rms_norm = kernel(functional.gemma_rms_norm)
 fused_add_gemma_rms_norm = kernel(functional.fused_add_gemma_rms_norm)
 fused_add_gemma_rms_norm_ = kernel(functional.fused_add_gemma_rms_norm_)
 layer_norm = kernel(functional.layer_norm)
 rms_norm_gated = kernel(functional.rms_norm_gated)
 silu_and_mul = kernel(functional.silu_and_mul)
-silu_and_mul_quant_fp8_static = quantizing(functional.silu_and_mul_quant_fp8_static)
-silu_and_mul_quant_fp8_dynamic = quantizing(functional.silu_and_mul_quant_fp8_dynamic)
 mul_and_silu = kernel(functional.mul_and_silu)
 gelu_and_mul = kernel(functional.gelu_and_mul)
 gelu_and_mul_sparse = kernel(functional.gelu_and_mul_sparse)
@@ -262,3 +346,9 @@ mrope = rotation(functional.mrope)
 dual_chunk_rotary_embedding = rotation(functional.dual_chunk_rotary_embedding)
 _quant_fp8_static = op("quant_fp8_static")
 _quant_fp8_dynamic = op("quant_fp8_dynamic")
+_norm_static = op("rms_norm_quant_fp8_static")
+_norm_dynamic = op("rms_norm_quant_fp8_dynamic")
+_sum_static = op("fused_add_rms_norm_quant_fp8_static")
+_sum_dynamic = op("fused_add_rms_norm_quant_fp8_dynamic")
+_product_static = op("silu_and_mul_quant_fp8_static")
+_product_dynamic = op("silu_and_mul_quant_fp8_dynamic")

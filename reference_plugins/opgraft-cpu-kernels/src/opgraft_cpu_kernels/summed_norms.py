@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels import kernels
-from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED
 
@@ -40,7 +39,7 @@ def all_reduce_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, residual, kind)
+    shared = _shared(x, kind)
     if shared is not None:
         try:
             return shared.all_reduce_rms_norm(x, residual, weight, eps, False)  # type: ignore[no-any-return]
@@ -58,7 +57,7 @@ def all_reduce_gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, residual, kind)
+    shared = _shared(x, kind)
     if shared is not None:
         try:
             return shared.all_reduce_rms_norm(x, residual, weight, eps, True)  # type: ignore[no-any-return]
@@ -83,9 +82,9 @@ def all_reduce_rms_norm_quant_fp8_static(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    given = {"x": x, "scale": scale, "group_shape": group_shape, "dtype": dtype}
-    shared = _shared(x, residual, kind)
-    if shared is not None and kernels.quantizes("rms_norm_quant_fp8_static", given):
+    shared = _shared(x, kind)
+    taken = kernels.by_given_scales(x, scale, group_shape, dtype, x.shape)
+    if taken and shared is not None:
         try:
             return shared.all_reduce_rms_norm_quant_fp8_static(  # type: ignore[no-any-return]
                 x, residual, scale, list(group_shape), weight, eps
@@ -108,9 +107,9 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the form of that name."""
-    given = {"x": x, "group_shape": group_shape, "scale_ub": scale_ub, "dtype": dtype}
-    shared = _shared(x, residual, kind)
-    if shared is not None and kernels.quantizes("rms_norm_quant_fp8_dynamic", given):
+    shared = _shared(x, kind)
+    taken = kernels.by_own_scales(x, group_shape, scale_ub, dtype)
+    if taken and shared is not None:
         try:
             return shared.all_reduce_rms_norm_quant_fp8_dynamic(  # type: ignore[no-any-return]
                 x, residual, list(group_shape), weight, eps, scale_ub, use_ue8m0
@@ -122,15 +121,12 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     return quantised, scales, summed
 
 
-def _shared(x: Tensor, residual: Tensor | None, kind: str) -> Any:
+def _shared(x: Tensor, kind: str) -> Any:
     """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call."""
     if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or not x.dim():
         return None
     # Compilers cannot look into the object of the library.
     if is_dynamo_compiling():
-        return None
-    # Every rank must decide alike before the first exchange. So all but shapes is asked here.
-    if residual is not None and refusal("all_reduce_rms_norm", {"x": x, "residual": residual}):
         return None
     communicator = GROUPS[kind]().communicator
     return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None

@@ -81,7 +81,7 @@ struct RmsNormOfRows {
     norm.sum = rows_of(sum, x.width);
   }
 
-  // Writes the rows [begin, end) to memory in which each has its place: row 0 would lie at the beginning.
+  // Writes the rows [begin, end) to their places in `to`.
   void operator()(const MutableRows& to, int64_t begin, int64_t end) const {
     Norm rows = norm;
     rows.out = to;

@@ -1,7 +1,7 @@
 // The quantization of rows to 8 bits, of a tensor or of rows that another kernel makes.
 #pragma once
 
-#include <memory>
+#include <cstdint>
 #include <mutex>
 #include <new>
 
@@ -30,16 +30,22 @@ struct ScaleRule {
   bool power_of_two = false, fp8 = true;
 };
 
-// The memory of one row.
+// Memory for some rows, in the place of rows of a matrix.
 class RowMemory {
  public:
-  explicit RowMemory(int64_t bytes) : data_(::operator new(size_t(bytes), std::align_val_t(64))) {}
+  RowMemory(int64_t rows, int64_t row_bytes)
+      : row_bytes_(row_bytes), data_(::operator new(size_t(rows * row_bytes), std::align_val_t(64))) {}
   ~RowMemory() { ::operator delete(data_, std::align_val_t(64)); }
   RowMemory(const RowMemory&) = delete;
   RowMemory& operator=(const RowMemory&) = delete;
-  void* data() const { return data_; }
+
+  // Where row 0 would lie if this were the memory of the rows from `first` on. As a number, since it points nowhere.
+  void* as_rows_from(int64_t first) const {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data_) - uintptr_t(first * row_bytes_));
+  }
 
  private:
+  int64_t row_bytes_;
   void* data_;
 };
 
@@ -88,7 +94,7 @@ class QuantizedRows {
   }
 
   // Has a function make the rows [first, last), and quantizes each while the first cache has it. make(to, begin, end)
-  // writes rows as RmsNormOfRows does. `finish` is to be called after the last.
+  // writes these rows to their places in `to`. `finish` is to be called after the last.
   template <class Make>
   void take(int64_t first, int64_t last, const Make& make) {
     if (by_largest_of_all_ && !kept_.defined()) kept_ = fresh({rows_, q_.width}, type_);
@@ -132,10 +138,16 @@ class QuantizedRows {
 
   template <class Make>
   void pass(int64_t begin, int64_t end, const Make& make) const {
-    const RowMemory memory(q_.width * int64_t(c10::elementSize(type_)));
-    for (int64_t row = begin; row < end; ++row) {
-      make(MutableRows{memory.data(), 0}, row, row + 1);
-      quantize_row(memory.data(), row);
+    const int64_t row_bytes = q_.width * int64_t(c10::elementSize(type_));
+    const int64_t together = std::clamp(row_bytes ? CACHED / row_bytes : 1, int64_t(1), end - begin);
+    const RowMemory memory(together, row_bytes);
+    Quantization q = q_;
+    for (int64_t first = begin; first < end; first += together) {
+      const int64_t last = std::min(first + together, end);
+      void* const rows = memory.as_rows_from(first);
+      make(MutableRows{rows, q.width}, first, last);
+      q.x = {rows, q.width};
+      kernel_(q, first, last);
     }
   }
 
@@ -144,19 +156,26 @@ class QuantizedRows {
   void keep(int64_t begin, int64_t end, const Make& make) {
     const MutableRows to = rows_of(kept_, q_.width);
     const Rows made{to.data, to.stride};
+    float largest = 0;
     for (int64_t row = begin; row < end; ++row) {
       make(to, row, row + 1);
-      measure(made, row, row + 1);
+      largest = std::max(largest, path().absolute_maximum[dtype_](made, q_.width, row, row + 1));
     }
+    note(largest);
   }
 
   void measure(const Rows& x, int64_t begin, int64_t end) {
-    const float part = path().absolute_maximum[dtype_](x, q_.width, begin, end);
+    note(path().absolute_maximum[dtype_](x, q_.width, begin, end));
+  }
+
+  void note(float largest) {
     const std::lock_guard<std::mutex> guard(one_);
-    largest_ = std::max(largest_, part);
+    largest_ = std::max(largest_, largest);
   }
 
   void take_largest() { *q_.scales = scale_of(q_, largest_, largest_quantized_); }
+
+  static constexpr int64_t CACHED = int64_t(1) << 14;  // bytes of rows that the first cache keeps
 
   Groups groups_;
   at::ScalarType type_;
