@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.engines import engine, prompts, recorded, serve, settings
+from opgraft.compat import packed_linear
 from opgraft.config import CacheConfig
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
@@ -49,6 +50,9 @@ def test_logits_are_the_same_bits_beside_others(
     plugin: Path, tmp_path: Path, family: str, dtype: str
 ) -> None:
     """Alone or in a crowd, in chunks or whole, from a reused prefix, and computed anew: the logits do not differ."""
+    unpackable = packed_linear.missing(getattr(torch, dtype))
+    if unpackable:
+        pytest.skip(unpackable)
     folder = make(tmp_path / "model", family)
     prompt = prompts(33)[0]
     first, alone = recorded("alone", prompt, 24)
@@ -86,3 +90,13 @@ def test_layers_that_depend_on_their_neighbours_are_refused(tmp_path: Path) -> N
     ):
         invariant(folder, "float32")
     engine(folder)
+
+
+def test_weights_that_cannot_be_packed_are_refused(plugin: Path, tmp_path: Path) -> None:
+    """The refusal says why the weights cannot be packed, and in which dtype they could be."""
+    folder = make(tmp_path / "model", "Llama")
+    with pytest.raises(
+        ConfigError,
+        match=r"qkv_proj \(its weight cannot be packed: oneDNN packs no torch\.float16 here\).*in float32",
+    ):
+        invariant(folder, "float16")

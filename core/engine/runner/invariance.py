@@ -30,7 +30,7 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
     raise ConfigError(
         "model.batch_invariant is set, and layers have kernels that compute a token in other ways "
         f"beside other tokens: {listed}. Turn it off, or install a plugin whose kernels do not"
-        f"{_packages()}, and leave the weights float32 or bfloat16"
+        f"{_packages()}, and keep the weights in float32, or in bfloat16 if oneDNN packs that here"
     )
 
 

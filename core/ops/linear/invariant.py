@@ -11,6 +11,7 @@ from opgraft.ops.linear.methods import (
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
 )
+from opgraft.ops.linear.packed import obstacle
 from opgraft.platform import cpu_features
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def compute_rows_alike(layer: Any) -> str | None:
         return f"its weight method is {type(method).__name__}"
     layer.hold_packed()
     if layer._packed is None:
-        return "its weight cannot be packed here"
+        return f"its weight cannot be packed: {obstacle(layer.weight)}"
     dtype = layer._packed.dtype
     features = cpu_features(current_platform())
     needs_blocks = any(IN_BLOCKS.get(feature) is dtype for feature in features)
