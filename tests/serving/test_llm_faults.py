@@ -388,8 +388,13 @@ def fault() -> None:
 
 def interrupt() -> None:
     """Interrupt the process from the thread of an engine, and wait until the main thread has taken note."""
+    handler = signal.getsignal(signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.3)
+    deadline = time.monotonic() + 30
+    while signal.getsignal(signal.SIGINT) is handler:  # until the main thread has noted it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which the main thread asks the engine to end the requests
 
 
 def before_call(
