@@ -28,7 +28,11 @@ from opgraft.ops.attention.node import AttentionNodes
 from opgraft.ops.attention.padded import PaddedAttention
 from opgraft.ops.composites.composite import is_observed
 from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan, HasParts
-from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, pad_vocab_size
+from opgraft.ops.embedding.ranges import (
+    DEFAULT_VOCAB_PADDING_SIZE,
+    get_masked_input_and_mask,
+    pad_vocab_size,
+)
 from opgraft.ops.linear.methods import (
     LinearMethodBase,
     QuantizeMethodBase,
@@ -91,6 +95,7 @@ __all__ = [
     "default_weight_loader",
     "process_weights_after_loading",
     "DEFAULT_VOCAB_PADDING_SIZE",
+    "get_masked_input_and_mask",
     "pad_vocab_size",
     # Quantized weights.
     "QuantizationConfig",

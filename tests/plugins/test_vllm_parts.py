@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import logging.config
 import random
@@ -235,3 +236,107 @@ def test_levels_of_devices(vllm: Any) -> None:
     assert not interface.Platform().has_device_capability(10)
     with pytest.raises(NotImplementedError):
         acme.get_device_name()
+
+
+def test_experts_of_the_best_groups(vllm: Any) -> None:
+    """The function chooses as the op of opgraft does, with a bias for the choice."""
+    router = vllm("vllm.model_executor.layers.fused_moe.router.grouped_topk_router")
+    logits, bias = torch.randn(5, 8), torch.randn(8)
+    hidden = torch.randn(5, 3)
+    weights, ids = router.fused_grouped_topk(hidden, logits, 2, True, bias, 4, 2, "sigmoid")
+    scores = logits.double().sigmoid()
+    biased = scores + bias.double()
+    groups = biased.view(5, 4, 2).sum(-1).topk(2).indices
+    allowed = torch.zeros(5, 4, dtype=torch.bool).scatter(1, groups, True).repeat_interleave(2, 1)
+    expected = biased.masked_fill(~allowed, -torch.inf).topk(2).indices
+    assert [set(row) for row in ids.tolist()] == [set(row) for row in expected.tolist()]
+    chosen = scores.gather(1, ids.long())
+    torch.testing.assert_close(
+        weights.double(), chosen / chosen.sum(-1, keepdim=True), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_triton_is_there_only_where_it_can_be_used(vllm: Any) -> None:
+    """Without a driver a module with Triton kernels can be imported, and its helpers compute."""
+    utils = vllm("vllm.triton_utils")
+    if utils.HAS_TRITON:
+        pytest.skip("this machine has a device of Triton's")
+
+    @utils.triton.autotune(configs=[utils.triton.Config({"BLOCK": 8})], key=["n"])
+    @utils.triton.jit
+    def kernel(x: Any, n: utils.tl.constexpr) -> int:
+        return 3
+
+    assert kernel(None, 1) == 3
+    assert utils.triton.cdiv(7, 2) == 4
+
+
+def test_a_context_of_a_plugins_own(vllm: Any) -> None:
+    """Metadata that a plugin sets is returned within the block, of a class that derives from vLLM's too."""
+    context = vllm("vllm.forward_context")
+    base = vllm("vllm.v1.attention.backend").CommonAttentionMetadata
+
+    @dataclasses.dataclass
+    class Own(base):
+        chunks: int = 3
+
+    given = {field.name: None for field in dataclasses.fields(base)}
+    metadata = {"layers.0": Own(**given)}
+    with context.set_forward_context(metadata, None):
+        assert context.is_forward_context_available()
+        assert context.get_forward_context().attn_metadata["layers.0"].chunks == 3
+    assert not context.is_forward_context_available()
+
+
+def test_backends_are_noted_and_do_not_run(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin may derive a backend and register it; a warning says that opgraft's attention runs."""
+    registry, backend = (
+        vllm("vllm.v1.attention.backends.registry"),
+        vllm("vllm.v1.attention.backend"),
+    )
+
+    @registry.register_backend(registry.AttentionBackendEnum.CUSTOM)
+    class Mine(backend.AttentionBackend):
+        pass
+
+    assert "an attention backend of vLLM is registered as CUSTOM, to no effect" in caplog.text
+    with pytest.raises(TypeError, match="abstract"):
+        Mine()
+
+
+def test_arguments_of_an_engine(vllm: Any) -> None:
+    """Options are taken with either spelling, and make settings in vLLM's terms."""
+    arguments = vllm("vllm.engine.arg_utils").EngineArgs
+    parser = arguments.add_cli_args(vllm("vllm.utils.argparse_utils").FlexibleArgumentParser())
+    given = parser.parse_args(["--tensor_parallel_size", "2", "--dtype=bfloat16"])
+    assert (given.tensor_parallel_size, given.dtype) == ("2", "bfloat16")
+    made = arguments(dtype="bfloat16", block_size=64, max_num_seqs=7).create_engine_config()
+    assert (made.model_config.dtype, made.cache_config.block_size) == (torch.bfloat16, 64)
+    assert (made.scheduler_config.max_num_seqs, made.scheduler_config.chunked_prefill_enabled) == (
+        7,
+        True,
+    )
+    assert made.cache_config.user_specified_block_size
+    assert (made.quant_config, made.speculative_config) == (None, None)
+
+
+def test_lines_of_a_log(vllm: Any) -> None:
+    """Each line of a message begins alike, and another handler sees the plain level."""
+    formatters = vllm("vllm.logging_utils")
+    record = logging.LogRecord("a", logging.INFO, "/x/file.py", 3, "one\ntwo", None, None)
+    text = formatters.NewLineFormatter("%(levelname)s [%(fileinfo)s:%(lineno)d] %(message)s")
+    assert text.format(record) == "INFO [file.py:3] one\r\nINFO [file.py:3] two"
+    coloured = formatters.ColoredFormatter("%(levelname)s %(message)s").format(record)
+    assert coloured.startswith("\033[32mINFO\033[0m one")
+    assert record.levelname == "INFO"
+
+
+def test_names_of_dtypes(vllm: Any) -> None:
+    """A dtype's name and its bytes."""
+    utils = vllm("vllm.utils.torch_utils")
+    assert utils.STR_DTYPE_TO_TORCH_DTYPE["bfloat16"] == torch.bfloat16
+    assert [utils.get_dtype_size(each) for each in (torch.int8, torch.float64)] == [1, 8]
+    assert vllm("vllm.model_executor.utils").maybe_disable_graph_partition("eager") == {}
+    embedding = vllm("vllm.model_executor.layers.vocab_parallel_embedding")
+    rows, mask = embedding.get_masked_input_and_mask(torch.tensor([3, 9]), 2, 5, 0, 8, 8)
+    assert (rows.tolist(), mask.tolist()) == ([1, 0], [False, True])

@@ -87,7 +87,7 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
         _KERNELS: "QuantizationConfig QuantizeMethodBase"
     },
     "vllm.model_executor.layers.vocab_parallel_embedding": {
-        _KERNELS: "DEFAULT_VOCAB_PADDING_SIZE UnquantizedEmbeddingMethod pad_vocab_size"
+        _KERNELS: "DEFAULT_VOCAB_PADDING_SIZE UnquantizedEmbeddingMethod get_masked_input_and_mask pad_vocab_size"
     },
     "vllm.model_executor.model_loader.weight_utils": {_KERNELS: "default_weight_loader"},
     "vllm.model_executor.utils": {_KERNELS: "set_weight_attrs"},

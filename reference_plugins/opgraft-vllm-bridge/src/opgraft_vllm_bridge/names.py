@@ -17,6 +17,7 @@ _VARIABLES = (
     "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_CONFIGURE_LOGGING VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_PLUGINS "
     "VLLM_USE_MODELSCOPE"
 )
+_FORMATTERS = {"logging_utils": "ColoredFormatter NewLineFormatter"}
 _PLATFORM = "CpuArchEnum Platform PlatformEnum"
 
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
@@ -35,11 +36,17 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.config.vllm": {"config": _CONFIG},
     "vllm.distributed": _DIVIDING,
     "vllm.distributed.utils": _DIVIDING,
+    "vllm.engine.arg_utils": {"arguments": "EngineArgs"},
     "vllm.envs": {"envs": _VARIABLES},
     "vllm.forward_context": {
-        "forward_context": "ForwardContext get_forward_context is_forward_context_available"
+        "forward_context": "ForwardContext get_forward_context is_forward_context_available set_forward_context"
     },
     "vllm.logger": {"logging_config": "DEFAULT_LOGGING_CONFIG"},
+    "vllm.logging_utils": _FORMATTERS,
+    "vllm.logging_utils.formatter": _FORMATTERS,
+    "vllm.model_executor.layers.fused_moe.router.grouped_topk_router": {
+        "routing": "fused_grouped_topk"
+    },
     "vllm.model_executor.layers.linear": {
         "quantization": "register_weight_loader_v2_supported_method"
     },
@@ -49,22 +56,29 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
         "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter PackedvLLMParameter "
         "PerTensorScaleParameter RowvLLMParameter"
     },
+    "vllm.model_executor.utils": {"model_utils": "maybe_disable_graph_partition"},
     "vllm.platforms": {"platforms": _PLATFORM, "current": "current_platform"},
     "vllm.platforms.cpu": {"cpu": "CpuPlatform"},
     "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability"},
-    "vllm.utils": {"torch_utils": "direct_register_custom_op"},
+    "vllm.triton_utils": {"triton_utils": "HAS_TRITON tl triton"},
+    "vllm.utils": {
+        "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size",
+        "arguments": "FlexibleArgumentParser",
+    },
+    "vllm.utils.argparse_utils": {"arguments": "FlexibleArgumentParser"},
     "vllm.utils.math_utils": {
         "math_utils": "cdiv next_power_of_2 prev_power_of_2 round_down round_up"
     },
     "vllm.utils.platform_utils": {"current": "is_pin_memory_available"},
     "vllm.utils.torch_utils": {
-        "torch_utils": "direct_register_custom_op set_default_torch_dtype set_random_seed vllm_lib"
+        "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size set_default_torch_dtype "
+        "set_random_seed vllm_lib"
     },
     "vllm.v1.attention.backend": {
-        "attention": "AttentionType",
+        "attention": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionType",
         "forward_context": "CommonAttentionMetadata",
     },
-    "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum"},
+    "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum register_backend"},
     "vllm.v1.attention.backends.utils": {"forward_context": "CommonAttentionMetadata"},
     "vllm.version": {"version": "__version__"},
 }

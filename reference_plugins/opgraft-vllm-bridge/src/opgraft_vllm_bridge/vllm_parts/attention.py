@@ -1,8 +1,22 @@
-"""``vllm.v1.attention``: of its backends, which do not run here, the names that platforms of plugins import."""
+"""``vllm.v1.attention``: backends. None of vLLM's run here, so these are only what plugins derive theirs from.
+
+Attention of a vendor runs as a replacement of ``Attention``.
+"""
 
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from opgraft.logger import init_logger
+
+from opgraft_vllm_bridge.vllm_parts.forward_context import CommonAttentionMetadata
+
+logger = init_logger("opgraft.vllm_bridge")
+
+Metadata = TypeVar("Metadata")
 
 
 class AttentionType(str, enum.Enum):
@@ -15,4 +29,88 @@ class AttentionType(str, enum.Enum):
 
 
 class AttentionBackendEnum(enum.Enum):
-    """The backends of vLLM that run here: none."""
+    """The backends by name. Those of vLLM do not run here; ``CUSTOM`` is for a plugin's."""
+
+    CUSTOM = "custom"
+
+
+class AttentionMetadata:
+    """What a backend knows of a batch."""
+
+
+class AttentionBackend(ABC):
+    """The description of a backend: its classes, and the shape of its cache."""
+
+    accept_output_buffer: bool = False
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Return the name of the backend."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[Any]:
+        """Return the class that computes attention."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[Any]:
+        """Return the class that makes metadata."""
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache."""
+
+
+class AttentionImpl(ABC, Generic[Metadata]):
+    """The computation of a backend."""
+
+
+class AttentionMetadataBuilder(ABC, Generic[Metadata]):
+    """Makes the metadata of a backend from a ``CommonAttentionMetadata``."""
+
+    @abstractmethod
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Metadata:
+        """Return the metadata of a batch."""
+
+
+REGISTERED: dict[AttentionBackendEnum, str | type] = {}
+"""The backends that plugins have registered: dotted paths or classes."""
+
+
+def register_backend(
+    backend: AttentionBackendEnum,
+    class_path: str | None = None,
+    is_mamba: bool = False,
+) -> Callable[[type], type]:
+    """Register a backend by its dotted path, or as a decorator of its class. opgraft runs none, and says so."""
+
+    def register(cls: type) -> type:
+        _note(backend, cls)
+        return cls
+
+    if class_path is not None:
+        _note(backend, class_path)
+        return lambda cls: cls
+    return register
+
+
+def _note(backend: AttentionBackendEnum, registered: str | type) -> None:
+    REGISTERED[backend] = registered
+    logger.warning(
+        "an attention backend of vLLM is registered as %s, to no effect: attention is opgraft's, which plugins replace",
+        backend.name,
+    )

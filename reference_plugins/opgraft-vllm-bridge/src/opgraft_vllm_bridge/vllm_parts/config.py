@@ -384,11 +384,16 @@ def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
     )
 
 
-def get_current_vllm_config() -> VllmConfig:
-    """Return the settings that hold here and now, which cannot be written to."""
+def current_settings() -> VllmConfig:
+    """Return the settings that hold here and now, as an object of the caller's own."""
     platform = current_platform()
     dtype = platform.capability().dtypes[0]
-    return VllmConfig.of(current_config(), platform.device_type, dtype).sealed()
+    return VllmConfig.of(current_config(), platform.device_type, dtype)
+
+
+def get_current_vllm_config() -> VllmConfig:
+    """Return the settings that hold here and now, which cannot be written to."""
+    return current_settings().sealed()
 
 
 get_current_vllm_config_or_none = get_current_vllm_config

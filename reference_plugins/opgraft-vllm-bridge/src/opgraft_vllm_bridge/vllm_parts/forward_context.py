@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from opgraft.errors import LayerError
@@ -11,9 +15,9 @@ from opgraft.ops import AttentionBatch, LayerPages, current_batch
 from opgraft_vllm_bridge.vllm_parts.config import CUDAGraphMode
 
 
-@dataclass(frozen=True)
+@dataclass
 class CommonAttentionMetadata:
-    """The sequences of a batch, and where one layer keeps their keys and values."""
+    """The sequences of a batch, and where one layer keeps their keys and values. Plugins may derive from it."""
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -39,18 +43,48 @@ class ForwardContext:
     """The batch that is computed.
 
     Attributes:
-        attn_metadata: of each attention layer with a cache, by prefix. No backend of vLLM has made them its own.
+        attn_metadata: ``CommonAttentionMetadata`` of each attention layer with a cache, by prefix; or what a plugin
+            has given to ``set_forward_context``.
         slot_mapping: where the new tokens of each go.
     """
 
-    attn_metadata: dict[str, CommonAttentionMetadata]
-    slot_mapping: dict[str, torch.Tensor]
+    attn_metadata: Any
+    slot_mapping: Any
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+
+
+_GIVEN: ContextVar[ForwardContext | None] = ContextVar("opgraft_vllm_bridge_context", default=None)
+"""The context of ``set_forward_context``."""
+
+
+@contextmanager
+def set_forward_context(
+    attn_metadata: Any,
+    vllm_config: Any,
+    num_tokens: int | None = None,
+    num_tokens_across_dp: torch.Tensor | None = None,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    batch_descriptor: Any = None,
+    ubatch_slices: Any = None,
+    slot_mapping: Any = None,
+    skip_compiled: bool = False,
+    is_padding: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """Make ``get_forward_context`` return this metadata within the block.
+
+    Layers of opgraft go on to read their own batch.
+    """
+    context = ForwardContext(attn_metadata, slot_mapping or {}, cudagraph_runtime_mode)
+    token = _GIVEN.set(context)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
 
 
 def is_forward_context_available() -> bool:
     """Tell whether a batch is computed."""
-    return current_batch() is not None
+    return _GIVEN.get() is not None or current_batch() is not None
 
 
 def get_forward_context() -> ForwardContext:
@@ -59,6 +93,9 @@ def get_forward_context() -> ForwardContext:
     Raises:
         LayerError: there is none.
     """
+    given = _GIVEN.get()
+    if given is not None:
+        return given
     batch = current_batch()
     if batch is None:
         raise LayerError("no batch is computed: ask is_forward_context_available() first")

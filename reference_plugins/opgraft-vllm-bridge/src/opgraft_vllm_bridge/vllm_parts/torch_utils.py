@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import opgraft
 import torch
 from torch.library import Library
+
+STR_DTYPE_TO_TORCH_DTYPE: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "float32": torch.float32,
+        "float": torch.float32,
+        "half": torch.float16,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "double": torch.float64,
+        "fp8": torch.uint8,
+        "fp8_e4m3": torch.uint8,
+        "fp8_e5m2": torch.uint8,
+        "int8": torch.int8,
+    }
+)
+"""Names of dtypes in settings. A cache in 8 bits of floating point is kept as bytes."""
+
+
+def get_dtype_size(dtype: torch.dtype) -> int:
+    """Return the bytes of a number."""
+    return dtype.itemsize
 
 
 def _library() -> Any:
