@@ -151,15 +151,20 @@ class BridgedPlatform(Platform):
         except Exception:
             if settings.model_config is None or settings.model_config.model is not None:
                 raise
-            settings = config.VllmConfig.of(current_config(), self.device_type, dtype)
-            settings.model_config = None
-            try:
-                self._change(settings)
-            except Exception:
-                settings = None
-            if settings is None:
+            without = config.VllmConfig.of(current_config(), self.device_type, dtype)
+            without.model_config = None
+            if not self._takes(without):
                 raise
+            settings = without
         return before, settings
+
+    def _takes(self, settings: config.VllmConfig) -> bool:
+        """Let the plugin change settings, and return False if it raises."""
+        try:
+            self._change(settings)
+        except Exception:
+            return False
+        return True
 
     def _change(self, settings: config.VllmConfig) -> None:
         self.theirs.apply_config_platform_defaults(settings)

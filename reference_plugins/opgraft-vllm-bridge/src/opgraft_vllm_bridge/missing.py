@@ -24,15 +24,7 @@ _ADVICE = "'opgraft-vllm-bridge names {}' lists the names that it uses"
 
 
 class MissingNameError(PluginError):
-    """A plugin uses a name of vLLM that opgraft has no counterpart of.
-
-    Attributes:
-        name: the qualified name.
-    """
-
-    def __init__(self, message: str, location: str, name: str) -> None:
-        super().__init__(message, location)
-        self.name = name
+    """A plugin uses a name of vLLM that opgraft has no counterpart of."""
 
 
 class MissingAttributeError(MissingNameError, AttributeError):
@@ -83,7 +75,6 @@ def absence(
         f"the vLLM plugin {plugin!r} {does} {name} at {place}{where}, which opgraft has no counterpart of: "
         f"{f'{told}; ' if told else ''}{_ADVICE.format(plugin)}",
         place,
-        name,
     )
 
 

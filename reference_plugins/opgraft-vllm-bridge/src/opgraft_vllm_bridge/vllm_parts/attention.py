@@ -35,7 +35,7 @@ class AttentionBackendEnum(enum.Enum):
 
 
 class AttentionMetadata:
-    """What a backend knows of a batch."""
+    """Base of the metadata of a batch."""
 
 
 class AttentionBackend(ABC):

@@ -30,6 +30,7 @@ class Settings:
     """Settings that a plugin may change when its platform is asked for defaults, and not later: they are opgraft's."""
 
     __slots__ = ("_assigned", "_sealed")
+    _assigned: set[str]
 
     def note_assignments(self) -> None:
         """Note from now on which settings are assigned, if only their former values."""
