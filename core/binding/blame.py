@@ -265,7 +265,7 @@ def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
 def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     """Compare the calls of an op, or look at the results only if no comparison is possible."""
     bound = op.binding
-    if _FORWARD in vars(op) or type(op) is not bound.specialisation:
+    if _FORWARD in vars(op) or type(op) is not op.bound_class:
         return
     binding = without_compiler(bound)
     native = native_of(binding)

@@ -25,6 +25,7 @@ from opgraft.binding.functional import Functional
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding, bind, enforced, without_drift
+from opgraft.binding.standing import standing_for
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
@@ -35,6 +36,8 @@ from opgraft.registry.state import host_state
 from torch import nn
 
 OpClass = TypeVar("OpClass", bound=type)
+
+_STANDS_FOR = "_stands_for"
 
 
 class _ReplacementsByName(Mapping[str, type]):
@@ -160,9 +163,9 @@ class CustomOp(Replaceable, nn.Module):
         """Keep the binding in copies. Unpickling an op binds the same class anew."""
         reduced = super().__reduce_ex__(protocol)
         # torch has derived the class, such as by a parametrization, and restores it.
-        if type(self) is not self.binding.specialisation:
+        if type(self) is not self.bound_class:
             return reduced
-        return (_restore, (self.binding,), *reduced[2:])
+        return (_restore, (self.binding, self.__dict__.get(_STANDS_FOR)), *reduced[2:])
 
     def __prepare_scriptable__(self) -> Any:
         """Refuse ``torch.jit.script``, which calls this method of each module."""
@@ -175,7 +178,17 @@ class CustomOp(Replaceable, nn.Module):
     def _adopt(self, binding: Binding) -> None:
         # Parameters, buffers and hooks stay: only the class says what a call runs.
         self.__dict__["_binding"] = binding
-        self.__class__ = binding.specialisation
+        self.__class__ = self.bound_class
+
+    def _stand_for(self, module_class: type[nn.Module]) -> None:
+        """Let ``isinstance`` find this op by the class of the module that the op replaces."""
+        self.__dict__[_STANDS_FOR] = module_class
+        self.__class__ = self.bound_class
+
+    @property
+    def bound_class(self) -> type:
+        """The class that the binding gives this op. Another class comes from other code."""
+        return standing_for(self.binding.specialisation, self.__dict__.get(_STANDS_FOR))
 
     @property
     def binding(self) -> Binding:
@@ -355,7 +368,7 @@ def maybe_get_oot_by_class(cls: type) -> type:
     return bind(cls).replacement.cls if issubclass(cls, CustomOp) else cls
 
 
-def _restore(binding: Binding) -> CustomOp:
-    op: CustomOp = nn.Module.__new__(binding.specialisation)
+def _restore(binding: Binding, module_class: type | None = None) -> CustomOp:
+    op: CustomOp = nn.Module.__new__(standing_for(binding.specialisation, module_class))
     op.__dict__["_binding"] = binding
     return op

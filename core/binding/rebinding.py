@@ -92,7 +92,7 @@ def _obstacle_to_rebinding(op: CustomOp, new: Binding) -> str:
 
 def hidden_by(op: CustomOp) -> str:
     """Describe other code in the place of the bound kernel; empty if a call runs the kernel."""
-    if type(op) is not op.binding.specialisation:
+    if type(op) is not op.bound_class:
         return (
             f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
         )

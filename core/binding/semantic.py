@@ -113,7 +113,7 @@ def _semantic_class(op: CustomOp, natives: Natives) -> type | None:
     ``None`` if the op stays as it is.
     """
     kind: Any = type(op)
-    native = _native_on_forms(op, natives) if kind is op.binding.specialisation else None
+    native = _native_on_forms(op, natives) if kind is op.bound_class else None
     if native is None:
         return None
     # vars(), as getattr() would find the class of another specialisation.

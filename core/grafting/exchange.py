@@ -11,6 +11,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
 from opgraft.ops.freezing import restore_linear_layers
+from opgraft.ops.linear.transposed import TransposedLinear
 from opgraft.ops.weights import ReleasesWeights, call_post_load_hook, has_post_load_hook
 from opgraft.registry.adapter import LeaveAlone
 from torch import Tensor, nn
@@ -104,6 +105,9 @@ def install(op: nn.Module, module: nn.Module, path: str) -> None:
     public = _public_attributes(module)
     attributes = {name: getattr(op, name, value) for name, value in public.items()}
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
+    if isinstance(op, TransposedLinear):
+        # PEFT looks for transformers' Conv1D by class.
+        op._stand_for(type(module))
     if has_post_load_hook(op):
         call_post_load_hook(path, op)
 
@@ -121,7 +125,7 @@ def check_restorable(op: nn.Module) -> None:
         return
 
     name = op.op_class.__name__ if isinstance(op, CustomOp) else type(op).__name__
-    if isinstance(op, CustomOp) and type(op) is not op.binding.specialisation:
+    if isinstance(op, CustomOp) and type(op) is not op.bound_class:
         raise GraftError(
             f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, "
             "which stays with the op: take that back first, or ungraft before it"

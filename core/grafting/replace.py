@@ -52,10 +52,11 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     module called the argument. Under autocast an RMS norm returns the input's dtype; norms that
     multiply by a float32 weight last return float32.
 
-    Code that asks for a module's exact class, such as libraries for fine-tuning, runs before
-    ``graft`` or after ``ungraft``. No other thread may run a model during ``graft``: tracing
-    patches ``torch.nn.Module`` for an instant. A later patch in the file of a model does not reach
-    a forward that calls an op, before ``ungraft``.
+    Code that asks for a module's exact class, such as ``quantize_dynamic``, runs before ``graft``
+    or after ``ungraft``. ``isinstance`` finds ops by torch's classes and by transformers' Conv1D.
+    No other thread may run a model during ``graft``: tracing patches ``torch.nn.Module`` for an
+    instant. A later patch in the file of a model does not reach a forward that calls an op, before
+    ``ungraft``.
 
     Args:
         model: to change.

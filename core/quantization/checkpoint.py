@@ -71,7 +71,7 @@ class CheckpointConfig(QuantizationConfig):
         for expert in range(layer.num_experts):
             for projection in ("gate_up_proj", "down_proj"):
                 name = f"{expert_path(layer, expert)}.{projection}"
-                if self._method_of_linear(name) is None:
+                if self._of_linear(name) is None:
                     plain.append(name)
                 else:
                     quantized.append(name)
@@ -90,19 +90,19 @@ class CheckpointConfig(QuantizationConfig):
             weights = self.expert_weights(layer)
             return None if weights is None else QuantizedFusedMoEMethod(layer.moe_config, weights)
         if isinstance(layer, LinearBase):
-            return self._method_of_linear(prefix)
+            return self._of_linear(prefix)
         if isinstance(layer, ParallelLMHead):
-            return self._method_of_head(prefix)
+            return self._of_head(prefix)
         return None
 
-    def _method_of_linear(self, prefix: str) -> QuantizeMethodBase | None:
+    def _of_linear(self, prefix: str) -> QuantizeMethodBase | None:
         # Tensors count more than settings, which may be wrong.
         is_quantized = self._is_quantized_in_checkpoint(prefix)
         if is_quantized is None:
             is_quantized = not self.is_plain(prefix)
         return self.linear_method(prefix) if is_quantized else None
 
-    def _method_of_head(self, prefix: str) -> QuantizeMethodBase | None:
+    def _of_head(self, prefix: str) -> QuantizeMethodBase | None:
         is_quantized = self._is_quantized_in_checkpoint(prefix)
         if is_quantized is None:
             is_quantized = self.quantizes_head(prefix)

@@ -105,6 +105,7 @@ def tokenized(
         also = f" and needs room for {room} more" if room else ""
         excess = len(ids) + room - max_model_len
         plural = "" if excess == 1 else "s"
+        # litellm knows the error by "this model's maximum context length is".
         raise RequestError(
             f"{name} has {len(ids)} tokens{also}, and this model's maximum context length is "
             f"{max_model_len} tokens: shorten it by {excess} token{plural}, or raise "
