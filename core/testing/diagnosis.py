@@ -38,6 +38,7 @@ from opgraft.registry.watching import watched
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
+from opgraft.testing.layer_calls import call_of
 from opgraft.testing.mentions import may_call, may_construct
 from opgraft.testing.side_by_side import loses_gradients, other_tensors
 from opgraft.testing.subjects import claimed_dtypes
@@ -352,6 +353,56 @@ def wrong_results() -> Iterator[Finding]:
             yield Finding(message, replacement.provider, kernel.location)
 
 
+def changes_by_layers() -> Iterator[Finding]:
+    """Find layers of plugins without a functional form that change the process at a call.
+
+    A layer that raises on the small input of the call may need another size: that is no finding.
+    """
+    device = selected_platform().platform.device_type
+    if why_unusable(device) is not None:
+        return
+    guard = Guard()
+    for replacement, binding in _bound():
+        target = _target(replacement)
+        call = call_of(target, device)
+        if binding.replacement.winner is not replacement or call is None:
+            continue
+        provider = replacement.provider
+        name = binding.kernel_name
+        location = binding.kernel.winner.location
+        changes = list[str]()
+        with (
+            guard.watching("when it was called", _no_change_stays, _list_in(changes)),
+            watched(f"{name} of {provider}", provider),
+            torch.random.fork_rng([]),
+            torch.no_grad(),
+        ):
+            if _seeds(call):
+                changes.append(_SEEDS)
+        for change in changes:
+            yield Finding(f"{name} {change}", provider, location)
+
+
+_SEEDS = (
+    "sets the state of torch's random numbers, so that all models of the process draw the same "
+    "ones again: draw from a torch.Generator of its own"
+)
+
+
+def _seeds(call: Callable[[], object]) -> bool:
+    """Return True if the random state after a call does not depend on the state before."""
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        try:
+            with exits_as_errors():
+                call()
+        except Exception:  # the kernel's own
+            return False
+        states.append(torch.get_rng_state())
+    return torch.equal(*states)
+
+
 def _no_change_stays(change: Change) -> bool:
     """Return False: no kernel has to change the process for others."""
     return False
@@ -379,6 +430,15 @@ def _wrong_results(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
     # Modules draw their weights, and some forms draw results. Neither is a change by the kernel.
     with torch.random.fork_rng([]):
         yield from _wrong_in_dtypes(spec, kernel, claimed, made_contiguous)
+        if any(_seeds_at(spec, call) for call in _calls(spec, kernel)):
+            yield _SEEDS
+
+
+def _seeds_at(spec: OpSpec, call: checks.Implementation) -> bool:
+    """Return True if a call on small inputs sets torch's random numbers."""
+    arguments = _small(spec, spec.dtypes[0])
+    with torch.no_grad():
+        return _seeds(lambda: checks.results_of(spec, call, arguments))
 
 
 def _wrong_in_dtypes(
@@ -574,6 +634,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     wrong_functions,
     wrong_fakes,
     wrong_results,
+    changes_by_layers,
     lost_gradients,
 )
 """The checks, each a generator of findings."""

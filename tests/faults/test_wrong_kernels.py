@@ -20,7 +20,7 @@ from opgraft.binding.provenance import exits_as_errors
 from opgraft.errors import CheckpointError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from opgraft.plugins.host import load_plugins
-from opgraft.testing.diagnosis import lost_gradients, wrong_results
+from opgraft.testing.diagnosis import changes_by_layers, lost_gradients, wrong_results
 from safetensors.torch import load_file, save_file
 from support.small_words import word_llama
 from torch import nn
@@ -592,6 +592,77 @@ def test_a_kernel_that_writes_into_its_input(site: Site, body: str) -> None:
         "writes into its argument 'x', which the op leaves alone, for float32 inputs of gelu_new"
     )
     assert [each for each in findings if words in each]
+
+
+SEEDS = {
+    "manual_seed": "torch.manual_seed(7)",
+    "drawn afterwards": "torch.manual_seed(7); torch.rand(3)",
+    "a state": "torch.set_rng_state(torch.Generator().manual_seed(3).get_state())",
+    "the default generator": "torch.default_generator.manual_seed(0)",
+}
+SEEDED = "sets the state of torch's random numbers"
+
+
+@pytest.mark.parametrize("body", SEEDS)
+def test_a_kernel_that_seeds_torch(site: Site, body: str) -> None:
+    """The doctor names a kernel that sets the random numbers of the process, in ops and in layers."""
+    site.plugin("acme", kernel("NewGELU", "forward_oot(self, x)", f"{SEEDS[body]}; return x"))
+    source = f"{SEEDS[body]}; return super().forward(x)"
+    site.plugin("cedar", kernel("GatedMLP", "forward(self, x)", source))
+    load_plugins()
+    (op,) = [each for each in map(str, wrong_results()) if SEEDED in each]
+    assert op.startswith("Acme.forward_oot sets")
+    (layer,) = map(str, changes_by_layers())
+    assert layer.startswith("Acme.forward sets")
+    assert "cedar.py:5" in layer
+
+
+DRAWS = {
+    "draws": "torch.rand(3)",
+    "draws of its own": "torch.rand(3, generator=torch.Generator().manual_seed(7))",
+    "forks": "\n        with torch.random.fork_rng(): torch.manual_seed(7)\n        x = x",
+}
+
+
+@pytest.mark.parametrize("body", DRAWS)
+def test_a_kernel_that_draws(site: Site, body: str) -> None:
+    """A kernel that draws random numbers, or seeds a copy of their state, is left alone."""
+    site.plugin("acme", kernel("NewGELU", "forward_oot(self, x)", f"{DRAWS[body]}; return x"))
+    source = f"{DRAWS[body]}; return super().forward(x)"
+    site.plugin("cedar", kernel("GatedMLP", "forward(self, x)", source))
+    load_plugins()
+    assert not [each for each in map(str, wrong_results()) if SEEDED in each]
+    assert not list(changes_by_layers())
+
+
+PATCHED_LAYERS = {
+    "RowParallelLinear": "forward(self, input_)",
+    "QKVParallelLinear": "forward(self, input_)",
+    "MergedColumnParallelLinear": "forward(self, input_)",
+    "VocabParallelEmbedding": "forward(self, input_)",
+    "LogitsProcessor": "forward(self, lm_head, hidden_states, embedding_bias=None)",
+    "GatedMLP": "forward(self, x)",
+    "MLP": "forward(self, x)",
+    "LinearAct": "forward(self, x)",
+    "LinearAddNorm": "forward(self, x, residual)",
+    "Experts": "forward(self, hidden_states, top_k_index, top_k_weights)",
+    "TransposedLinear": "forward(self, input)",
+    "UnscaledRMSNorm": "forward(self, x)",
+}
+
+
+@pytest.mark.parametrize("layer", PATCHED_LAYERS)
+def test_a_layer_that_patches_torch_at_a_call(site: Site, layer: str) -> None:
+    """The doctor calls layers without a functional form, and undoes and names the patch."""
+    arguments = PATCHED_LAYERS[layer]
+    names = ", ".join(each.partition("=")[0] for each in arguments[:-1].split(", ")[1:])
+    body = f"torch.nn.functional.silu = torch.relu; return super().forward({names})"
+    site.plugin("acme", kernel(layer, arguments, body))
+    load_plugins()
+    silu = torch.nn.functional.silu
+    (finding,) = map(str, changes_by_layers())
+    assert finding.startswith("Acme.forward changed torch.nn.functional.silu when it was called")
+    assert torch.nn.functional.silu is silu
 
 
 @pytest.mark.parametrize("told", EXITS)

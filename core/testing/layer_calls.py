@@ -1,0 +1,107 @@
+"""Small calls of layers without a functional form, so that no spec has inputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from opgraft import ops
+from torch import nn
+
+_SIZE = 32
+"""Elements of each last dimension."""
+
+_TOKENS = 4
+
+Built = tuple[nn.Module, tuple[Any, ...]]
+"""A layer, and the positional arguments of a call."""
+
+
+def _rows() -> torch.Tensor:
+    return torch.ones(_TOKENS, _SIZE)
+
+
+def _of_sizes(layer: Any) -> Callable[[], Built]:
+    return lambda: (layer(_SIZE, _SIZE), (_rows(),))
+
+
+def _linear() -> nn.Module:
+    return ops.Linear(_SIZE, _SIZE)
+
+
+def _embedding() -> Built:
+    return ops.VocabParallelEmbedding(_SIZE, _SIZE), (torch.arange(_TOKENS),)
+
+
+def _linear_act() -> Built:
+    return ops.LinearAct(_linear(), nn.GELU()), (_rows(),)
+
+
+def _mlp() -> Built:
+    return ops.MLP(_linear(), nn.GELU(), _linear()), (_rows(),)
+
+
+def _linear_add_norm() -> Built:
+    return ops.LinearAddNorm(_linear(), ops.LayerNorm(_SIZE)), (_rows(), _rows())
+
+
+def _experts() -> Built:
+    chosen = torch.zeros(_TOKENS, 1, dtype=torch.int64)
+    return ops.Experts(2, _SIZE, _SIZE), (_rows(), chosen, torch.ones(_TOKENS, 1))
+
+
+def _parts(layer: Any) -> Callable[[], Built]:
+    return lambda: (layer(_SIZE, [_SIZE, _SIZE]), (_rows(),))
+
+
+def _heads() -> Built:
+    return ops.QKVParallelLinear(_SIZE, _SIZE // 2, 2), (_rows(),)
+
+
+def _logits() -> Built:
+    head = ops.ParallelLMHead(_SIZE, _SIZE)
+    return ops.LogitsProcessor(_SIZE), (head, _rows())
+
+
+def _unscaled_norm() -> Built:
+    return ops.UnscaledRMSNorm(), (_rows(),)
+
+
+LAYERS: Mapping[type, Callable[[], Built]] = MappingProxyType(
+    {
+        ops.ReplicatedLinear: _of_sizes(ops.ReplicatedLinear),
+        ops.ColumnParallelLinear: _of_sizes(ops.ColumnParallelLinear),
+        ops.RowParallelLinear: _of_sizes(ops.RowParallelLinear),
+        ops.MergedColumnParallelLinear: _parts(ops.MergedColumnParallelLinear),
+        ops.QKVParallelLinear: _heads,
+        ops.TransposedLinear: _of_sizes(ops.TransposedLinear),
+        ops.GatedMLP: _of_sizes(ops.GatedMLP),
+        ops.LinearAct: _linear_act,
+        ops.MLP: _mlp,
+        ops.LinearAddNorm: _linear_add_norm,
+        ops.Experts: _experts,
+        ops.VocabParallelEmbedding: _embedding,
+        ops.LogitsProcessor: _logits,
+        ops.UnscaledRMSNorm: _unscaled_norm,
+    }
+)
+"""A function that builds the layer and its input, by the class of the layer."""
+
+
+def call_of(target: type, device: str) -> Callable[[], object] | None:
+    """Return a function that builds and calls a layer; ``None`` for a class without a row."""
+    build = LAYERS.get(target)
+    if build is None:
+        return None
+
+    def call() -> object:
+        with torch.device(device):
+            layer, inputs = build()
+        for parameter in layer.parameters():
+            # The weights of engine layers are not initialised.
+            parameter.data.fill_(1 / _SIZE)
+        return layer(*inputs)
+
+    return call
