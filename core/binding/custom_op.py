@@ -188,7 +188,8 @@ class CustomOp(Replaceable, nn.Module):
     @property
     def bound_class(self) -> type:
         """The class that the binding gives this op. Another class comes from other code."""
-        return standing_for(self.binding.specialisation, self.__dict__.get(_STANDS_FOR))
+        own: type = standing_for(self.binding.specialisation, self.__dict__.get(_STANDS_FOR))
+        return own
 
     @property
     def binding(self) -> Binding:

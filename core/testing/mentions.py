@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
@@ -23,6 +24,9 @@ _LOOKUPS = {"getattr": 1, "getattr_static": 1, "attrgetter": 0, "methodcaller": 
 
 _LISTS = frozenset({"__dict__", "__getattribute__", "dir", "eval", "exec", "getmembers", "vars"})
 """Names in code that may reach every method of a class."""
+
+_LOOKS = frozenset({"dir", "getattr", "getattr_static", "getmembers", "vars"})
+"""Names of functions that look into their first argument."""
 
 _PARTS = re.compile(r"forward(_(?!\w)|$)")
 """The end of a text to which code adds a dispatch key: ``getattr(self, f"forward_{key}")``."""
@@ -48,7 +52,7 @@ def may_call(cls: type, name: str) -> bool:
         return True
     for file in files:
         tree = _tree_of(file)
-        if tree is None or _uses(tree, name, _may_be_part) or _looks_up(tree):
+        if tree is None or _uses(tree, name, _may_be_part) or _looks_up(tree, packages):
             return True
     decorated = {name: owner, **{base.__name__: base for base in of_plugin}}
     if any(_is_decorated(*each) for each in decorated.items()):
@@ -185,20 +189,45 @@ def _code(tree: ast.Module) -> list[ast.AST]:
     return [node for node in nodes if id(node) not in documentation]
 
 
-def _looks_up(tree: ast.Module) -> bool:
-    """Return True if code may reach a method whose name the code does not have as a whole."""
+def _looks_up(tree: ast.Module, packages: Collection[str]) -> bool:
+    """Return True if code may reach a method whose name the code does not have as a whole.
+
+    A look into a module of other packages, such as ``getattr(torch, name)``, reaches no method of
+    the plugin.
+    """
     nodes = list(ast.walk(tree))
+    modules = _modules_of_others(nodes, packages)
     plain = set()
     for node in nodes:
-        if isinstance(node, ast.Call) and _has_text(node):
+        if isinstance(node, ast.Call) and (_has_text(node) or _asks_one_of(modules, node)):
             plain.add(id(node.func))
     for node in nodes:
         name = _last_name(node)
         if isinstance(node, ast.alias) and node.asname:
             name = node.name
-        if name in _LISTS or (name in _LOOKUPS and id(node) not in plain):
+        if name in (*_LISTS, *_LOOKUPS) and id(node) not in plain:
             return True
     return False
+
+
+def _modules_of_others(nodes: Iterable[ast.AST], packages: Collection[str]) -> set[str]:
+    """Return the names of modules that code imports, other than those of plugin and host."""
+    found = set()
+    for node in nodes:
+        if not isinstance(node, ast.Import):
+            continue
+        for alias in node.names:
+            package = alias.name.partition(".")[0]
+            if package not in packages and package != "opgraft":
+                found.add(alias.asname or package)
+    return found
+
+
+def _asks_one_of(modules: Collection[str], call: ast.Call) -> bool:
+    """Return True if a call looks into a module: ``vars(torch)``, ``getattr(torch.ops, name)``."""
+    if _last_name(call.func) not in _LOOKS or not call.args:
+        return False
+    return _first_name(call.args[0]) in modules
 
 
 def _has_text(call: ast.Call) -> bool:
@@ -238,11 +267,12 @@ def _is_decorated(name: str, cls: type) -> bool:
         if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name != name:
             continue
         for decorator in node.decorator_list:
-            found = vars(module).get(_first_name(decorator))
+            first = _first_name(decorator)
+            found = vars(module).get(first, getattr(builtins, first, None))
             # Modules have a name only: that of ``@opgraft.inference_only`` is opgraft.
             home = getattr(found, "__module__", None) or getattr(found, "__name__", None)
             package = str(home).partition(".")[0]
-            if package not in _OURS:
+            if package not in (*_OURS, "builtins"):
                 return True
     return False
 

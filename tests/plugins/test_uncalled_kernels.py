@@ -71,6 +71,9 @@ CALLED = {
         "[getattr(self, 'forward_oot') for each in dir(self) if each[-3:] == 'npu']"
     ),
     "the variables of the class": plugin("[each for key, each in vars(Acme).items() if 'npu' in key]"),
+    "the variables of the class in the module": plugin(
+        "[each for key, each in vars(acme.Acme).items() if 'npu' in key]", above="import acme\n"
+    ),
     "a name that another function composes": plugin(
         "getattr(self, f'{self.stem}_npu')(x)", mark="stem = 'for' + 'ward'"
     ),
@@ -89,6 +92,11 @@ UNCALLED = {
     "a comment": plugin("pass  # forward_npu"),
     "a mark of opgraft": plugin(mark="@opgraft.inference_only"),
     "another method": plugin("self.forward_cuda"),
+    "a static method": plugin(mark="@staticmethod"),
+    "a look into modules of others": plugin(
+        "[getattr(torch.ops, key, None) for key in vars(np)]",
+        above="import torch, math as np\n",
+    ),
 }
 
 
