@@ -267,10 +267,23 @@ def test_code_of_pieces_is_kept(
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.slow
-def test_what_returns_a_constant_is_not_kept(
-    decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Code of the cache returns tensors only, so that of a model that returns a number besides is its process's own."""
-    found = compiled(decoder, "inductor", cache=True, cache_folder=str(tmp_path / "cache"))
-    expect_alike(found, decoder, (1, 3))
+def test_what_returns_a_size_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A package would return a size as a tensor, so the code of such a model is not kept."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return self.out(x), x.shape[0]
+
+    model = Sized().eval().requires_grad_(False)
+    found = compiled(model, "inductor", cache=True, cache_folder=str(tmp_path / "cache"))
+    for size in (1, 3):
+        x = torch.randn(size, 5, WIDTH)
+        result, returned = found(x)
+        torch.testing.assert_close(result, model(x)[0], rtol=1e-5, atol=1e-5)
+        assert type(returned) is int
+        assert returned == size
     assert "returns something besides tensors" in caplog.text
