@@ -25,6 +25,10 @@ from opgraft.quantization.online import OnlineLinearMethod
 from torch import Tensor
 
 
+_FORMATS = ("e4m3", "e4m3fn", "float8_e4m3fn")
+"""Names of the dtype of weights."""
+
+
 @PluggableClass.register("fp8")
 class Fp8Config(OnlineConfig):
     """Weights in ``float8_e4m3fn`` with a scale for each output.
@@ -87,11 +91,15 @@ class Fp8CheckpointConfig(CheckpointConfig):
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
         """Make the config from the checkpoint's settings.
 
-        These are ``activation_scheme``, ``weight_block_size`` and the list of plain layers.
+        These are ``activation_scheme``, ``weight_block_size``, ``fmt``, ``scale_fmt`` and the list
+        of plain layers.
 
         Raises:
             QuantizationError: a setting cannot be read.
         """
+        setting("fp8", config, "fmt", _FORMATS, "e4m3")
+        # Scales that are powers of two ("ue8m0") are numbers of float32, too.
+        setting("fp8", config, "scale_fmt", ("float", "float32", "ue8m0"), "float")
         scheme = setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic")
         static = scheme == "static"
         block = block_shape("fp8", config.get("weight_block_size"))

@@ -146,6 +146,8 @@ def test_what_ranks_cannot_share(
         ("gptq", {"bits": 2}, r"gptq has bits 2, and 4, 8 can be read"),
         ("gptq", {"checkpoint_format": "marlin"}, r"gptq has checkpoint_format 'marlin'"),
         ("fp8", {"activation_scheme": "other"}, r"fp8 has activation_scheme 'other'"),
+        ("fp8 blocks", {"scale_fmt": "e5m3"}, r"fp8 has scale_fmt 'e5m3', and 'float', "),
+        ("fp8", {"fmt": "e5m2"}, r"fp8 has fmt 'e5m2', and 'e4m3', "),
         ("fp8", {"weight_block_size": [0, 1]}, r"fp8 has blocks of \[0, 1\], expected two numbers"),
         ("fp8 static", {"weight_block_size": [64, 64]}, r"fp8 has blocks and static scales"),
         ("packed", {"format": "marlin-24"}, r"has the format 'marlin-24' with weights of type int"),

@@ -102,6 +102,16 @@ def fp8(
     return tensors, plain
 
 
+def fp8_powers(weight: Tensor, dtype: torch.dtype) -> Written:
+    """Blocks with powers of two for scales, as ``scale_fmt`` ``ue8m0`` says, in a dtype."""
+    blocks = weight.double().reshape(weight.shape[0] // 64, 64, weight.shape[1] // 64, 64)
+    scales = torch.exp2((blocks.abs().amax((1, 3)) / 448).log2().ceil())
+    codes = (blocks / scales[:, None, :, None]).to(FP8)
+    plain = (codes.double() * scales[:, None, :, None]).reshape(weight.shape)
+    tensors = {"weight": codes.reshape(weight.shape), "weight_scale_inv": scales.float().to(dtype)}
+    return tensors, plain
+
+
 def compressed(
     layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -114,6 +124,13 @@ TOKEN8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", 
 TOKEN_FP8 = {**TOKEN8, "type": "float"}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+UE8M0 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [64, 64],
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
@@ -146,6 +163,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]},
         lambda weight: fp8(weight, (64, 64), name="weight_scale_inv"),
     ),
+    "fp8 powers of two": (
+        UE8M0,
+        lambda weight: fp8_powers(weight, torch.float8_e8m0fnu),
+    ),
+    "fp8 powers of two in float32": (UE8M0, lambda weight: fp8_powers(weight, torch.float32)),
     "fp8 large blocks": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         lambda weight: fp8(weight, (128, 128), name="weight_scale_inv"),
