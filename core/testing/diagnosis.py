@@ -354,9 +354,9 @@ def wrong_results() -> Iterator[Finding]:
 
 
 def changes_by_layers() -> Iterator[Finding]:
-    """Find layers of plugins without a functional form that change the process at a call.
+    """Find changes of the process by a call of a plugin's layer without a functional form.
 
-    A layer that raises on the small input of the call may need another size: that is no finding.
+    An exception is no finding: the layer may need an input of another size.
     """
     device = selected_platform().platform.device_type
     if why_unusable(device) is not None:

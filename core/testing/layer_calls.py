@@ -1,4 +1,4 @@
-"""Small calls of layers without a functional form, so that no spec has inputs for them."""
+"""Small calls of layers without a functional form. No spec has inputs for them."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ LAYERS: Mapping[type, Callable[[], Built]] = MappingProxyType(
         ops.UnscaledRMSNorm: _unscaled_norm,
     }
 )
-"""A function that builds the layer and its input, by the class of the layer."""
+"""Functions to build a layer and the input, by the class of the layer."""
 
 
 def call_of(target: type, device: str) -> Callable[[], object] | None:
-    """Return a function that builds and calls a layer; ``None`` for a class without a row."""
+    """Return a function to build and call a layer; ``None`` for a class without a row."""
     build = LAYERS.get(target)
     if build is None:
         return None

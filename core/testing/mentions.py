@@ -211,7 +211,7 @@ def _looks_up(tree: ast.Module, packages: Collection[str]) -> bool:
 
 
 def _modules_of_others(nodes: Iterable[ast.AST], packages: Collection[str]) -> set[str]:
-    """Return the names of modules that code imports, other than those of plugin and host."""
+    """Return the names of imported modules, except those of the plugin and of opgraft."""
     found = set()
     for node in nodes:
         if not isinstance(node, ast.Import):
