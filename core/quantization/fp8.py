@@ -24,7 +24,6 @@ from opgraft.quantization.integers import OnlineConfig
 from opgraft.quantization.online import OnlineLinearMethod
 from torch import Tensor
 
-
 _FORMATS = ("e4m3", "e4m3fn", "float8_e4m3fn")
 """Names of the dtype of weights."""
 
