@@ -19,6 +19,10 @@ from support.small_tokenizers import trained_tokenizer
 HERMES = "{{ tools }} <tool_call>"
 MISTRAL = "{{ tools }} [TOOL_CALLS]"
 PLAIN = "{{ tools }}"
+GRANITE = "{{ tools }} <|tool_call|>"
+ARGS = "{{ tools }} [TOOL_CALLS] [ARGS]"
+V3 = "{{ tools }} <｜tool▁calls▁begin｜><｜tool▁call▁begin｜> ```json"
+V31 = "{{ tools }} <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 ROME = {"name": "weather", "arguments": {"city": "Rome"}}
 OSLO = {"name": "weather", "arguments": {"city": "Oslo"}}
 
@@ -41,9 +45,38 @@ def wrapped(call: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
+def of_deepseek(*cities: str, family: str = V31) -> str:
+    """Return calls as DeepSeek V3.1 writes them, or V3."""
+    written = ""
+    for city in cities:
+        arguments = json.dumps({"city": city})
+        call = f"weather<｜tool▁sep｜>{arguments}"
+        if family is V3:
+            call = f"function<｜tool▁sep｜>weather\n```json\n{arguments}\n```"
+        written += f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def of_mistral(*cities: str) -> str:
+    """Return calls as Mistral's models write them since November 2024."""
+    arguments = [json.dumps({"city": city}) for city in cities]
+    return "".join(f"[TOOL_CALLS]weather[ARGS]{each}" for each in arguments)
+
+
 @pytest.mark.parametrize(
     ("template", "text", "cities", "plain"),
     [
+        (V31, of_deepseek("Rome", "Oslo"), ["Rome", "Oslo"], ""),
+        (V31, f"I look.\n\n{of_deepseek('Rome')}", ["Rome"], "I look."),
+        (V31, "I <｜tool▁calls▁begin｜> look.", [], "I <｜tool▁calls▁begin｜> look."),
+        (V3, of_deepseek("Rome", "Oslo", family=V3), ["Rome", "Oslo"], ""),
+        (GRANITE, f"<|tool_call|>{json.dumps([ROME, OSLO])}", ["Rome", "Oslo"], ""),
+        (HERMES, f"<tool_call>{json.dumps([ROME])}", ["Rome"], ""),
+        (ARGS, of_mistral("Rome", "Oslo"), ["Rome", "Oslo"], ""),
+        (ARGS, '[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{"city": "Rome"}', ["Rome"], ""),
+        (ARGS, "[TOOL_CALLS]fly[ARGS]{}", [], "[TOOL_CALLS]fly[ARGS]{}"),
+        (PLAIN, f"<|python_tag|>{json.dumps(ROME)}; {json.dumps(OSLO)}", ["Rome", "Oslo"], ""),
+        (PLAIN, "<|python_tag|>1 + 1", [], "<|python_tag|>1 + 1"),
         (HERMES, wrapped(ROME), ["Rome"], ""),
         (HERMES, f"I look.\n{wrapped(ROME)}\n{wrapped(OSLO)}", ["Rome", "Oslo"], "I look."),
         (HERMES, "No call, a < b.", [], "No call, a < b."),
@@ -84,6 +117,13 @@ def test_calls_and_text(template: str, text: str, cities: list[str], plain: str)
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+DEEPSEEK_TOKENS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
 
 
@@ -116,6 +156,14 @@ def test_arguments_beyond_the_named_ones(more: dict[str, Any]) -> None:
             [f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", "a"],
             f"[TOOL_CALLS]{[PARIS]}",
         ),
+        (V31, (), [of_deepseek("Rome", "Oslo"), "a < b"], of_deepseek("Paris")),
+        (
+            V3,
+            DEEPSEEK_TOKENS,
+            [of_deepseek("Rome", "Oslo", family=V3), "a < b"],
+            of_deepseek("Paris", family=V3),
+        ),
+        (ARGS, ("[TOOL_CALLS]", "[ARGS]"), [of_mistral("Rome", "Oslo")], of_mistral("Paris")),
         (
             PLAIN,
             (),
@@ -163,8 +211,17 @@ def test_one_call_at_a_time() -> None:
     assert calls == [Call("weather", '{"city": "Rome"}')]
 
 
-@pytest.mark.parametrize("template", [HERMES, MISTRAL, PLAIN])
-def test_a_call_or_an_answer_of_a_form(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (HERMES, "<tool_call>" + json.dumps(ROME)),
+        (MISTRAL, "[TOOL_CALLS]" + json.dumps(ROME)),
+        (PLAIN, json.dumps(ROME)),
+        (ARGS, of_mistral("Rome")),
+        (V31, of_deepseek("Rome")),
+    ],
+)
+def test_a_call_or_an_answer_of_a_form(template: str, call: str) -> None:
     """With a form beside the functions, an answer is a call or of the form, and nothing else."""
     pytest.importorskip("llguidance")
     backend = trained_tokenizer()
@@ -172,10 +229,9 @@ def test_a_call_or_an_answer_of_a_form(template: str) -> None:
     form = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
     spec = tools(template).structured_output(special_token, form)
     grammar = Grammar(spec, GrammarTokens(backend))
-    marker = "<tool_call>" if template is HERMES else "[TOOL_CALLS]" if template is MISTRAL else ""
-    for text in ('{"a": "x"}', f"{marker}{json.dumps(ROME)}"):
+    for text in ('{"a": "x"}', call):
         grammar.start(backend.encode(text, add_special_tokens=False).ids)
-    for text in ("Rome is sunny.", '{"b": 1}', f'{marker}{{"name": "fly"'):
+    for text in ("Rome is sunny.", '{"b": 1}', call.replace("weather", "fly")):
         with pytest.raises(RequestError, match="does not follow"):
             grammar.start(backend.encode(text, add_special_tokens=False).ids)
 

@@ -8,25 +8,13 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-HERMES = "<tool_call>"
-MISTRAL = "[TOOL_CALLS]"
-"""Beginnings of a call in texts of models of these two schools. Others write plain JSON."""
-
-PLAIN = "{"
-"""No beginning: the whole text is a call, or a list of calls."""
+from opgraft.serving.server.call_forms import PLAIN, PYTHON_TAG, CallForm
 
 _MOST_CALLS = 128
 """Most calls of an answer. Later calls are left out."""
 
 _LONGEST_HEAD = 1 << 12
 """Most characters of the beginning of a call. A longer one is read at the end of the answer."""
-
-_HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")'
-    r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>\{)',
-    re.DOTALL,
-)
-"""Beginning of a call up to the arguments, or parameters as some models write."""
 
 _MARK = re.compile(r'\\(?P<escaped>.)?|["{}\[\]]', re.DOTALL)
 """Characters that open or close an object, a list or a text in JSON."""
@@ -57,7 +45,7 @@ class CallReader:
     another form ends the reading: neither the text nor the rest of the answer is a call.
 
     Args:
-        marker: ``HERMES`` or ``MISTRAL`` before each call, or ``PLAIN``.
+        form: of the calls.
         known: names of functions.
         most: the most calls. Later ones are left out.
 
@@ -65,12 +53,12 @@ class CallReader:
         calls: so far. The last call may still grow.
     """
 
-    def __init__(self, marker: str, known: Set[str], most: int | None = None) -> None:
+    def __init__(self, form: CallForm, known: Set[str], most: int | None = None) -> None:
         self.calls: list[Call] = []
-        self._marker = marker
+        self._form = form
         self._known = known
         self._most = _MOST_CALLS if most is None else most
-        self._next = self._find if marker != PLAIN else self._begin
+        self._next = self._begin if form is PLAIN else self._find
         self._failed = False
         # Places of the first marker with a call, and of the latest marker.
         self._begun: int | None = None
@@ -97,24 +85,35 @@ class CallReader:
     def plain(self, text: str) -> str:
         """Return the part of a read text that is surely no call."""
         if self.calls:
-            return "" if self._marker == PLAIN else text[: self._begun].rstrip()
+            return self._before_calls(text)
         if self._ended or self._failed:
             return text
-        if self._marker == PLAIN:
-            return text if text.lstrip()[:1] not in ("", "{", "[") else ""
-        found = text.find(self._marker)
+        if self._form is PLAIN:
+            return "" if _may_be_plain_call(text.lstrip()) else text
+        begin = self._form.begin
+        found = text.find(begin)
         if found >= 0:
             return text[:found].rstrip()
-        return text[: len(text) - _overlap(text, self._marker)]
+        return text[: len(text) - _overlap(text, begin)]
+
+    def _before_calls(self, text: str) -> str:
+        if self._form is PLAIN:
+            return ""
+        begun = self._begun
+        if self._form.opening:
+            opened = text.rfind(self._form.opening, 0, begun)
+            begun = opened if opened >= 0 else begun
+        return text[:begun].rstrip()
 
     def _find(self, text: str) -> bool:
         """Look for the next marker."""
-        found = text.find(self._marker, self._at)
+        marker = self._form.marker
+        found = text.find(marker, self._at)
         if found < 0:
-            self._at = max(self._at, len(text) - len(self._marker) + 1)
+            self._at = max(self._at, len(text) - len(marker) + 1)
             return False
         self._marked = found
-        self._at = found + len(self._marker)
+        self._at = found + len(marker)
         self._in_list = False
         self._next = self._begin
         return True
@@ -122,22 +121,33 @@ class CallReader:
     def _begin(self, text: str) -> bool:
         """Read the beginning of a call, or of a list of calls."""
         self._skip_space(text)
+        if len(self.calls) == self._most:
+            return self._fail()
+        if self._form.parts is not None:
+            return self._begin_arguments(text)
+        if self._form is PLAIN and not self.calls and text.startswith(PYTHON_TAG, self._at):
+            self._at += len(PYTHON_TAG)
+            return True
         first = text[self._at : self._at + 1]
         if first == "[" and not self._in_list:
             self._in_list = True
             self._at += 1
             return True
-        if first not in ("", "{") or len(self.calls) == self._most:
-            return self._fail()
-        head = _HEAD.match(text, self._at, self._at + _LONGEST_HEAD)
+        if first not in ("", "{"):
+            is_tag_so_far = PYTHON_TAG.startswith(text[self._at :])
+            return False if is_tag_so_far and not self._ended else self._fail()
+        return self._begin_arguments(text)
+
+    def _begin_arguments(self, text: str) -> bool:
+        """Read the head of a call."""
+        head = self._form.head.match(text, self._at, self._at + _LONGEST_HEAD)
         if head is None:
             return self._take_whole(text) if self._ended else False
-        if not self._add(_decoded(head["name"]), ""):
+        if not self._add(self._form.name_of(head), ""):
             return self._fail()
         self._at = head.start("arguments")
         self._start = self._at
-        # The object of the call is open.
-        self._depth = 1
+        self._depth = self._form.depth
         self._in_text = False
         self._next = self._read_arguments
         return True
@@ -156,7 +166,7 @@ class CallReader:
                 self._depth += 1
             elif not self._in_text and mark[0] in "}]":
                 self._depth -= 1
-                if self._depth == 1 and self._start >= 0:
+                if self._depth == self._form.depth and self._start >= 0:
                     self.calls[-1].arguments = text[self._start : self._at]
                     self._start = -1
                 if self._depth == 0:
@@ -170,6 +180,8 @@ class CallReader:
 
     def _take_whole(self, text: str) -> bool:
         """Read a call in another order, or with arguments as text, after the end of the answer."""
+        if self._form.parts is not None:
+            return self._fail()
         try:
             value, end = _DECODER.raw_decode(text, self._at)
         except (ValueError, RecursionError):
@@ -195,10 +207,16 @@ class CallReader:
                 self._at += 1
                 self._next = self._begin
                 return True
-        if self._marker == PLAIN:
-            return self._fail()
-        self._next = self._find
-        return True
+        if self._form is not PLAIN:
+            self._next = self._find
+            return True
+        # Llama 3 writes semicolons between calls.
+        self._skip_space(text)
+        if text[self._at : self._at + 1] == ";":
+            self._at += 1
+            self._next = self._begin
+            return True
+        return self._at < len(text) and self._fail()
 
     def _add(self, name: object, arguments: str) -> bool:
         if not isinstance(name, str) or name not in self._known:
@@ -218,11 +236,9 @@ class CallReader:
         return False
 
 
-def _decoded(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _may_be_plain_call(text: str) -> bool:
+    """Return True if a text may begin a call of the form ``PLAIN``."""
+    return text[:1] in ("", "{", "[") or text.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(text)
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from opgraft.engine.sampling.structured import WHITESPACE
 from opgraft.errors import HTTPError
-from opgraft.serving.server.call_reader import HERMES, MISTRAL, PLAIN, Call, CallReader
+from opgraft.serving.server.call_forms import PLAIN, form_of_template, literal
+from opgraft.serving.server.call_reader import Call, CallReader
 from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
 
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
@@ -18,19 +19,23 @@ nothing else."""
 """Text before the first message about functions, for templates without a place for tools."""
 
 _MARKED = r"""%llguidance {{}}
-start: call* TEXT
-call: head SPACE %json {call}
-head{lazy}: TEXT {trigger}
+start: (first call* {closing})? TEXT
+first: head {body}
+call: next {body}
+head{lazy}: TEXT {opening} {marker}
+next{lazy}: TEXT {marker}
+{rules}
 SPACE: /[ \n\t]{{0,16}}/
 TEXT: /(.|\n)*/
 """
 """Grammar of text in which a call follows each marker."""
 
 _MARKED_OR_FORM = r"""%llguidance {{}}
-start: SPACE (first call* TEXT | %json {form} SPACE)
-first: {trigger} SPACE %json {call}
-call: head SPACE %json {call}
-head{lazy}: TEXT {trigger}
+start: SPACE (first call* {closing} TEXT | %json {form} SPACE)
+first: {opening} {marker} {body}
+call: next {body}
+next{lazy}: TEXT {marker}
+{rules}
 SPACE: /[ \n\t]{{0,16}}/
 TEXT: /(.|\n)*/
 """
@@ -91,7 +96,7 @@ class Tools:
         self._offered = functions
         self._known = {function["name"] for function in functions}
         self._most = 1 if body.parallel_tool_calls is False else None
-        self._marker = _marker_of(template)
+        self._form = form_of_template(template)
 
     def structured_output(
         self, special: Callable[[str], int | None], form: Mapping[str, Any] | None
@@ -111,17 +116,34 @@ class Tools:
             return {"json": self.forced}
         if not self._offered or not (self.strict or form is not None):
             return None
-        if self._marker == PLAIN and form is not None:
+        if self._form is PLAIN and form is not None:
             return {"json": self._schema_of_calls(_identified(form, "urn:opgraft:form"))}
+        if self._form is PLAIN:
+            return {"grammar": _PLAIN.format(call=json.dumps(self._schema_of_calls()))}
         spaced = None if form is None else {**_SPACED, **form}
-        parts = {"call": json.dumps(self._schema_of_calls()), "form": json.dumps(spaced)}
-        if self._marker == PLAIN:
-            return {"grammar": _PLAIN.format(**parts)}
-        token = special(self._marker)
-        trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
-        lazy = "[lazy]" if token is None else ""
+        # Special tokens end a text by themselves.
+        lazy = "[lazy]" if special(self._form.marker) is None else ""
         grammar = _MARKED if form is None else _MARKED_OR_FORM
-        return {"grammar": grammar.format(**parts, lazy=lazy, trigger=trigger)}
+        written = grammar.format(
+            **self._rules_of_calls(special),
+            form=json.dumps(spaced),
+            lazy=lazy,
+            opening=literal(self._form.opening, special),
+            marker=literal(self._form.marker, special),
+            closing=literal(self._form.closing, special),
+        )
+        return {"grammar": written}
+
+    def _rules_of_calls(self, special: Callable[[str], int | None]) -> dict[str, str]:
+        """Return the body of a call behind its marker, and further rules of the grammar."""
+        if self._form.parts is None:
+            return {"body": f"SPACE %json {json.dumps(self._schema_of_calls())}", "rules": ""}
+        rules = []
+        for place, function in enumerate(self._offered):
+            held = function if function.get("strict") else {"name": function["name"]}
+            schema = {**_SPACED, **_parameters_of(held, f"urn:opgraft:tool:{place}")}
+            rules.append(self._form.rule(function["name"], json.dumps(schema), special))
+        return {"body": "body", "rules": "body: " + " | ".join(rules)}
 
     def _schema_of_calls(self, *others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schema of one call, of a list of calls, or of an answer of another schema."""
@@ -140,8 +162,8 @@ class Tools:
         """Return a reader for the calls of an answer, or None if the model knows no function."""
         if self.functions is None:
             return None
-        marker = PLAIN if self.forced is not None else self._marker
-        return CallReader(marker, self._known, self._most)
+        form = PLAIN if self.forced is not None else self._form
+        return CallReader(form, self._known, self._most)
 
     def plain(self, reader: CallReader | None, text: str) -> str:
         """Return the part of a read text that is surely no call."""
@@ -161,13 +183,6 @@ class Tools:
 
 _CLOSED_BY = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
 """Parameters with no other keyword have only the arguments in their properties."""
-
-
-def _marker_of(template: str) -> str:
-    """Return the beginning of calls in texts of the models of a chat template."""
-    if HERMES in template:
-        return HERMES
-    return MISTRAL if MISTRAL in template else PLAIN
 
 
 def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -214,15 +229,19 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
-    """Return the schema of a call.
-
-    The parameters get an identity, so that references within the parameters start there.
-    """
-    parameters = _closed(function.get("parameters") or {"type": "object"})
-    parameters = _identified(parameters, identity)
+    """Return the schema of a call."""
+    arguments = _parameters_of(function, identity)
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _parameters_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
+    """Return the schema of the arguments of a call.
+
+    The parameters get an identity, so that references within the parameters start there.
+    """
+    return _identified(_closed(function.get("parameters") or {"type": "object"}), identity)
