@@ -10,7 +10,7 @@ import httpx
 import pytest
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
-from server.processes import Server
+from server.processes import TEMPLATE, Server
 
 WEATHER = {
     "type": "function",
@@ -475,3 +475,18 @@ def test_times_begin_when_the_request_came(server: Server) -> None:
     line = server.logged(answer)
     found = server.metric("time_to_first_token_seconds_sum") - before
     assert found == pytest.approx(line["seconds_to_first_token"], rel=0.25)
+
+
+def test_state_for_monitors(server: Server) -> None:
+    """A ping has no content, by either method, and a request does not count itself as load."""
+    for answer in (server.get("/ping"), server.post("/ping")):
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert server.get("/load").json() == {"server_load": 0}
+
+
+def test_the_tokenizer(server: Server) -> None:
+    """Clients that tokenize by this server find the special tokens and the template."""
+    told = server.get("/tokenizer_info").json()
+    assert told["chat_template"] == TEMPLATE
+    assert told["model_max_length"] == 512
+    assert told["vocab_size"] > 1

@@ -25,7 +25,7 @@ from opgraft.serving.server.protocol import (
     TokenizeRequest,
 )
 from opgraft.serving.server.service import Service
-from opgraft.serving.server.tokens import detokenize, tokenize
+from opgraft.serving.server.tokens import detokenize, tokenize, tokenizer_info
 from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -109,6 +109,12 @@ async def create_text(body: DetokenizeRequest, request: Request) -> JSONResponse
     return JSONResponse(await detokenize(_service(request), body))
 
 
+@router.get("/tokenizer_info")
+async def show_tokenizer(request: Request) -> dict[str, Any]:
+    """Return the special tokens and the chat template."""
+    return tokenizer_info(_service(request))
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """List the served model."""
@@ -129,6 +135,20 @@ async def health(request: Request) -> dict[str, Any]:
     service = _service(request)
     await service.check()
     return service.health()
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(request: Request) -> Response:
+    """Succeed as ``/health`` does, with no content. SageMaker asks so."""
+    await _service(request).check()
+    return Response()
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Return the number of other requests in flight."""
+    return {"server_load": len(_service(request).flights) - 1}
 
 
 @router.get("/version")

@@ -16,7 +16,7 @@ from opgraft.serving.server.service import Flight, Service
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/ping")
 """Paths without a key: the page, because it asks for the key, and the health."""
 
 

@@ -25,7 +25,7 @@ log = init_logger("opgraft.serving.server")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/=+-]{1,128}")
 """The form of a client's own request id for the log."""
 
-_POLLED_PATHS = ("/health", "/metrics")
+_POLLED_PATHS = ("/health", "/load", "/metrics", "/ping")
 """Monitors ask for these every few seconds. A good answer is logged as DEBUG."""
 
 

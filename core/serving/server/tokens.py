@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -83,3 +83,18 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
 
 def _decoded(service: Service, body: DetokenizeRequest) -> str:
     return service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the special tokens by name, the chat template and the longest context.
+
+    Raises:
+        InputError: the model has no tokenizer.
+    """
+    tokenizer = service.tokenizer
+    return {
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_templates.get("default"),
+        "model_max_length": service.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+    }

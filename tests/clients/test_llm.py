@@ -1,0 +1,54 @@
+"""The command-line tool llm, with the server as an extra model of its file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clients.questions import MODEL, TEXT, TOKENS, Pet
+
+OPTIONS = ("-o", "max_tokens", str(TOKENS), "-o", "temperature", "0")
+
+
+@pytest.fixture(autouse=True)
+def _models(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (
+        "- model_id: served",
+        f"  model_name: {MODEL}",
+        f"  api_base: {base_url}",
+        "  api_key_name: served",
+        "  supports_schema: true",
+        "  supports_tools: true",
+    )
+    (tmp_path / "extra-openai-models.yaml").write_text("\n".join(lines))
+    (tmp_path / "keys.json").write_text(json.dumps({"served": "none"}))
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+
+
+def ask(*arguments: str) -> str:
+    command = [sys.executable, "-m", "llm", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_turns() -> None:
+    """A prompt streams its answer, and a chat goes on."""
+    first = ask("-m", "served", TEXT, *OPTIONS)
+    assert first.strip()
+    assert ask("-c", "And in Rome?", *OPTIONS).strip()
+
+
+def test_a_stream_and_a_whole_answer() -> None:
+    """Both have the same text."""
+    assert ask("-m", "served", TEXT, *OPTIONS) == ask("-m", "served", "--no-stream", TEXT, *OPTIONS)
+
+
+def test_structured_output() -> None:
+    """A JSON schema is the form of an answer."""
+    schema = json.dumps(Pet.model_json_schema())
+    answer = ask("-m", "served", "--no-stream", "--schema", schema, TEXT, "-o", "temperature", "0")
+    assert Pet.model_validate_json(answer)
