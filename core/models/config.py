@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
-from opgraft.models.files import Weights, read_json
+from opgraft.models.files import Weights, read_json, sentence_modules
 from opgraft.models.gguf_names import config_values
 from opgraft.models.plain_config import own_config, plain_config
 
@@ -22,6 +24,7 @@ LOCAL_ONLY: Mapping[str, Any] = MappingProxyType(
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 4096
+_GENERATES = re.compile(r"(ForCausalLM|LMHeadModel)$")
 _IMPLEMENTATIONS = frozenset(
     f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal")
 )
@@ -52,8 +55,14 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     found = own_config(values, file)
     if found is None and plain:
         found = plain_config(values)
-    if found is not None:
-        return found
+    if found is None:
+        found = _config_of_transformers(weights, values, file)
+    if _embeds_sentences(weights):
+        _take_base_model(found)
+    return found
+
+
+def _config_of_transformers(weights: Weights, values: dict[str, Any], file: Path) -> Any:
     transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
@@ -68,6 +77,29 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
         raise CheckpointError(
             f"{version} cannot read the configuration in {file}: {described(error)}"
         ) from error
+
+
+def _embeds_sentences(weights: Weights) -> bool:
+    """Return True if sentence-transformers lists a pooling for the checkpoint."""
+    outer = weights.outer or folder_of(weights)
+    return any(row["type"] == "Pooling" for row in sentence_modules(outer))
+
+
+def _take_base_model(config: Any) -> None:
+    """Let a config name the base model in place of a model that generates text.
+
+    sentence-transformers loads the base model, whatever the config names: Qwen3-Embedding names
+    ``Qwen3ForCausalLM``.
+    """
+    named = config.architectures or ()
+    if not any(_GENERATES.search(name) for name in named):
+        return
+    import_extra("transformers")
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    base = auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    # Some types have several base models, the usual one first.
+    names = [base] if isinstance(base, str) else list(base or named)
+    config.architectures = names[:1]
 
 
 def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:

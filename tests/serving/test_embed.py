@@ -10,8 +10,10 @@ import pytest
 import torch
 from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, SamplingParams
+from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models import find_checkpoint
+from opgraft.models.build import generates
 from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
 from support.small_words import word_llama
@@ -248,6 +250,45 @@ def test_a_model_with_a_head_for_another_task(tmp_path: Path) -> None:
     save(model, tmp_path)
     alone, _ = embedded(opened(tmp_path), rows)
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+
+
+GENERATING = {
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "GPT2Model": "GPT2LMHeadModel",
+}
+
+
+@pytest.mark.parametrize("base", GENERATING)
+@pytest.mark.parametrize("with_head", [False, True])
+def test_an_embedder_that_its_config_calls_generating(
+    base: str, with_head: bool, tmp_path: Path
+) -> None:
+    """The base model gives the vectors if sentence-transformers lists a pooling, as for Qwen3-Embedding."""
+    model, rows, expected = build(base, {})
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    config["architectures"] = [GENERATING[base]]
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    if with_head:
+        file = tmp_path / "model.safetensors"
+        prefix = "transformer" if base == "GPT2Model" else "model"
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in load_file(file).items()}
+        tensors["lm_head.weight"] = torch.ones(config["vocab_size"], expected.shape[1])
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    assert generates(OpgraftConfig(model=ModelConfig(name=str(tmp_path))))
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    modules.append({"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
+    modules.append({"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules), "utf-8")
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": expected.shape[1], "pooling_mode_mean_tokens": True}
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(pooling), "utf-8")
+    alone, batch = embedded(opened(tmp_path), rows)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch, expected, rtol=0, atol=1e-5)
 
 
 def test_a_model_without_a_known_embedding_is_refused_by_name(tmp_path: Path) -> None:
