@@ -53,7 +53,13 @@ if [ ! -f "$environment/complete" ]; then
 fi
 
 if [ "$lane" = clients ]; then # opgraft serves them from the main environment
-    echo "==> Clients of the server, Python's"
+    if command -v npm >/dev/null; then
+        export CLIENTS_NODE=$environment/node
+        mkdir -p "$CLIENTS_NODE"
+        cp tests/clients/node/* "$CLIENTS_NODE"
+        npm install --prefix "$CLIENTS_NODE" --silent --no-audit --no-fund
+    fi
+    echo "==> Clients of the server"
     # They warn of their own future, and tests/conftest.py is for an environment with opgraft.
     "$environment/bin/pytest" --quiet -o filterwarnings=default --confcutdir tests/clients tests/clients
     exit
