@@ -34,6 +34,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         name: str | None = None,
         source: str | None = None,
         values: Mapping[str, Any] | None = None,
@@ -46,6 +47,8 @@ class ChatTemplate:
             tools: JSON schemas of functions that the model may call.
             documents: texts for the model to quote.
             add_generation_prompt: end with the text before an answer.
+            continue_final_message: end with the text of the last message, so that the model goes on
+                with this message. There is no text before an answer then.
             name: the template's name; by default ``tool_use`` with tools, else ``default``.
             source: a template in place of the model's own.
             values: further values for the template, by name, such as ``enable_thinking``.
@@ -70,14 +73,14 @@ class ChatTemplate:
             **self._tokenizer.special_tokens,
             **further,
             "messages": chat,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             kind, text = self._renderer.render(template, known)
         except RecursionError:
             kind, text = AnswerKind.REFUSED, "they are nested too deeply"
         if kind is AnswerKind.TEXT:
-            return text
+            return _up_to_final_message(text, chat[-1]) if continue_final_message else text
         if kind is AnswerKind.INVALID and source is not None:
             raise RequestError(f"the given chat template{text}. Correct it, or leave it out.")
         file = self._tokenizer.template_file
@@ -129,6 +132,32 @@ def _message(message: object, index: int) -> dict[str, Any]:
         if key in plain:
             return {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
     return plain
+
+
+def _up_to_final_message(text: str, message: Mapping[str, Any]) -> str:
+    """Return the text of a chat up to the end of the content of the last message.
+
+    A template may leave blanks around the content out.
+
+    Raises:
+        RequestError: the content is no text, is blank, or is not in the text of the chat.
+    """
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise RequestError(
+            "continue_final_message goes on with the last message, which has no text: give that "
+            "message a text, or leave continue_final_message out"
+        )
+    begin = text.rfind(content.strip())
+    if begin < 0:
+        raise RequestError(
+            "continue_final_message goes on with the last message, and the chat template changes "
+            "its text: leave continue_final_message out"
+        )
+    whole = content.lstrip()
+    if text.startswith(whole, begin):
+        return text[: begin + len(whole)]
+    return text[: begin + len(content.strip())]
 
 
 def _as_plain_data(value: Any, place: str) -> Any:

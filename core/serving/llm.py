@@ -145,6 +145,7 @@ class LLM(FrontEnd):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = 0,
         progress: bool | None = None,
@@ -159,6 +160,8 @@ class LLM(FrontEnd):
             tools: JSON schemas of functions that the model may call.
             chat_template: source of a template in place of the model's own.
             add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: end the prompt with the last message, for the model to go on
+                with. There is no beginning of an answer then.
             chat_template_kwargs: further values for the template, such as ``enable_thinking``.
             priority, progress, use_tqdm: as for ``generate``.
 
@@ -174,6 +177,7 @@ class LLM(FrontEnd):
             tools=tools,
             source=chat_template,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             values=chat_template_kwargs,
         )
         chats = listed_chats(messages)

@@ -490,3 +490,16 @@ def test_the_tokenizer(server: Server) -> None:
     assert told["chat_template"] == TEMPLATE
     assert told["model_max_length"] == 512
     assert told["vocab_size"] > 1
+
+
+def test_going_on_with_the_last_message(server: Server) -> None:
+    """The prompt ends with the text of the last message, or is not begun as an answer."""
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the dog"}]
+    asked = {"messages": messages, "return_token_ids": True}
+    answer = server.chat(**asked, continue_final_message=True).json()
+    tokens = server.post("/tokenize", prompt="user: the cat\nassistant: the dog").json()["tokens"]
+    assert answer["prompt_token_ids"] == tokens
+    refused(
+        server.chat(**asked, continue_final_message=True, add_generation_prompt=True),
+        "continue_final_message",
+    )

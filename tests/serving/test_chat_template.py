@@ -172,6 +172,30 @@ def test_the_text_of_transformers(
     assert len(text) > 10
 
 
+@pytest.mark.parametrize("content", ["one", "one ", " one\n", "one two one"])
+@pytest.mark.parametrize("source", [MARKED, BRACKETED])
+def test_going_on_with_the_last_message(source: str, content: str) -> None:
+    """The text ends with the last message, as in transformers."""
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
+    text = chat_template(source).render(messages, continue_final_message=True)
+    assert text == by_transformers(source, messages, continue_final_message=True)
+    assert text.rstrip().endswith(content.strip())
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "reason"),
+    [
+        (MARKED, " ", "which has no text"),
+        ("{{ messages[0].content | upper }}", "one", "the chat template changes its text"),
+    ],
+)
+def test_no_message_to_go_on_with(source: str, content: str, reason: str) -> None:
+    """A blank message, or one that the template changes, has no end in the text of the chat."""
+    messages = [{"role": "assistant", "content": content}]
+    with pytest.raises(RequestError, match=reason):
+        chat_template(source).render(messages, continue_final_message=True)
+
+
 @pytest.mark.parametrize("thinking", [{}, {"enable_thinking": False}])
 def test_tools_and_content_in_parts(thinking: dict[str, bool]) -> None:
     """Tools, calls of tools, their answers, and content in parts reach the template."""

@@ -94,6 +94,8 @@ class Chat(Generating[ChatRequest]):
         text = inputs.chat_template.render(
             for_template(self.body.messages, self.tools.instruction),
             tools=None if self.tools.instruction else self.tools.functions,
+            add_generation_prompt=self.body.add_generation_prompt is not False,
+            continue_final_message=bool(self.body.continue_final_message),
             values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")

@@ -30,6 +30,11 @@ _CHAT: Sequence[_Rule] = (
         "is the older name of max_completion_tokens, and they differ: give one of them",
     ),
     (
+        "continue_final_message",
+        lambda body: bool(body.continue_final_message and body.add_generation_prompt),
+        "goes on with the last message, and add_generation_prompt begins another: leave one out",
+    ),
+    (
         "top_logprobs",
         lambda body: bool(body.top_logprobs) and not body.logprobs,
         "needs logprobs: true",

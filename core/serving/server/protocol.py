@@ -551,8 +551,8 @@ class ChatRequest(Generation):
     chat_template: Annotated[
         Any, _only(advice="the operator of the server chooses the template")
     ] = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: Annotated[Any, _only(False)] = None
     echo: Annotated[Any, _only(False)] = None
     mm_processor_kwargs: Annotated[Any, _only({})] = None
