@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
-from opgraft.ops.activation import functional
+from opgraft.ops.activation import functional as forms
 from opgraft.ops.checks import expect_choice, expect_not_negative, halves
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
@@ -82,7 +82,7 @@ class GeluAndMul(CustomOp):
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
-        expect_choice("gelu_and_mul", "approximate", approximate, functional.APPROXIMATIONS)
+        expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
         self.approximate = approximate
 
     @calls_functional
@@ -115,8 +115,8 @@ class GeluAndMulSparse(CustomOp):
 
     def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
         super().__init__()
-        expect_choice("gelu_and_mul_sparse", "approximate", approximate, functional.APPROXIMATIONS)
-        functional.expect_sparsity(activation_sparsity)
+        expect_choice("gelu_and_mul_sparse", "approximate", approximate, forms.APPROXIMATIONS)
+        forms.expect_sparsity(activation_sparsity)
         self.activation_sparsity = activation_sparsity
         self.approximate = approximate
 
@@ -343,7 +343,7 @@ class GELU(CustomOp, nn.GELU):
     """
 
     def __init__(self, approximate: str = "none") -> None:
-        expect_choice("gelu", "approximate", approximate, functional.APPROXIMATIONS)
+        expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
     @calls_functional

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.binding.derivation import NATIVE, calls_functional
-from opgraft.ops.attention import functional
+from opgraft.ops.attention import functional as forms
 from opgraft.ops.attention.functional import as_heads
 from torch import Tensor
 
@@ -110,7 +110,7 @@ class MMEncoderAttention(CustomOp):
         super().__init__()
         if num_kv_heads is None:
             num_kv_heads = num_heads
-        functional.expect_kv_heads(num_heads, num_kv_heads)
+        forms.expect_kv_heads(num_heads, num_kv_heads)
         if head_size < 1:
             raise ValueError(
                 f"mm_encoder_attn: head_size is {head_size}, expected a positive number"

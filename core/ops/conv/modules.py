@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
-from opgraft.ops.conv import functional
+from opgraft.ops.conv import functional as forms
 from opgraft.ops.conv.functional import ConvSettings, same_padding
 from torch import Tensor, nn
 
@@ -63,13 +63,13 @@ class _ConvLayer(CustomOp):
 
     def _forward_conv(self, x: Tensor) -> Tensor:
         """Compute the convolution by torch's function."""
-        functional.expect_convolvable(x, self.weight, self.bias, self._settings)
-        return functional.convolve(x, self.weight, self.bias, self._settings)
+        forms.expect_convolvable(x, self.weight, self.bias, self._settings)
+        return forms.convolve(x, self.weight, self.bias, self._settings)
 
     def _forward_mulmat(self, x: Tensor) -> Tensor:
         """Compute the convolution as one matrix product, which needs ``enable_linear``."""
-        functional.expect_convolvable(x, self.weight, self.bias, self._settings)
-        return functional.project_patches(x, self.weight, self.bias)
+        forms.expect_convolvable(x, self.weight, self.bias, self._settings)
+        return forms.project_patches(x, self.weight, self.bias)
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
@@ -187,7 +187,7 @@ def _settings_of(
     padding_mode: str,
 ) -> ConvSettings:
     """Return the settings with one number per dimension, from the arguments of torch's modules."""
-    dims = functional.DIMENSIONS[op]
+    dims = forms.DIMENSIONS[op]
     kernel = _per_dimension(kernel_size, dims)
     moves = _per_dimension(stride, dims)
     steps = _per_dimension(dilation, dims)

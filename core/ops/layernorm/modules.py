@@ -9,7 +9,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
-from opgraft.ops.layernorm import functional
+from opgraft.ops.layernorm import functional as forms
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
 
@@ -160,7 +160,7 @@ class UnscaledRMSNorm(_EpsByTwoNames, PluggableLayer):
         self.variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, None, self.variance_epsilon)
+        return forms.rms_norm(x, None, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"eps={self.variance_epsilon}"
@@ -281,10 +281,10 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         activation: str = "swish",
     ) -> None:
         super().__init__()
-        expect_choice("rms_norm_gated", "activation", activation, functional.GATES)
+        expect_choice("rms_norm_gated", "activation", activation, forms.GATES)
         expect_size("rms_norm_gated", "hidden_size", hidden_size)
         expect_not_negative("rms_norm_gated", "eps", eps)
-        functional.expect_group_size(group_size, hidden_size)
+        forms.expect_group_size(group_size, hidden_size)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.group_size = group_size

@@ -9,7 +9,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, FunctionalKernels, calls_functional
 from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
-from opgraft.ops.linear import functional
+from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.linear.packed import PackedWeight
@@ -49,7 +49,7 @@ class Linear(CustomOp, nn.Linear):
         activation: str = "none",
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        expect_choice("linear", "activation", activation, tuple(functional.ACTIVATIONS))
+        expect_choice("linear", "activation", activation, tuple(forms.ACTIVATIONS))
         self.activation = activation
 
     @calls_functional

@@ -8,7 +8,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_in_range
-from opgraft.ops.rotary import functional
+from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import TRITON, cos_sin_table, expect_rotation, inverse_frequencies
 from torch import Tensor
 
@@ -48,7 +48,7 @@ class DualChunkRotaryEmbedding(CustomOp):
     ) -> None:
         super().__init__()
         expect_rotation("dual_chunk_rotary_embedding", rotary_dim, head_size, base, dtype)
-        rows = functional.chunk_length(chunk_size, local_size) + chunk_size
+        rows = forms.chunk_length(chunk_size, local_size) + chunk_size
         self.head_size = head_size
         self.rotary_dim = rotary_dim
         self.max_position_embeddings = max_position_embeddings

@@ -15,7 +15,7 @@ from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.rotary import functional
+from opgraft.ops.rotary import functional as forms
 from torch import Tensor
 
 TRITON = on_triton("opgraft.ops.rotary.triton")
@@ -90,7 +90,7 @@ class ApplyRotaryEmb(CustomOp):
         enable_fp32_compute: bool = False,
     ) -> Tensor:
         """Rotate ``x`` without an op, always as with ``enable_fp32_compute``."""
-        return functional.apply_rotary_emb.native(x, cos, sin, is_neox_style)
+        return forms.apply_rotary_emb.native(x, cos, sin, is_neox_style)
 
     def _pre_process(
         self, x: Tensor, cos: Tensor, sin: Tensor
@@ -298,7 +298,7 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         is_neox_style: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate query and key without an op, by a table of ``rotary_dim`` columns."""
-        form = functional.rotary_embedding.native
+        form = forms.rotary_embedding.native
         return rotated_by(form, positions, query, key, head_size, cos_sin_cache, is_neox_style)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_positive
-from opgraft.ops.rotary import functional
+from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import (
     TRITON,
     RotaryEmbedding,
@@ -379,7 +379,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         truncate: bool = True,
     ) -> None:
         if mrope_section is not None:
-            functional.expect_sections(mrope_section, rotary_dim, mrope_interleaved)
+            forms.expect_sections(mrope_section, rotary_dim, mrope_interleaved)
         self.mrope_section = mrope_section
         self.mrope_interleaved = mrope_interleaved
         self.cache_max_position_num = positions_factor * max_position_embeddings

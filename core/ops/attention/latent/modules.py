@@ -6,7 +6,7 @@ from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
-from opgraft.ops.attention.latent import functional
+from opgraft.ops.attention.latent import functional as forms
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor
 
@@ -45,7 +45,7 @@ class MLAPagedAttention(CustomOp):
 
     def __init__(self, kv_lora_rank: int, scale: float) -> None:
         super().__init__()
-        functional.expect_rank(kv_lora_rank)
+        forms.expect_rank(kv_lora_rank)
         self.kv_lora_rank = kv_lora_rank
         self.scale = scale
 

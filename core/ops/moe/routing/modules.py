@@ -8,7 +8,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice
-from opgraft.ops.moe.routing import functional
+from opgraft.ops.moe.routing import functional as forms
 from torch import Tensor
 
 
@@ -49,8 +49,8 @@ class GroupedTopk(CustomOp):
         num_fused_shared_experts: int = 0,
     ) -> None:
         super().__init__()
-        expect_choice("grouped_topk", "scoring_func", scoring_func, functional.SCORING)
-        functional.expect_groups("grouped_topk", topk, num_expert_group, topk_group)
+        expect_choice("grouped_topk", "scoring_func", scoring_func, forms.SCORING)
+        forms.expect_groups("grouped_topk", topk, num_expert_group, topk_group)
         if num_fused_shared_experts < 0:
             raise ValueError(
                 f"grouped_topk: num_fused_shared_experts is {num_fused_shared_experts}, expected 0 "
