@@ -14,7 +14,7 @@ from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.names import op_name_of
 from opgraft.binding.provenance import explain_exception
 from opgraft.binding.shadow import Shadow
-from opgraft.binding.specialisation import Binding, native_of, watched, without_compiler
+from opgraft.binding.specialisation import Binding, binding_with_shadow, native_of, without_compiler
 from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_config
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
@@ -278,7 +278,7 @@ def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     location = binding.kernel.winner.location
     shadow = _Told(binding, name, native.definition, location, found)
     # The class of the one op changes: other models keep their kernels.
-    op._adopt(watched(binding, shadow))
+    op._adopt(binding_with_shadow(binding, shadow))
     undo.callback(op._adopt, bound)
 
 

@@ -266,14 +266,14 @@ class CustomOp(Replaceable, nn.Module):
         return decorate
 
     def _call_next(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        further = self.__continuations__[method]
-        if further is None:
+        continuation = self.__continuations__[method]
+        if continuation is None:
             raise MissingKernelError(
                 f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, "
                 f"nor a kernel further along the dispatch chain {self.binding.kernel.chain}: "
                 f"define {method} or forward_native"
             )
-        return getattr(self, further)(*args, **kwargs)
+        return getattr(self, continuation)(*args, **kwargs)
 
     # A call comes to the methods below from super(), or for a key without a definition: the
     # specialisation defines forward, and op classes define forward_<key>.

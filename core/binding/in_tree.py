@@ -1,4 +1,7 @@
-"""The classes in the tree: their ``forward_oot`` runs on out-of-tree platforms only, as in vLLM."""
+"""The classes *in the tree*: those that belong to no declared replacement.
+
+Their ``forward_oot`` runs on out-of-tree platforms only, as in vLLM.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ With the chain ``("oot", "cuda", "native")`` and the classes::
     class RMSNorm(CustomOp):       # forward_native, forward_cuda
     class AcmeRMSNorm(RMSNorm):    # forward_oot
 
-``AcmeRMSNorm`` runs ``forward_oot``, and ``RMSNorm`` runs ``forward_cuda``. ``continuations`` says
-where ``super().forward_oot(...)`` of the first goes: to ``forward_cuda``.
+``AcmeRMSNorm`` runs ``forward_oot``, and ``RMSNorm`` runs ``forward_cuda``. ``continuations_of``
+says where ``super().forward_oot(...)`` of the first goes: to ``forward_cuda``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from opgraft.registry.op_classes import (
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, unless a scope or the class decides."""
 
-IN_TREE = "forward_oot of a class that is no replacement runs on out-of-tree platforms only"
+NO_REPLACEMENT = "forward_oot of a class that is no replacement runs on out-of-tree platforms only"
 """The reason why a built-in platform passes over the kernel."""
 
 
@@ -94,10 +94,11 @@ class Kernel:
             return function
         return self.shadow.of_form(form, function, getattr(NATIVE, form))
 
-    def compiled(self, form: str) -> Callable[..., Any] | None:
+    def traced(self, form: str) -> Callable[..., Any] | None:
         """Return the function that compilers trace in place of ``functional(form)``.
 
-        ``None`` if the class names none, or if shadow mode compares the calls of the form.
+        The class gives it as ``FunctionalKernels(..., compiled=...)``. ``None`` if the class names
+        none, or if shadow mode compares the calls of the form.
         """
         table = self.functions
         if not isinstance(table, FunctionalKernels):
@@ -128,7 +129,8 @@ class KernelChoice:
         enabled_because: the reason why the op is enabled or disabled.
         switch: how to enable or disable the op, in words.
         left_to_compiler: the op is disabled only so that a compiler may fuse it.
-        idle_oot: classes in the tree with a ``forward_oot`` that does not run on this platform.
+        idle_oot: classes that are no replacement, with a ``forward_oot`` that does not run on this
+            platform.
     """
 
     cls: type
@@ -143,10 +145,11 @@ class KernelChoice:
 
     @property
     def winner(self) -> Kernel:
+        """The kernel that becomes ``forward``."""
         return self.found[0]
 
     @cached_property
-    def uncompiled(self) -> Kernel:
+    def eager(self) -> Kernel:
         """The kernel of eager calls: the winner, unless the op is left to a compiler."""
         if not self.left_to_compiler:
             return self.winner
@@ -188,7 +191,7 @@ class KernelChoice:
         if not self.enabled:
             if wins:
                 return "the op is disabled, so its native definition runs"
-            if self.left_to_compiler and kernel is self.uncompiled:
+            if self.left_to_compiler and kernel is self.eager:
                 return "the op is disabled, and a DecoderPlan takes this where it computes"
             return "the op is disabled"
         if wins:
@@ -236,8 +239,9 @@ def choose_kernel(
     ``forward``, or ``forward_<key>`` for a key of ``chain``, decides; within a class, ``forward``
     goes first, then the keys in the order of the chain. A kernel with an unmet need is left out.
 
-    If the op is disabled, only ``forward_native`` counts, and the ``forward`` of ``target``: a
-    layer's own ``forward`` stays, and the ``forward`` of a replacement is switched off.
+    If the op is disabled, ``forward_native`` goes first, and so does the ``forward`` of ``target``:
+    a layer's own ``forward`` stays, and the ``forward`` of a replacement is switched off. The
+    other kernels follow, so that the record shows them.
 
     Args:
         cls: the class to construct, a replacement perhaps.
@@ -246,7 +250,7 @@ def choose_kernel(
         enabled_because: the reason, for the record.
         target: the op class that ``cls`` replaces; by default ``cls`` itself.
         switch: how to enable or disable the op, for the record.
-        idle_oot: classes in the tree; their ``forward_oot`` does not count.
+        idle_oot: classes that are no replacement; their ``forward_oot`` does not count.
 
     Raises:
         MissingKernelError: no class defines a kernel that can run here.
@@ -258,9 +262,10 @@ def choose_kernel(
         if reason:
             missing[kernel] = reason
     found = [kernel for kernel in defined if kernel not in missing]
-    # Sorted, not filtered: the record shows the kernels of a disabled op too.
     if not enabled:
-        found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))
+        of_disabled_op = [kernel for kernel in found if _runs_disabled(kernel, target or cls)]
+        others = [kernel for kernel in found if kernel not in of_disabled_op]
+        found = [*of_disabled_op, *others]
     if not found:
         lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing.items())
         raise MissingKernelError(
@@ -283,7 +288,7 @@ def choose_kernel(
 def objection_to_kernel(kernel: Kernel, idle_oot: frozenset[type]) -> str | None:
     """Return the reason why a kernel of the chain cannot run here, or ``None``."""
     if kernel.key == "oot" and kernel.owner in idle_oot:
-        return IN_TREE
+        return NO_REPLACEMENT
     return kernel.missing()
 
 
@@ -311,17 +316,17 @@ def _runs_disabled(kernel: Kernel, target: type) -> bool:
     return not has_native
 
 
-OWN_FORWARD = "_own_forward"
-"""The attribute of a specialisation for the ``forward`` of the op class."""
+HIDDEN_FORWARD = "_hidden_forward"
+"""The attribute of a specialisation for the op class's ``forward``, which the kernel hides."""
 
 
-def continuations(choice: KernelChoice) -> dict[str, str | None]:
+def continuations_of(choice: KernelChoice) -> dict[str, str | None]:
     """Return the methods that ``CustomOp`` calls in place of its own, by name.
 
     ``forward_<key>`` calls the next defined method in the chain after ``key``. A key outside of the
     chain belongs to another device, and calls ``forward_native``. Without a native definition, the
-    last one is the class's own ``forward``. ``forward`` calls the most derived kernel; of a
-    disabled op, the native definition.
+    last one is the op class's ``forward``, which the specialisation hides. ``forward`` calls the
+    most derived kernel; of a disabled op, the native definition.
 
     Example: a class with ``forward_cuda`` and ``forward_native``, and the chain
     ``("oot", "cuda", "native")``, give ``{"forward_oot": "forward_cuda", "forward_cuda":
@@ -334,15 +339,15 @@ def continuations(choice: KernelChoice) -> dict[str, str | None]:
     defined = [_usable_methods(base, choice) for base in own_classes(choice.cls)]
     anywhere = set().union(*defined)
     methods = [f"forward_{key}" for key in chain]
-    last = OWN_FORWARD if "forward" in anywhere else None
+    hidden_forward = HIDDEN_FORWARD if "forward" in anywhere else None
 
     preferred = methods if choice.enabled else ["forward_native"]
-    further = {"forward": _first(preferred, defined)}
+    continuations = {"forward": _first(preferred, defined)}
     for key in DISPATCH_KEYS:
         # The caller has left the most derived class already, so any class may serve.
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
-        further[f"forward_{key}"] = _first(rest, [anywhere]) or last
-    return further
+        continuations[f"forward_{key}"] = _first(rest, [anywhere]) or hidden_forward
+    return continuations
 
 
 def _usable_methods(base: type, choice: KernelChoice) -> set[str]:

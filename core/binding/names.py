@@ -18,16 +18,16 @@ def op_name_of(cls: type, state: HostState) -> str | None:
     return _nearest(cls, _names_of_classes(state))
 
 
-def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
+def other_replacements_of_op(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     """Return the replacements of other classes with the same name in settings as ``cls``."""
     names = _names_of_classes(host_state())
     name = _nearest(cls, names)
-    kin = []
+    others = []
     for replacement in replacements:
         target = replacement.target
         if target and target is not cls and _nearest(target, names) == name:
-            kin.append(replacement)
-    return kin
+            others.append(replacement)
+    return others
 
 
 def _names_of_classes(state: HostState) -> dict[type, str]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
-from opgraft.binding.names import check_names, kin_of, op_name_of
+from opgraft.binding.names import check_names, op_name_of, other_replacements_of_op
 from opgraft.config import CURRENT_SCOPE
 from opgraft.errors import RegistrationError
 from opgraft.plugins.agreement import expect_choice_agrees
@@ -87,10 +87,10 @@ def choose_class(cls: type) -> ReplacementChoice:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a
             choice.
     """
-    return decide_with_plugins(lambda caches: caches.classes, cls, partial(_decide, cls))
+    return decide_with_plugins(lambda caches: caches.classes, cls, partial(_decide_class, cls))
 
 
-def _decide(cls: type) -> ReplacementChoice:
+def _decide_class(cls: type) -> ReplacementChoice:
     state = host_state()
     platform = selected_platform().platform
     with state.lock:
@@ -99,9 +99,16 @@ def _decide(cls: type) -> ReplacementChoice:
         name = op_name_of(cls, state)
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
-    own = discover().provider_of(cls.__module__)
-    kin = kin_of(cls, active)
-    choice = choose_replacement(cls, name, own, active, platform, settings, kin, absence_of)
+    choice = choose_replacement(
+        cls,
+        op_name=name,
+        own=discover().provider_of(cls.__module__),
+        active=active,
+        platform=platform,
+        settings=settings,
+        other_replacements=other_replacements_of_op(cls, active),
+        absence_of=absence_of,
+    )
     # The parent process does not know the scopes of this one.
     if CURRENT_SCOPE.get() is not None:
         return choice

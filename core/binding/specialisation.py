@@ -7,13 +7,17 @@ and qualname of the op class. For ``RMSNorm`` on CUDA::
     class RMSNorm(RMSNorm):
         forward = RMSNorm.forward_cuda
 
-``bind(RMSNorm)`` answers from a cache. Only the first call decides, in ``_decide``:
+``bind(RMSNorm)`` answers from a cache. Only the first call decides:
 
+0. ``decide_with_plugins`` loads the plugins, and then calls ``_decide_binding`` for the rest;
 1. ``selected_platform`` has chosen the platform, and with it the chain of dispatch keys;
 2. ``choose_replacement`` chooses the class: a plugin's replacement, or ``RMSNorm`` itself;
 3. ``_enabled`` asks the settings if the op is enabled;
 4. ``choose_kernel`` chooses a method of the class along the chain;
 5. ``specialise`` makes the subclass. The class keeps the subclass for the next choice.
+
+In this module a ``kernel`` is one method, a ``kernel_choice`` the choice among the methods of a
+class, and a ``class_choice`` the choice among a class and its replacements.
 
 No instance is kept alive by a binding, and code that a compiler has seen is never changed: another
 choice makes another subclass.
@@ -31,23 +35,23 @@ from opgraft.base.text import described, printable
 from opgraft.binding.derivation import prepare
 from opgraft.binding.in_tree import idle_oot_classes
 from opgraft.binding.kernels import (
-    OWN_FORWARD,
+    HIDDEN_FORWARD,
     SWITCH,
     Kernel,
     KernelChoice,
     choose_kernel,
-    continuations,
+    continuations_of,
     method_of,
 )
 from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
-from opgraft.binding.names import check_names, kin_of, op_name_of
+from opgraft.binding.names import check_names, op_name_of, other_replacements_of_op
 from opgraft.binding.shadow import SHADOWS, Shadow
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings, ShadowConfig
 from opgraft.config.environment import PROVIDERS
 from opgraft.errors import ConstructionError, RegistrationError
 from opgraft.logger import logger
-from opgraft.platform import effective_chain
+from opgraft.platform import Platform, effective_chain
 from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.guarding import tell
@@ -75,8 +79,9 @@ class Binding:
     """The choice for one op class.
 
     Attributes:
-        replacement: the choice of the class to construct.
-        kernel: the choice of the method to run.
+        replacement: the choice of the class to construct. The choice may keep the op class: its
+            ``winner`` is ``None`` without a replacement.
+        kernel: the choice of the method to run. The method itself is ``kernel.winner``.
         specialisation: the subclass with the kernel as ``forward``.
         background: records of earlier choices: measurements, plugins, platform.
         enforced: the op is enabled whatever the settings say.
@@ -118,13 +123,14 @@ class Binding:
 
         Args:
             form: the name of the form, such as ``"rms_norm"``.
-            compiled: if ``False``, return the function of eager calls. That may be another one for
-                an op that settings leave to a compiler.
+            compiled: the function is for code under ``torch.compile``. If ``False``, return the
+                function of eager calls. The two differ only for an op that settings leave to a
+                compiler.
 
         Returns:
             The function, or ``None`` if the kernel is a method without functions.
         """
-        kernel = self.kernel.winner if compiled else self.kernel.uncompiled
+        kernel = self.kernel.winner if compiled else self.kernel.eager
         return kernel.functional(form)
 
     @property
@@ -144,11 +150,15 @@ class Binding:
     @property
     def decision(self) -> Decision:
         """The record of the kernel, with the choices of class, plugins and platform below."""
-        kernel = self.kernel.decision
-        parts = (self.replacement.decision, *self.background)
-        reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
+        of_kernel = self.kernel.decision
+        of_class = self.replacement.decision
         return Decision(
-            self.subject, kernel.chosen, reason, kernel.candidates, kernel.setting, parts
+            self.subject,
+            of_kernel.chosen,
+            f"{of_kernel.reason}; class {of_class.reason}",
+            of_kernel.candidates,
+            of_kernel.setting,
+            (of_class, *self.background),
         )
 
     @property
@@ -183,7 +193,7 @@ def bind(cls: type) -> Binding:
     # All constructions but the first end here.
     if known is not None:
         return known
-    decide = functools.partial(_decide, cls)
+    decide = functools.partial(_decide_binding, cls)
     return decide_with_plugins(lambda caches: caches.constructed, cls, decide)
 
 
@@ -196,41 +206,48 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
 
     ``enforce`` enables the op whatever the settings say.
     """
-    decide = functools.partial(_decide_exact, target, cls)
+    decide = functools.partial(_decide_existing, target, cls)
     binding = decide_with_plugins(lambda caches: caches.existing, (target, cls), decide)
-    # An op without its class stays disabled: to enforce is a word about settings.
-    if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
-        return enforced(binding)
+    if enforce:
+        _, objection = _declaration_of(target, cls)
+        # An op without its class stays disabled: to enforce is a word about settings.
+        if binding.kernel.enabled or objection is None:
+            return enforced(binding)
     return binding if binding.enforced == enforce else replace(binding, enforced=enforce)
 
 
-def _decide_exact(target: type, cls: type) -> Binding:
+def _decide_existing(target: type, cls: type) -> Binding:
+    """Decide on the kernel of an existing op of class ``cls``, constructed for ``target``."""
     if cls is target:
-        return _decide(cls, only=[])
-    declared, why = _gone(target, cls)
-    if why is None:
-        return _decide(target, only=[declared])
-    now = _decide(target)
-    choice = now.replacement
-    others = [row for row in choice.rows if row[0].cls is not cls]
+        return _decide_binding(target, _kept_class(target, None))
+    declaration, objection = _declaration_of(target, cls)
+    if objection is None:
+        return _decide_binding(target, _kept_class(target, declaration))
+    now = _decide_binding(target)
+    class_choice = now.replacement
+    others = [row for row in class_choice.rows if row[0].cls is not cls]
     constructor = own_constructor(cls, target)
     if constructor is None:
-        constructor = own_constructor(choice.cls, target)
+        constructor = own_constructor(class_choice.cls, target)
     # Without constructors of their own, the op can become the other class.
     if constructor is None:
-        rows = (*others, (declared, why))
-        left = replace(choice, rows=rows)
+        rows = (*others, (declaration, objection))
+        left = replace(class_choice, rows=rows)
         return replace(now, replacement=left)
-    rows = (*others, (declared, None))
-    kept = replace(choice, rows=rows, winner=declared)
-    because = f"{why}; {constructor} keeps it from becoming a {choice.cls.__qualname__}"
-    idle = _idle_oot(kept)
-    kernel = choose_kernel(cls, now.kernel.chain, False, because, target, idle_oot=idle)
-    made = specialise(kernel)
-    return replace(now, replacement=kept, kernel=kernel, specialisation=made)
+    rows = (*others, (declaration, None))
+    kept = replace(class_choice, rows=rows, winner=declaration)
+    because = f"{objection}; {constructor} keeps it from becoming a {class_choice.cls.__qualname__}"
+    return _with_native_kernel(replace(now, replacement=kept), cls, target, because)
 
 
-def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
+def _with_native_kernel(now: Binding, cls: type, target: type, because: str) -> Binding:
+    """Bind ``cls`` to its native definition, with the reason."""
+    idle = _idle_oot(now.replacement)
+    kernel_choice = choose_kernel(cls, now.kernel.chain, False, because, target, idle_oot=idle)
+    return replace(now, kernel=kernel_choice, specialisation=specialise(kernel_choice))
+
+
+def _declaration_of(target: type, cls: type) -> tuple[Replacement, str | None]:
     """Return the declaration of ``cls`` as a replacement of ``target``, and the objection to it.
 
     The objection is ``None`` if the replacement applies here. A class outside of plugins needs no
@@ -250,12 +267,12 @@ def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
     if known in state.active:
         platform = selected_platform().platform
         wanted = state.settings().chosen_provider(op_name_of(target, state))
-        against = objection_to(known, platform, wanted)
+        objection = objection_to(known, platform, wanted)
     else:
-        against = _inactive(known, state)
-    if not against:
-        return known, against
-    return known, f"this op was saved as {cls.__qualname__}, and {against}"
+        objection = _inactive(known, state)
+    if not objection:
+        return known, objection
+    return known, f"this op was saved as {cls.__qualname__}, and {objection}"
 
 
 def _inactive(replacement: Replacement, state: HostState) -> str:
@@ -283,21 +300,19 @@ def own_constructor(cls: type, target: type) -> str | None:
 
 def enforced(binding: Binding) -> Binding:
     """Return the binding of the same class with the op enabled, whatever the settings say."""
-    choice = binding.replacement
-    chain = binding.kernel.chain
-    because = "enforce_enable=True"
-    kernel = choose_kernel(
-        choice.cls,
-        chain,
+    class_choice = binding.replacement
+    kernel_choice = choose_kernel(
+        class_choice.cls,
+        binding.kernel.chain,
         True,
-        because,
-        choice.target,
+        "enforce_enable=True",
+        class_choice.target,
         "enforce_enable",
         binding.kernel.idle_oot,
     )
-    kernel = _shadowed(choice, kernel, host_state().settings())
-    made = specialise(kernel)
-    return Binding(choice, kernel, made, binding.background, enforced=True)
+    kernel_choice = _shadowed_if_asked(class_choice, kernel_choice, host_state().settings())
+    made = specialise(kernel_choice)
+    return Binding(class_choice, kernel_choice, made, binding.background, enforced=True)
 
 
 _NO_SHADOW = (
@@ -306,7 +321,9 @@ _NO_SHADOW = (
 )
 
 
-def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> KernelChoice:
+def _shadowed_if_asked(
+    class_choice: ReplacementChoice, kernel_choice: KernelChoice, settings: Settings
+) -> KernelChoice:
     """Return the choice with a shadow over the kernel, if the settings ask for shadow mode.
 
     A shadow compares calls with the native definition. A native definition gets no shadow. If an
@@ -314,67 +331,79 @@ def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Setting
     """
     wanted = settings.config.shadow
     is_wanted = wanted.share or wanted.first_call
-    if not (kernel.enabled and is_wanted):
-        return kernel
-    native = _native(choice, kernel)
-    if native == kernel.winner:
-        return kernel
-    shadow = _shadow_of(choice, kernel, native, wanted)
+    if not (kernel_choice.enabled and is_wanted):
+        return kernel_choice
+    native = _native(class_choice, kernel_choice)
+    if native == kernel_choice.winner:
+        return kernel_choice
+    shadow = _shadow_of(class_choice, kernel_choice, native, wanted)
     if shadow.demotion is not None:
-        return _demoted(kernel, native, shadow.demotion, settings)
-    return _with_shadow(kernel, shadow)
+        return _demoted(kernel_choice, native, shadow.demotion, settings)
+    return _with_shadow(kernel_choice, shadow)
 
 
 def _shadow_of(
-    choice: ReplacementChoice, kernel: KernelChoice, native: Kernel, wanted: ShadowConfig
+    class_choice: ReplacementChoice,
+    kernel_choice: KernelChoice,
+    native: Kernel,
+    wanted: ShadowConfig,
 ) -> Shadow:
     """Return the shadow of a kernel: one per process for equal settings."""
-    target: Any = choice.target
+    target: Any = class_choice.target
+    kernel = kernel_choice.winner
     state = host_state()
-    key = (target, kernel.cls, kernel.winner, wanted)
+    key = (target, kernel_choice.cls, kernel, wanted)
     with state.lock:
         shadows = SHADOWS.of(state)
         known = shadows.get(key)
         if known is not None:
             return known
-        name = choice.op_name or target.__qualname__
-        is_inherited = kernel.winner.owner in target.__mro__
-        provider = choice.own if is_inherited else choice.provider
+        name = class_choice.op_name or target.__qualname__
+        is_inherited = kernel.owner in target.__mro__
+        provider = class_choice.own if is_inherited else class_choice.provider
         excluded = "" if target.repeatable else _NO_SHADOW
-        shadow = Shadow(
-            target, name, str(kernel.winner), provider, native.definition, wanted, excluded
-        )
+        shadow = Shadow(target, name, str(kernel), provider, native.definition, wanted, excluded)
         shadows[key] = shadow
     return shadow
 
 
-def _with_shadow(kernel: KernelChoice, shadow: Shadow) -> KernelChoice:
-    winner = replace(kernel.winner, shadow=shadow)
-    others = kernel.found[1:]
-    return replace(kernel, found=(winner, *others))
+def _with_shadow(kernel_choice: KernelChoice, shadow: Shadow) -> KernelChoice:
+    winner = replace(kernel_choice.winner, shadow=shadow)
+    others = kernel_choice.found[1:]
+    return replace(kernel_choice, found=(winner, *others))
 
 
-def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
+def _native(class_choice: ReplacementChoice, kernel_choice: KernelChoice) -> Kernel:
     """Return the native definition of an op.
 
     The definition of a replacement goes first, since the replacement may hold its weights in a
     layout of its own. If that is the kernel itself, the definition of the target is returned.
     """
-    native = _disabled(kernel.cls, choice, kernel).winner
-    if native == kernel.winner:
-        native = _disabled(choice.target, choice, kernel).winner
+    native = _disabled(kernel_choice.cls, class_choice, kernel_choice).winner
+    if native == kernel_choice.winner:
+        native = _disabled(class_choice.target, class_choice, kernel_choice).winner
     return native
 
 
-def _disabled(cls: type, choice: ReplacementChoice, kernel: KernelChoice) -> KernelChoice:
-    return choose_kernel(cls, kernel.chain, False, "", choice.target, idle_oot=kernel.idle_oot)
+def _disabled(
+    cls: type, class_choice: ReplacementChoice, kernel_choice: KernelChoice
+) -> KernelChoice:
+    return choose_kernel(
+        cls,
+        kernel_choice.chain,
+        False,
+        "",
+        class_choice.target,
+        idle_oot=kernel_choice.idle_oot,
+    )
 
 
-def _idle_oot(choice: ReplacementChoice) -> frozenset[type]:
+def _idle_oot(class_choice: ReplacementChoice) -> frozenset[type]:
     declared = host_state().registry.replacements
     # An op that was saved elsewhere may belong to a replacement that nothing declares here.
-    replacements = [*declared, choice.winner] if choice.winner else declared
-    return idle_oot_classes(choice.cls, selected_platform().platform.name, replacements)
+    winner = class_choice.winner
+    replacements = [*declared, winner] if winner else declared
+    return idle_oot_classes(class_choice.cls, selected_platform().platform.name, replacements)
 
 
 def native_of(binding: Binding) -> Kernel | None:
@@ -388,34 +417,37 @@ def without_compiler(binding: Binding) -> Binding:
 
     Settings may leave an op to a compiler; without the compiler, another kernel runs.
     """
-    kernel = binding.kernel
-    if not kernel.left_to_compiler:
+    kernel_choice = binding.kernel
+    if not kernel_choice.left_to_compiler:
         return binding
-    first = kernel.uncompiled
-    others = [each for each in kernel.found if each != first]
-    found = (first, *others)
-    kernel = replace(kernel, found=found, enabled=True, left_to_compiler=False)
-    return replace(binding, kernel=kernel)
+    eager = kernel_choice.eager
+    others = [kernel for kernel in kernel_choice.found if kernel != eager]
+    kernel_choice = replace(
+        kernel_choice, found=(eager, *others), enabled=True, left_to_compiler=False
+    )
+    return replace(binding, kernel=kernel_choice)
 
 
-def watched(binding: Binding, shadow: Shadow) -> Binding:
+def binding_with_shadow(binding: Binding, shadow: Shadow) -> Binding:
     """Return the binding with a shadow over the kernel, in a new specialisation.
 
     No cache keeps the specialisation: the class lives as long as its instances.
     """
-    kernel = _with_shadow(binding.kernel, shadow)
-    further = continuations(kernel)
-    made = _specialisation(kernel.cls, kernel.winner, further)
-    return replace(binding, kernel=kernel, specialisation=made)
+    kernel_choice = _with_shadow(binding.kernel, shadow)
+    continuations = continuations_of(kernel_choice)
+    made = _specialisation(kernel_choice.cls, kernel_choice.winner, continuations)
+    return replace(binding, kernel=kernel_choice, specialisation=made)
 
 
 def _demoted(
-    kernel: KernelChoice, native: Kernel, because: str, settings: Settings
+    kernel_choice: KernelChoice, native: Kernel, because: str, settings: Settings
 ) -> KernelChoice:
-    others = [each for each in kernel.found if each != native]
+    others = [kernel for kernel in kernel_choice.found if kernel != native]
     found = (native, *others)
     switch = settings.to_change("shadow.demote", "OPGRAFT_SHADOW_DEMOTE or shadow.demote")
-    return replace(kernel, found=found, enabled=False, enabled_because=because, switch=switch)
+    return replace(
+        kernel_choice, found=found, enabled=False, enabled_because=because, switch=switch
+    )
 
 
 def without_drift(binding: Binding) -> Binding:
@@ -429,14 +461,32 @@ def without_drift(binding: Binding) -> Binding:
         return binding
     # A call has demoted the kernel after the op was bound.
     native = _native(binding.replacement, binding.kernel)
-    kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
-    return replace(binding, kernel=kernel)
+    settings = host_state().settings()
+    kernel_choice = _demoted(binding.kernel, native, shadow.demotion, settings)
+    return replace(binding, kernel=kernel_choice)
 
 
-def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
+def _kernel_of(
+    class_choice: ReplacementChoice, cls: Any, platform: Platform, settings: Settings
+) -> KernelChoice:
+    """Return the kernel of the chosen class, for constructing ``cls``."""
+    enabled, because, switch = _enabled(class_choice, settings)
+    chain = effective_chain(platform)
+    idle = _idle_oot(class_choice)
+    kernel_choice = choose_kernel(class_choice.cls, chain, enabled, because, cls, switch, idle)
+    _report_broken_checks(kernel_choice)
+    left_to_compiler = _left_to_compiler(class_choice, kernel_choice, settings)
+    kernel_choice = replace(kernel_choice, left_to_compiler=left_to_compiler)
+    return _shadowed_if_asked(class_choice, kernel_choice, settings)
+
+
+def _decide_binding(cls: Any, kept: ReplacementChoice | None = None) -> Binding:
     """Decide on class and kernel for constructing ``cls``.
 
-    All active replacements take part. An existing op has ``only`` the replacement of its class.
+    Args:
+        cls: the op class that is called.
+        kept: the class choice of an existing op, which keeps its class. ``None`` for a new op:
+            all active replacements of ``cls`` take part.
     """
     selection = selected_platform()
     platform = selection.platform
@@ -450,39 +500,52 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     check_loaded_with(settings, state)
     settings, measured = follow(cls, name, settings, active)
 
-    if only is None:
-        own = discover().provider_of(cls.__module__)
-        kin = kin_of(cls, active)
-        choice = choose_replacement(cls, name, own, active, platform, settings, kin, absence_of)
-    else:
-        choice = _kept_class(cls, name, only)
-
-    enabled, because, switch = _enabled(choice, settings)
-    chain = effective_chain(platform)
-    idle = _idle_oot(choice)
-    kernel = choose_kernel(choice.cls, chain, enabled, because, cls, switch, idle)
-    _report_broken_checks(kernel)
-    left_to_compiler = _left_to_compiler(choice, kernel, settings)
-    kernel = replace(kernel, left_to_compiler=left_to_compiler)
-    kernel = _shadowed(choice, kernel, settings)
-
+    class_choice = kept
+    if class_choice is None:
+        class_choice = choose_replacement(
+            cls,
+            op_name=name,
+            own=discover().provider_of(cls.__module__),
+            active=active,
+            platform=platform,
+            settings=settings,
+            other_replacements=other_replacements_of_op(cls, active),
+            absence_of=absence_of,
+        )
+    kernel_choice = _kernel_of(class_choice, cls, platform, settings)
     plugins = plugins_decision(state.plugins.values(), settings)
     background = (*measured, plugins, selection.decision)
-    binding = Binding(choice, kernel, specialise(kernel), background)
-    if only is None:
+    binding = Binding(class_choice, kernel_choice, specialise(kernel_choice), background)
+    if kept is None:
         _compare_with_parent(binding, state)
-    if logger.isEnabledFor(logging.DEBUG):
-        decision = binding.decision
-        logger.debug("%s", decision.summary(), extra=decision.attributes())
+    _log(binding)
     return binding
 
 
-def _kept_class(cls: type, name: str | None, only: list[Replacement]) -> ReplacementChoice:
-    """Return the choice for an existing op: its class, whatever ``providers`` asks for."""
-    own = discover().provider_of(cls.__module__)
-    rows = tuple((replacement, None) for replacement in only)
-    winner = only[0] if only else None
-    return ReplacementChoice(cls, own, name, rows, winner)
+def _log(binding: Binding) -> None:
+    # A summary takes longer than a decision.
+    if logger.isEnabledFor(logging.DEBUG):
+        decision = binding.decision
+        logger.debug("%s", decision.summary(), extra=decision.attributes())
+
+
+def _kept_class(target: type, declaration: Replacement | None) -> ReplacementChoice:
+    """Return the choice for an existing op: its class, whatever ``providers`` asks for.
+
+    Args:
+        target: the op class.
+        declaration: the replacement with the op's class; ``None`` if that is ``target`` itself.
+    """
+    state = host_state()
+    with state.lock:
+        name = op_name_of(target, state)
+    return ReplacementChoice(
+        target=target,
+        own=discover().provider_of(target.__module__),
+        op_name=name,
+        rows=((declaration, None),) if declaration else (),
+        winner=declaration,
+    )
 
 
 def _compare_with_parent(binding: Binding, state: HostState) -> None:
@@ -490,28 +553,28 @@ def _compare_with_parent(binding: Binding, state: HostState) -> None:
     # The parent does not know the scopes of this process.
     if CURRENT_SCOPE.get() is not None:
         return
-    choice = binding.replacement
-    record = state.registry.ops.get(choice.op_name or "")
-    if record is not None and record.cls is choice.target:
+    class_choice = binding.replacement
+    record = state.registry.ops.get(class_choice.op_name or "")
+    if record is not None and record.cls is class_choice.target:
         expect_choice_agrees(f"kernel of {record.name}", binding.chosen)
 
 
-def _report_broken_checks(kernel: KernelChoice) -> None:
+def _report_broken_checks(kernel_choice: KernelChoice) -> None:
     """Log once each kernel that is not used because its ``needs`` check raised."""
-    for skipped, why in kernel.passed_over:
+    for skipped, why in kernel_choice.passed_over:
         if why.startswith(CHECK_RAISED):
             told = f"{skipped} at {skipped.location} is not used: {why}"
             logger.warning_once("%s", printable(told))
 
 
-def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, str]:
+def _enabled(class_choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, str]:
     """Return if the op is enabled, why, and the setting to change that.
 
     A class with a method ``enabled`` of its own decides for itself.
     """
-    cls: Any = choice.cls
-    target: Any = choice.target
-    name = choice.op_name
+    cls: Any = class_choice.cls
+    target: Any = class_choice.target
+    name = class_choice.op_name
     # The user has asked for the native definition by hand.
     if settings.chosen_provider(name) == NATIVE_CHOICE:
         switch = settings.to_change("providers", PROVIDERS)
@@ -525,16 +588,19 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     return *settings.enabled(name), switch
 
 
-def _left_to_compiler(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> bool:
+def _left_to_compiler(
+    class_choice: ReplacementChoice, kernel_choice: KernelChoice, settings: Settings
+) -> bool:
     """Return True if the op is disabled only so that a compiler may fuse its native definition.
 
     That is not so for an op that shadow mode compares, or with a method ``enabled`` of its own.
     """
     shadow = settings.config.shadow
     is_compared = shadow.share or shadow.first_call
-    if kernel.enabled or is_compared or definer(choice.cls, "enabled") is not None:
+    decides_itself = definer(class_choice.cls, "enabled") is not None
+    if kernel_choice.enabled or is_compared or decides_itself:
         return False
-    return settings.leaves_to_compiler(choice.op_name)
+    return settings.leaves_to_compiler(class_choice.op_name)
 
 
 def _ask_class(cls: Any, owner: type) -> tuple[bool, str]:
@@ -554,16 +620,23 @@ def _ask_class(cls: Any, owner: type) -> tuple[bool, str]:
         return False, reason
 
 
-def specialise(choice: KernelChoice) -> Any:
+def specialise(kernel_choice: KernelChoice) -> Any:
     """Return the subclass of the op class with the chosen kernel as ``forward``.
 
     There is one subclass per choice, and the op class keeps it.
     """
-    op_class = choice.cls
-    kernel = choice.winner
+    op_class = kernel_choice.cls
+    kernel = kernel_choice.winner
     # The id tells a method from another one that a plugin has put in its place for a while.
     definition = id(kernel.definition)
-    key = (kernel, definition, choice.chain, choice.enabled, kernel.shadow, choice.idle_oot)
+    key = (
+        kernel,
+        definition,
+        kernel_choice.chain,
+        kernel_choice.enabled,
+        kernel.shadow,
+        kernel_choice.idle_oot,
+    )
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -573,7 +646,7 @@ def specialise(choice: KernelChoice) -> Any:
         known = cache.get(key)
         # Code of others may have changed the class since.
         if known is None or _is_changed(*known):
-            made = _specialisation(op_class, kernel, continuations(choice))
+            made = _specialisation(op_class, kernel, continuations_of(kernel_choice))
             known = cache[key] = (made, dict(vars(made)))
         return known[0]
 
@@ -643,13 +716,13 @@ def _of_modules(op: Any) -> bool:
     return "_parameters" in vars(op)
 
 
-def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
+def _specialisation(op_class: type, kernel: Kernel, continuations: dict[str, str | None]) -> type:
     """Make the subclass of ``op_class`` with ``kernel`` as ``forward``.
 
     Args:
         op_class: the class, a replacement perhaps.
         kernel: the method to run.
-        further: the table for ``CustomOp._call_next``, from ``continuations``.
+        continuations: the table for ``CustomOp._call_next``, from ``continuations_of``.
 
     Raises:
         RegistrationError: the class cannot be subclassed, or the kernel's marks contradict it.
@@ -667,16 +740,16 @@ def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | Non
         prepare(shadow.native)
         forward = shadow.around(method_of(definition), method_of(shadow.native))
     forward_owner = definer(op_class, "forward")
-    own_forward = vars(forward_owner)["forward"] if forward_owner else None
+    hidden_forward = vars(forward_owner)["forward"] if forward_owner else None
     namespace = {
         "forward": forward,
-        OWN_FORWARD: own_forward,
+        HIDDEN_FORWARD: hidden_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,
         "__qualname__": op_class.__qualname__,
         "__doc__": op_class.__doc__,
         "__specialisation__": True,
-        "__continuations__": further,
+        "__continuations__": continuations,
     }
     owner = definer(op_class, _INIT)
     # The constructors of opgraft are known to call super().__init__().

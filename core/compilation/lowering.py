@@ -118,7 +118,7 @@ def _target(form: Functional[..., Any]) -> Callable[..., Any]:
     kernel = winner.functional(form.name)
     if kernel is None:
         return _inlined(form.native)
-    traced = winner.compiled(form.name)
+    traced = winner.traced(form.name)
     return _as_op(form, kernel) if traced is None else _inlined(traced)
 
 

@@ -18,7 +18,7 @@ _NOT_ASKED = "providers asks for"
 
 @dataclass(frozen=True)
 class ReplacementChoice:
-    """The choice of the class to construct for ``target``.
+    """The choice of the class to construct for ``target``: a replacement, or ``target`` itself.
 
     Attributes:
         target: the class that is called.
@@ -40,6 +40,7 @@ class ReplacementChoice:
 
     @property
     def cls(self) -> type:
+        """The class to construct."""
         return self.winner.cls if self.winner else self.target
 
     @property
@@ -105,12 +106,13 @@ class ReplacementChoice:
 
 def choose_replacement(
     target: type,
+    *,
     op_name: str | None,
     own: Provider,
     active: Sequence[Replacement],
     platform: Platform,
     settings: Settings,
-    kin: Sequence[Replacement],
+    other_replacements: Sequence[Replacement],
     absence_of: Callable[[str], str],
 ) -> ReplacementChoice:
     """Choose the active replacement to construct in place of ``target``.
@@ -122,8 +124,8 @@ def choose_replacement(
         active: the replacements of active plugins, for any class.
         platform: the current platform.
         settings: the current settings.
-        kin: the active replacements of other classes of the same op. A provider in ``providers``
-            may serve one of these instead.
+        other_replacements: the active replacements of other classes of the same op. A provider in
+            ``providers`` may serve one of these instead.
         absence_of: returns the reason why a provider has nothing active; empty if not known.
 
     Returns:
@@ -151,11 +153,27 @@ def choose_replacement(
     keeps_own = wanted in (own.name, NATIVE_CHOICE)
     if wanted and winner is None and not keeps_own:
         # Without the error, the native kernel would run in silence in place of the plugin's.
-        if not any(_is_of(wanted, each) for each in kin):
-            absence = absence_of(wanted)
-            raise _missing(why, wanted, target, own, of_target, kin, platform, absence)
+        if not any(_is_of(wanted, each) for each in other_replacements):
+            raise _missing(
+                asked=why,
+                wanted=wanted,
+                target=target,
+                own=own,
+                of_target=of_target,
+                other_replacements=other_replacements,
+                platform=platform,
+                absence=absence_of(wanted),
+            )
         why += ", which serves other classes of that op"
-    return ReplacementChoice(target, own, op_name, rows, winner, why, settings)
+    return ReplacementChoice(
+        target=target,
+        own=own,
+        op_name=op_name,
+        rows=rows,
+        winner=winner,
+        asked=why,
+        settings=settings,
+    )
 
 
 def _conflict(
@@ -183,18 +201,20 @@ def _conflict(
 
 
 def _missing(
+    *,
     asked: str,
     wanted: str,
     target: type,
     own: Provider,
     of_target: Sequence[Replacement],
-    kin: Sequence[Replacement],
+    other_replacements: Sequence[Replacement],
     platform: Platform,
     absence: str,
 ) -> ConfigError:
     """Return the error about a provider in ``providers`` without a replacement for the op."""
     offered = ", ".join(map(_who, of_target)) or "none"
-    known = {own.name, NATIVE_CHOICE, *map(choice_name, of_target), *map(choice_name, kin)}
+    replacements = (*of_target, *other_replacements)
+    known = {own.name, NATIVE_CHOICE, *map(choice_name, replacements)}
     mend = f", as {absence}. Mend that, or choose another" if absence else ""
     return ConfigError(
         f"{asked}, which has no replacement of {target.__qualname__} that applies on "

@@ -17,7 +17,7 @@ from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.in_tree import idle_oot_classes
 from opgraft.binding.kernels import declared_kernels
-from opgraft.binding.names import kin_of, op_name_of
+from opgraft.binding.names import op_name_of, other_replacements_of_op
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.specialisation import bind
 from opgraft.config import Settings
@@ -160,12 +160,16 @@ def _key(
     replacements: Sequence[Replacement],
     settings: Settings,
 ) -> str | None:
-    own = discover().provider_of(cls.__module__)
-    name = op_name_of(cls, host_state())
-    kin = kin_of(cls, replacements)
     try:
         choice = choose_replacement(
-            cls, name, own, replacements, platform, settings, kin, absence_of
+            cls,
+            op_name=op_name_of(cls, host_state()),
+            own=discover().provider_of(cls.__module__),
+            active=replacements,
+            platform=platform,
+            settings=settings,
+            other_replacements=other_replacements_of_op(cls, replacements),
+            absence_of=absence_of,
         )
     except (ConflictError, ConfigError):
         # A ConfigError: providers asks for a replacement of another platform.

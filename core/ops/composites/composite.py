@@ -79,7 +79,7 @@ def call_uncompiled(module: Any, *inputs: Any) -> Any:
         return module(*inputs)
     if hidden_by(module) or is_observed(module):
         return module(*inputs)
-    kernel = module.binding.kernel.uncompiled
+    kernel = module.binding.kernel.eager
     return method_of(kernel.definition)(module, *inputs)
 
 
