@@ -110,7 +110,11 @@ class Platform(ABC):
     @property
     @abstractmethod
     def dispatch_chain(self) -> tuple[str, ...]:
-        """Dispatch keys of ``DISPATCH_KEYS``, best first. ``oot`` and ``native`` are optional."""
+        """Dispatch keys of ``DISPATCH_KEYS``, best first.
+
+        Leave out ``oot`` and ``native``: ``effective_chain`` puts them first and last in every
+        chain, wherever a platform lists them.
+        """
 
     @abstractmethod
     def device_count(self) -> int:

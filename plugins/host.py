@@ -14,11 +14,17 @@ from opgraft.config.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
 from opgraft.plugins.agreement import expect_lockfile_agrees, expect_process_agrees
-from opgraft.plugins.loading import Loading
-from opgraft.plugins.platform_class import prepare
+from opgraft.plugins.loading import PluginPass
+from opgraft.plugins.platform_class import prepare_platform
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.registry.decision import Candidate, Decision
-from opgraft.registry.state import HostState, PluginRecord, PluginStatus, host_state, loading
+from opgraft.registry.state import (
+    HostState,
+    PluginRecord,
+    PluginStatus,
+    holding_the_loading_lock,
+    host_state,
+)
 from opgraft.version import __version__
 
 Key = TypeVar("Key")
@@ -44,7 +50,7 @@ def load_plugins() -> None:
     state = host_state()
     if state.loading.done:
         return
-    with loading(state):
+    with holding_the_loading_lock(state):
         # The thread: a plugin constructs an op while it is loaded.
         if state.loading.done or state.loading.thread:
             return
@@ -52,9 +58,9 @@ def load_plugins() -> None:
         try:
             expect_lockfile_agrees()
             with ExitStack() as undo_all:
-                Loading(state, current_platform(), undo_all).run()
+                PluginPass(state, current_platform(), undo_all).run()
                 config = state.settings().config
-                prepare(selected_platform(), config)
+                prepare_platform(selected_platform(), config)
                 expect_process_agrees()
                 undo_all.pop_all()  # nothing raised: what was activated stays
             state.loading.config = config

@@ -37,7 +37,7 @@ _MOST_ADAPTERS = 10_000
 _LONGEST_TRACEBACK = 20_000  # characters, of its end
 
 
-class Loading:
+class PluginPass:
     """One pass over the installed plugins. ``undo_all`` takes back a pass that raises."""
 
     def __init__(self, state: HostState, platform: Platform, undo_all: ExitStack) -> None:
@@ -127,7 +127,7 @@ class Loading:
             record.status = PluginStatus.REJECTED
             record.reason = _not_here(record.platforms, self.platform)
             return
-        self._adopt_declarations(record)
+        self._activate_declarations_of_plugin(record)
         self._check_hook_names(plugin)
         self.manager.register(plugin, offer.name)
         declared = any(each.plugin == offer.name for each in self.state.registry.replacements)
@@ -148,8 +148,12 @@ class Loading:
                     place,
                 )
 
-    def _adopt_declarations(self, record: PluginRecord) -> None:
-        """Activate the declarations of the plugin's modules, whoever imported them."""
+    def _activate_declarations_of_plugin(self, record: PluginRecord) -> None:
+        """Activate the declarations of the plugin's modules, whoever imported them.
+
+        A replacement in these modules was declared at the import, maybe before this activation.
+        ``declaring._declare`` activates only what the running activation declares.
+        """
         undos = self.transactions[record.name].undos
         self.state.renew_declarations(self.transactions[record.name].owner)
         for replacement in self.state.registry.replacements:

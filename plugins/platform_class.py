@@ -52,7 +52,7 @@ def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         ):
             loaded = _loaded(offer)
             places.append(location_of(type(loaded[0])))
-        _adopt_declarations(transaction)
+        _activate_declarations_of_platform(transaction)
         undos.pop_all()  # nothing raised: what was declared stays
     return loaded
 
@@ -67,7 +67,7 @@ def _confine_replacements(transaction: Transaction) -> None:
             replacement.platforms = (transaction.owner.name,)
 
 
-def _adopt_declarations(transaction: Transaction) -> None:
+def _activate_declarations_of_platform(transaction: Transaction) -> None:
     """Activate the declarations of the platform's modules, whoever imported them.
 
     If the distribution has plugins, the activation of these decides about replacements.
@@ -130,8 +130,10 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     return platform, defaults
 
 
-def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
-    """Call the method ``prepare`` of the platform. Changes of the process stay, and are notes.
+def prepare_platform(selection: PlatformSelection, config: OpgraftConfig) -> None:
+    """Call ``Platform.prepare`` of the selected platform.
+
+    Changes of the process stay, and are notes.
 
     Raises:
         PlatformError: the method raised. All changes are set back.
@@ -140,14 +142,14 @@ def prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
     provider = selection.provider
     whose = f"platform {name!r} of {provider}"
     if provider is None or provider.name == HOST_DISTRIBUTION:
-        _prepare(selection.platform, config, whose, provider)
+        _call_prepare(selection.platform, config, whose, provider)
         return
     with _guarded(whose, provider, "in its method prepare", lambda change: True) as places:
         places.append(location_of(type(selection.platform).prepare))
-        _prepare(selection.platform, config, whose, provider)
+        _call_prepare(selection.platform, config, whose, provider)
 
 
-def _prepare(
+def _call_prepare(
     platform: Platform, config: OpgraftConfig, whose: str, provider: Provider | None
 ) -> None:
     try:

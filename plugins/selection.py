@@ -1,4 +1,16 @@
-"""The choice of this process's platform. No torch is imported before the class is loaded."""
+"""The choice of this process's platform. No torch is imported before the class is loaded.
+
+The way from ``current_platform()`` to the platform:
+
+1. ``selected_platform`` answers from the state of the process. The first call holds the loading
+   lock and calls ``_select``.
+2. ``_select`` calls ``_first_usable``: candidates in turn, until the class of one can be used.
+3. ``decide_platform`` picks a candidate without the class: ``_ask_each`` asks the probes of all
+   offers without an objection, and ``_winner`` compares the answers with the settings.
+4. ``load_platform`` of ``platform_class.py`` loads the class of the candidate.
+
+``decide_without_torch`` goes the same way, but reads the source of the class in place of step 4.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +33,7 @@ from opgraft.plugins.probing import ProbeFailed, ask_all
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
 from opgraft.registry.finding import Finding
-from opgraft.registry.state import PlatformSelection, host_state, loading
+from opgraft.registry.state import PlatformSelection, holding_the_loading_lock, host_state
 
 Result = TypeVar("Result")
 
@@ -62,7 +74,7 @@ def selected_platform() -> PlatformSelection:
     """Return the platform of this process with its decision. Raises as ``current_platform``."""
     state = host_state()
     if state.selection is None:
-        with loading(state):
+        with holding_the_loading_lock(state):
             if state.selection is None:
                 state.selection = _select(state.settings(), Machine())
                 decision = state.selection.decision
@@ -257,7 +269,7 @@ def decide_without_torch(settings: Settings, machine: Machine) -> tuple[Decision
         OpgraftError: as ``decide_platform``; the class of a platform that was asked for cannot be
             used.
     """
-    return _decide(settings, machine, _verified)
+    return _first_usable(settings, machine, _verified)
 
 
 def _verified(offer: Offer) -> str:
@@ -275,15 +287,18 @@ def _verified(offer: Offer) -> str:
 
 
 def _select(settings: Settings, machine: Machine) -> PlatformSelection:
-    decision, (platform, defaults) = _decide(settings, machine, load_platform)
+    decision, (platform, defaults) = _first_usable(settings, machine, load_platform)
     _withdraw_all_but(platform.name)
     return PlatformSelection(platform, decision, defaults)
 
 
-def _decide(
+def _first_usable(
     settings: Settings, machine: Machine, use: Callable[[Offer], Result]
 ) -> tuple[Decision, Result]:
-    """Decide and use. If a detected platform cannot be used, warn and try the next one."""
+    """Return the decision for the first platform that ``use`` accepts, and the result of ``use``.
+
+    If a detected platform cannot be used, warn and try the next one.
+    """
     unloadable: list[tuple[Offer, str]] = []
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)

@@ -6,8 +6,12 @@ The way from ``RMSNorm(...)`` to the kernel:
    the replacement class and the kernel, and returns a ``Binding``.
 2. ``__new__`` makes an instance of ``binding.specialisation``: a subclass of the chosen class, with
    the kernel as the method ``forward``.
-3. Calling the instance is the ``__call__`` of ``torch.nn.Module``. That runs ``forward``, the
-   kernel. No lookup is left for the call.
+3. Calling the instance is the ``__call__`` of ``torch.nn.Module``, which runs ``forward``. The
+   call looks nothing up: ``forward`` is the kernel, inside a guard if the kernel is
+   ``inference_only``, and inside a ``Shadow`` in shadow mode.
+
+A *form* is an op as a function, such as ``opgraft.functional.rms_norm`` (``functional.py``). Most
+kernels compute by forms, which are bound to functions of the same class at step 1.
 
 A kernel may call ``super().forward_cuda(...)`` or ``super().forward(...)``. ``CustomOp`` defines
 these methods, and each hands the call on to the next kernel of the dispatch chain.
@@ -82,21 +86,6 @@ class _OpsByName(Mapping[str, type]):
         return repr(dict(self))
 
 
-def _overrides_helpers(cls: type[CustomOp]) -> bool:
-    """Return True if a class overrides one of the ``_helpers`` and brings no functions for forms.
-
-    The most derived class with a helper or a function decides.
-    """
-    functions = {f"functional_{key}" for key in DISPATCH_KEYS}
-    for base in cls.__mro__:
-        own = vars(base).keys()
-        if "_helpers" in own or not functions.isdisjoint(own):
-            return False
-        if not own.isdisjoint(cls._helpers):
-            return True
-    return False
-
-
 class CustomOp(Replaceable, nn.Module):
     """An op with a method ``forward_<key>`` per dispatch key; construction binds the best one.
 
@@ -119,7 +108,10 @@ class CustomOp(Replaceable, nn.Module):
     _helpers: ClassVar[tuple[str, ...]] = ()
     """The methods that ``forward_native`` computes with. A replacement may override one alone."""
     _overrides_helpers: ClassVar[bool] = False
-    """The class overrides one of the ``_helpers`` and brings no functions for forms."""
+    """The class overrides one of the ``_helpers`` and brings no functions for forms.
+
+    ``__init_subclass__`` sets the value for each class.
+    """
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
@@ -128,7 +120,7 @@ class CustomOp(Replaceable, nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         derive_kernels(cls)
-        cls._overrides_helpers = _overrides_helpers(cls)
+        cls._overrides_helpers = _is_helper_overridden(cls)
         # A specialisation has the op_class of the class below.
         if "op_class" not in vars(cls) and not cls.__specialisation__:
             cls.op_class = cls
@@ -276,7 +268,8 @@ class CustomOp(Replaceable, nn.Module):
         return getattr(self, continuation)(*args, **kwargs)
 
     # A call comes to the methods below from super(), or for a key without a definition: the
-    # specialisation defines forward, and op classes define forward_<key>.
+    # specialisation defines forward, and op classes define forward_<key>. The op class's forward,
+    # which the specialisation hides, is the last continuation.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the most derived kernel of the platform's chain.
@@ -312,6 +305,21 @@ class CustomOp(Replaceable, nn.Module):
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the op by the kernel of a replacement, the first key of every chain."""
         return self._call_next("forward_oot", args, kwargs)
+
+
+def _is_helper_overridden(cls: type[CustomOp]) -> bool:
+    """Return True if a class overrides one of the ``_helpers`` and brings no functions for forms.
+
+    The most derived class with a helper or a function decides.
+    """
+    functions = {f"functional_{key}" for key in DISPATCH_KEYS}
+    for base in cls.__mro__:
+        own = vars(base).keys()
+        if "_helpers" in own or not functions.isdisjoint(own):
+            return False
+        if not own.isdisjoint(cls._helpers):
+            return True
+    return False
 
 
 class PluggableLayer(CustomOp):

@@ -38,7 +38,11 @@ class Replaceable:
         ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
         ``CustomOp.register_oot(_decorated_op_cls=C, name="RMSNorm")``.
 
+        The names of the parameters are vLLM's.
+
         Args:
+            _decorated_op_cls: the replacement class, as in the last example. In a decorator without
+                ``name=``, the target: a name or a class.
             name: the target: an op name, a class name, ``module:Class`` or the class. A name
                 without a class yet is looked up again after all plugins have been loaded.
             priority: the highest wins among replacements of one target.
@@ -54,22 +58,15 @@ class Replaceable:
             UnknownTargetError: in strict mode, if plugins are loaded and nothing has that ``name``.
                 Otherwise a warning says so, and this registration is left out.
         """
-        first = _decorated_op_cls
-        target: str | type | None = name
-        # On an op class, the op class is the target. On CustomOp itself, the name says the target.
-        if target is None and "__op_base__" not in vars(cls):
-            target = cls
-        if isinstance(first, str) or (target is None and _is_target(first)):
-            target = first
-            first = None
+        target, replacement = _target_and_replacement(cls, _decorated_op_cls, name)
 
-        def decorate(replacement: type) -> type:
-            named = target if target is not None else getattr(replacement, "__name__", "")
-            _check_options(replacement, named, priority, when)
-            _declare(replacement, named, priority, when)
-            return replacement
+        def decorate(cls: type) -> type:
+            named = target if target is not None else getattr(cls, "__name__", "")
+            _check_options(cls, named, priority, when)
+            _declare(cls, named, priority, when)
+            return cls
 
-        return decorate if first is None else decorate(first)
+        return decorate if replacement is None else decorate(replacement)
 
     @classmethod
     def unregister_oot(cls, replacement: type) -> None:
@@ -92,6 +89,30 @@ class Replaceable:
             ]
             state.drop_superseded()
             state.invalidate()
+
+
+def _target_and_replacement(
+    cls: type, first: type | str | None, name: str | type | None
+) -> tuple[str | type | None, type | None]:
+    """Return the target and the replacement class of a call of ``register_oot``.
+
+    The target is ``None`` if the name of the replacement class is the name of the target. The
+    replacement is ``None`` in a decorator, which is given the class later.
+
+    Args:
+        cls: the class whose ``register_oot`` is called: ``CustomOp`` itself, or an op class.
+        first: the argument ``_decorated_op_cls``.
+        name: the argument ``name``.
+    """
+    target = name
+    # On an op class, the op class is the target. On CustomOp itself, the name says the target.
+    if target is None and "__op_base__" not in vars(cls):
+        target = cls
+    if isinstance(first, str):
+        return first, None
+    if target is None and first is not None and _is_target(first):
+        return first, None
+    return target, first
 
 
 def _is_target(cls: object) -> bool:
@@ -166,7 +187,12 @@ def _declare(
     priority: int,
     when: Condition | None,
 ) -> None:
-    """Add a replacement to the registry, and activate it if its plugin is active already."""
+    """Add a replacement to the registry, and activate it if ``_takes_effect``.
+
+    A replacement that waits is activated later, when its plugin or platform loads: by
+    ``_activate_declarations_of_plugin`` in ``plugins/loading.py``, or by
+    ``_activate_declarations_of_platform`` in ``plugins/platform_class.py``.
+    """
     state = host_state()
     transaction = ACTIVATING.get()
     with state.lock:
@@ -231,18 +257,27 @@ def _platforms_of(replacement: Replacement) -> tuple[str, ...]:
 def _takes_effect(replacement: Replacement, transaction: Transaction | None) -> bool:
     """Return True if a replacement is active from now on.
 
-    Otherwise the replacement waits for its plugin, or for the platform of its distribution.
+    There are four cases, by the provider of the class:
+
+    1. A plugin that loads right now declares the replacement: active.
+    2. The provider has plugins: active if the replacement's own plugin is active. Otherwise the
+       replacement waits for the plugin.
+    3. The provider has neither plugins nor platforms, such as a script, or a platform that loads
+       right now declares the replacement: active.
+    4. The provider has platforms alone: active if one of them is selected. Otherwise the
+       replacement waits for the platform.
     """
     state = host_state()
     discovery = discover()
     provider = replacement.provider
-    # The plugin that loads right now registers the replacement.
-    if transaction is not None and transaction.plugin is not None:
+    is_plugin_loading = transaction is not None and transaction.plugin is not None
+    if is_plugin_loading:
         return True
     if discovery.has_plugin(provider):
         record = state.plugins.get(replacement.plugin or "")
         return record is not None and record.status is PluginStatus.ACTIVATED
-    if transaction is not None or not discovery.platforms_of(provider):
+    is_platform_loading = transaction is not None
+    if is_platform_loading or not discovery.platforms_of(provider):
         return True
     selection = state.selection
     return selection is not None and selection.platform.name in replacement.platforms

@@ -43,7 +43,8 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
             the names of several, imported when the first kernel is used.
         needs: a check for all kernels, as for ``opgraft.needs``.
         inference_only: the kernels have no backward, as with ``opgraft.inference_only``.
-        compiled: by form, another function of the same signature for ``opgraft.compile`` to trace.
+        compiled: by form, another function of the same signature for ``opgraft.compile`` to trace
+            in place of the kernel; ``Kernel.traced`` returns the function.
             Without one, the kernel is one Python op in the graph. The function calls torch ops, and
             decides by dtypes, devices and sizes alone, but never by the size of the batch.
     """
@@ -143,8 +144,8 @@ def is_derived(method: object) -> bool:
     return hasattr(method, _DERIVED)
 
 
-def prepare(method: object) -> None:
-    """Look up the kernels of a derived method, so that calls find them resolved."""
+def resolve_functions(method: object) -> None:
+    """Look up the functions of a derived method, so that calls find them resolved."""
     overlay = getattr(method, _DERIVED, None)
     if overlay is not None:
         overlay.resolve()

@@ -35,9 +35,10 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 Bound: TypeAlias = tuple[Callable[Arguments, Result], Callable[Arguments, Result] | None]
-"""The function of a form, and the native definition if the function has no backward.
+"""The function of a form, and the native definition for calls that require a gradient.
 
-``None`` in the second place: the function serves calls with gradients, too.
+The second is ``None`` if the function serves these calls, too. A tuple, as each eager call unpacks
+one.
 """
 
 _functionals: dict[str, Functional[..., Any]] = {}
@@ -58,7 +59,7 @@ class Functional(Generic[Arguments, Result]):
         mutates: the names of arguments with results. Empty, except for variants in place, such as
             ``rms_norm_``.
         random: the name of an argument that makes the result random unless zero, or ``None``.
-        differentiable: the registered op has gradients. A variant in place has none.
+        differentiable: ``torch.ops.opgraft.<name>`` has gradients. A variant in place has none.
     """
 
     traced: Bound[Arguments, Result]
@@ -96,16 +97,16 @@ class Functional(Generic[Arguments, Result]):
         # is_compiling() takes twice as long, and is true for tracers that run this code.
         if is_dynamo_compiling():
             self.bind_while_traced()
-            kernel, differentiable = self.traced
+            kernel, native_for_gradients = self.traced
         else:
-            kernel, differentiable = _bound(self)
-        if differentiable is not None and gradient_required(args, kwargs):
+            kernel, native_for_gradients = _bound(self)
+        if native_for_gradients is not None and gradient_required(args, kwargs):
             # A compiler cannot trace the log.
             if not torch.compiler.is_compiling():
                 host_state().log_fallback(
                     f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT
                 )
-            return differentiable(*args, **kwargs)
+            return native_for_gradients(*args, **kwargs)
         return kernel(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -197,10 +198,12 @@ def _bound(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
     try:
         return state.current_caches().functions[form]
     except KeyError:
-        return state.decide_once(lambda caches: caches.functions, form, lambda: _decide(form))
+        return state.decide_once(
+            lambda caches: caches.functions, form, lambda: _decide_function(form)
+        )
 
 
-def _decide(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
+def _decide_function(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
     kernel = binding_of(form).kernel.winner
     function = kernel.functional(form.name) or form.native
     if kernel.inference_only and function is not form.native:

@@ -163,7 +163,7 @@ def gradient_required(
 def requires_gradient(*tensors: Tensor | None) -> bool:
     """Return True if autograd records a computation from these tensors.
 
-    ``torch.func`` and forward-mode differentiation are not seen: kernels ask ``watched()`` for
-    those.
+    ``torch.func`` and forward-mode differentiation are not seen: kernels ask
+    ``opgraft.kernels.watched()`` for those.
     """
     return is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from opgraft.base.text import described, printable
-from opgraft.binding.derivation import prepare
+from opgraft.binding.derivation import resolve_functions
 from opgraft.binding.in_tree import idle_oot_classes
 from opgraft.binding.kernels import (
     HIDDEN_FORWARD,
@@ -728,7 +728,7 @@ def _specialisation(op_class: type, kernel: Kernel, continuations: dict[str, str
         RegistrationError: the class cannot be subclassed, or the kernel's marks contradict it.
     """
     definition = kernel.definition
-    prepare(definition)
+    resolve_functions(definition)
     if isinstance(definition, staticmethod) and is_inference_only(definition.__func__):
         raise RegistrationError(
             f"{kernel} at {kernel.location} is inference_only and static: let it take self"
@@ -737,7 +737,7 @@ def _specialisation(op_class: type, kernel: Kernel, continuations: dict[str, str
     shadow = kernel.shadow
     # An excluded shadow compares no call.
     if shadow and not shadow.excluded:
-        prepare(shadow.native)
+        resolve_functions(shadow.native)
         forward = shadow.around(method_of(definition), method_of(shadow.native))
     forward_owner = definer(op_class, "forward")
     hidden_forward = vars(forward_owner)["forward"] if forward_owner else None

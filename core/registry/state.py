@@ -157,7 +157,7 @@ class HostState:
         registry: all declarations. ``reset`` keeps them.
         lock: held for a moment around changes of this object, never while a plugin's code or an
             import runs.
-        loading: the progress of loading plugins.
+        loading: the progress of loading plugins, with the loading lock.
         selection: the platform, once it is decided.
         plugins: every installed plugin by name.
         active: the active replacements.
@@ -321,7 +321,8 @@ class HostState:
         """
         transaction = ACTIVATING.get()
         with self.lock:
-            declaration = Declaration(make, make())
+            take_back = make()
+            declaration = Declaration(make, take_back)
             self.invalidate()
             for owner, declarations in self.registry.owned.items():
                 if owner.provider == provider:
@@ -441,8 +442,8 @@ LOADING_PATIENCE = 60.0
 
 
 @contextmanager
-def loading(state: HostState) -> Iterator[None]:
-    """Hold the loading lock.
+def holding_the_loading_lock(state: HostState) -> Iterator[None]:
+    """Hold ``state.loading.lock``: this thread alone decides on the platform and loads plugins.
 
     Raises:
         PluginError: another thread has held the lock for a minute, most likely since it waits for
@@ -483,7 +484,7 @@ def reset() -> None:
             f"{transaction.owner} called opgraft.reset() while it was loaded: leave that to who "
             "loads plugins"
         )
-    with loading(_STATE):
+    with holding_the_loading_lock(_STATE):
         if _STATE.environment is not None and _STATE.environment.log:
             set_level(None)
         _begin_anew()

@@ -28,7 +28,7 @@ class CpuPlatform(Platform):
 
     @property
     def dispatch_chain(self) -> tuple[str, ...]:
-        return ("cpu", "native")
+        return ("cpu",)
 
     @property
     def kernel_packages(self) -> Mapping[str, Collection[str]]:

@@ -18,7 +18,7 @@ class CudaPlatform(TorchCudaPlatform):
 
     @property
     def dispatch_chain(self) -> tuple[str, ...]:
-        return ("cuda", "native")
+        return ("cuda",)
 
     def visible_devices(self) -> int:
         return visible_count(probe(Machine()))

@@ -21,7 +21,7 @@ class RocmPlatform(TorchCudaPlatform):
 
     @property
     def dispatch_chain(self) -> tuple[str, ...]:
-        return ("hip", "cuda", "native")
+        return ("hip", "cuda")
 
     def visible_devices(self) -> int:
         return visible_count(probe(Machine()))

@@ -160,6 +160,7 @@ class UnscaledRMSNorm(_EpsByTwoNames, PluggableLayer):
         self.variance_epsilon = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        # Not the argument ``functional`` of a ``forward_native``: each call looks up the kernel.
         return forms.rms_norm(x, None, self.variance_epsilon)
 
     def extra_repr(self) -> str:
