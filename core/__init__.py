@@ -2,10 +2,10 @@
 
 ``import opgraft`` imports neither torch nor a plugin. A public name or module is imported at the
 first use.
-
-In the repository, ``opgraft.plugins`` is the folder ``plugins/`` and ``opgraft.platforms`` the folder
-``platforms/``, beside this one. All other modules are in ``core/``.
 """
+
+# In the repository this folder is core/. opgraft.plugins and opgraft.platforms are plugins/ and
+# platforms/ beside it.
 
 from __future__ import annotations
 

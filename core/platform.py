@@ -110,11 +110,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def dispatch_chain(self) -> tuple[str, ...]:
-        """Dispatch keys of ``DISPATCH_KEYS``, best first.
-
-        Leave out ``oot`` and ``native``: ``effective_chain`` puts them first and last in every
-        chain, wherever a platform lists them.
-        """
+        """Dispatch keys of ``DISPATCH_KEYS``, best first, without ``oot`` and ``native``."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -201,6 +197,7 @@ def effective_chain(platform: Platform) -> tuple[str, ...]:
     Raises:
         PlatformError: the platform declares an unknown key, or a key twice.
     """
+    # These two are first and last in every chain, wherever a platform lists them.
     declared = tuple(key for key in platform.dispatch_chain if key not in ("oot", "native"))
     unknown = [key for key in declared if key not in DISPATCH_KEYS]
     if unknown or len(set(declared)) != len(declared):

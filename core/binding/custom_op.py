@@ -10,8 +10,7 @@ The way from ``RMSNorm(...)`` to the kernel:
    call looks nothing up: ``forward`` is the kernel, inside a guard if the kernel is
    ``inference_only``, and inside a ``Shadow`` in shadow mode.
 
-A *form* is an op as a function, such as ``opgraft.functional.rms_norm`` (``functional.py``). Most
-kernels compute by forms, which are bound to functions of the same class at step 1.
+A *form* is an op as a function, such as ``opgraft.functional.rms_norm`` (``functional.py``).
 
 A kernel may call ``super().forward_cuda(...)`` or ``super().forward(...)``. ``CustomOp`` defines
 these methods, and each hands the call on to the next kernel of the dispatch chain.
@@ -107,11 +106,9 @@ class CustomOp(Replaceable, nn.Module):
     """A call changes nothing but arguments, so shadow mode may run the op again on copies."""
     _helpers: ClassVar[tuple[str, ...]] = ()
     """The methods that ``forward_native`` computes with. A replacement may override one alone."""
+    # Set by __init_subclass__.
     _overrides_helpers: ClassVar[bool] = False
-    """The class overrides one of the ``_helpers`` and brings no functions for forms.
-
-    ``__init_subclass__`` sets the value for each class.
-    """
+    """The class overrides one of the ``_helpers`` and brings no functions for forms."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}

@@ -38,11 +38,9 @@ class Replaceable:
         ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
         ``CustomOp.register_oot(_decorated_op_cls=C, name="RMSNorm")``.
 
-        The names of the parameters are vLLM's.
-
         Args:
-            _decorated_op_cls: the replacement class, as in the last example. In a decorator without
-                ``name=``, the target: a name or a class.
+            _decorated_op_cls: vLLM's name for the replacement class. In a decorator without
+                ``name=``, the target.
             name: the target: an op name, a class name, ``module:Class`` or the class. A name
                 without a class yet is looked up again after all plugins have been loaded.
             priority: the highest wins among replacements of one target.
@@ -96,20 +94,17 @@ def _target_and_replacement(
 ) -> tuple[str | type | None, type | None]:
     """Return the target and the replacement class of a call of ``register_oot``.
 
-    The target is ``None`` if the name of the replacement class is the name of the target. The
-    replacement is ``None`` in a decorator, which is given the class later.
-
-    Args:
-        cls: the class whose ``register_oot`` is called: ``CustomOp`` itself, or an op class.
-        first: the argument ``_decorated_op_cls``.
-        name: the argument ``name``.
+    The target is ``None`` if the replacement has its name. The replacement is ``None`` in a
+    decorator, which is given the class later.
     """
     target = name
     # On an op class, the op class is the target. On CustomOp itself, the name says the target.
     if target is None and "__op_base__" not in vars(cls):
         target = cls
+    # @CustomOp.register_oot("RMSNorm")
     if isinstance(first, str):
         return first, None
+    # @CustomOp.register_oot(RMSNorm)
     if target is None and first is not None and _is_target(first):
         return first, None
     return target, first
@@ -187,12 +182,7 @@ def _declare(
     priority: int,
     when: Condition | None,
 ) -> None:
-    """Add a replacement to the registry, and activate it if ``_takes_effect``.
-
-    A replacement that waits is activated later, when its plugin or platform loads: by
-    ``_activate_declarations_of_plugin`` in ``plugins/loading.py``, or by
-    ``_activate_declarations_of_platform`` in ``plugins/platform_class.py``.
-    """
+    """Add a replacement to the registry, and activate it if ``_takes_effect``."""
     state = host_state()
     transaction = ACTIVATING.get()
     with state.lock:
@@ -208,6 +198,8 @@ def _declare(
         # A reloaded class takes the place of the former one.
         if former is not None:
             state.deactivate(former)
+        # Then _activate_declarations_of_plugin in plugins/loading.py activates the replacement, or
+        # _activate_declarations_of_platform in plugins/platform_class.py.
         if not _takes_effect(known, transaction):
             return
         undo = state.activate(known)
@@ -257,28 +249,24 @@ def _platforms_of(replacement: Replacement) -> tuple[str, ...]:
 def _takes_effect(replacement: Replacement, transaction: Transaction | None) -> bool:
     """Return True if a replacement is active from now on.
 
-    There are four cases, by the provider of the class:
-
-    1. A plugin that loads right now declares the replacement: active.
-    2. The provider has plugins: active if the replacement's own plugin is active. Otherwise the
-       replacement waits for the plugin.
-    3. The provider has neither plugins nor platforms, such as a script, or a platform that loads
-       right now declares the replacement: active.
-    4. The provider has platforms alone: active if one of them is selected. Otherwise the
-       replacement waits for the platform.
+    Otherwise the replacement waits for its plugin, or for the platform of its distribution.
     """
     state = host_state()
     discovery = discover()
     provider = replacement.provider
+    # A plugin that loads right now declares the replacement.
     is_plugin_loading = transaction is not None and transaction.plugin is not None
     if is_plugin_loading:
         return True
+    # Loaded before or later: the replacement follows its plugin.
     if discovery.has_plugin(provider):
         record = state.plugins.get(replacement.plugin or "")
         return record is not None and record.status is PluginStatus.ACTIVATED
+    # A platform that loads right now, or a script without plugins and platforms.
     is_platform_loading = transaction is not None
     if is_platform_loading or not discovery.platforms_of(provider):
         return True
+    # A distribution with platforms alone: the replacement follows the selected platform.
     selection = state.selection
     return selection is not None and selection.platform.name in replacement.platforms
 

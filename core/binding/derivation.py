@@ -43,8 +43,7 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
             the names of several, imported when the first kernel is used.
         needs: a check for all kernels, as for ``opgraft.needs``.
         inference_only: the kernels have no backward, as with ``opgraft.inference_only``.
-        compiled: by form, another function of the same signature for ``opgraft.compile`` to trace
-            in place of the kernel; ``Kernel.traced`` returns the function.
+        compiled: by form, another function of the same signature for ``opgraft.compile`` to trace.
             Without one, the kernel is one Python op in the graph. The function calls torch ops, and
             decides by dtypes, devices and sizes alone, but never by the size of the batch.
     """

@@ -97,8 +97,7 @@ class Kernel:
     def traced(self, form: str) -> Callable[..., Any] | None:
         """Return the function that compilers trace in place of ``functional(form)``.
 
-        The class gives it as ``FunctionalKernels(..., compiled=...)``. ``None`` if the class names
-        none, or if shadow mode compares the calls of the form.
+        ``None`` if the class names none, or if shadow mode compares the calls of the form.
         """
         table = self.functions
         if not isinstance(table, FunctionalKernels):
@@ -240,8 +239,7 @@ def choose_kernel(
     goes first, then the keys in the order of the chain. A kernel with an unmet need is left out.
 
     If the op is disabled, ``forward_native`` goes first, and so does the ``forward`` of ``target``:
-    a layer's own ``forward`` stays, and the ``forward`` of a replacement is switched off. The
-    other kernels follow, so that the record shows them.
+    a layer's own ``forward`` stays, and the ``forward`` of a replacement is switched off.
 
     Args:
         cls: the class to construct, a replacement perhaps.
@@ -262,6 +260,7 @@ def choose_kernel(
         if reason:
             missing[kernel] = reason
     found = [kernel for kernel in defined if kernel not in missing]
+    # The others follow, since the record shows the kernels of a disabled op too.
     if not enabled:
         of_disabled_op = [kernel for kernel in found if _runs_disabled(kernel, target or cls)]
         others = [kernel for kernel in found if kernel not in of_disabled_op]

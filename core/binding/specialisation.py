@@ -79,9 +79,8 @@ class Binding:
     """The choice for one op class.
 
     Attributes:
-        replacement: the choice of the class to construct. The choice may keep the op class: its
-            ``winner`` is ``None`` without a replacement.
-        kernel: the choice of the method to run. The method itself is ``kernel.winner``.
+        replacement: the choice of the class to construct, with or without a replacement.
+        kernel: the choice of the method to run, which is ``kernel.winner``.
         specialisation: the subclass with the kernel as ``forward``.
         background: records of earlier choices: measurements, plugins, platform.
         enforced: the op is enabled whatever the settings say.
@@ -123,9 +122,8 @@ class Binding:
 
         Args:
             form: the name of the form, such as ``"rms_norm"``.
-            compiled: the function is for code under ``torch.compile``. If ``False``, return the
-                function of eager calls. The two differ only for an op that settings leave to a
-                compiler.
+            compiled: if ``False``, return the function of eager calls: another one only for an op
+                that settings leave to a compiler.
 
         Returns:
             The function, or ``None`` if the kernel is a method without functions.
@@ -483,10 +481,7 @@ def _kernel_of(
 def _decide_binding(cls: Any, kept: ReplacementChoice | None = None) -> Binding:
     """Decide on class and kernel for constructing ``cls``.
 
-    Args:
-        cls: the op class that is called.
-        kept: the class choice of an existing op, which keeps its class. ``None`` for a new op:
-            all active replacements of ``cls`` take part.
+    All active replacements take part. An existing op has ``kept``, the choice of its class.
     """
     selection = selected_platform()
     platform = selection.platform
@@ -532,9 +527,7 @@ def _log(binding: Binding) -> None:
 def _kept_class(target: type, declaration: Replacement | None) -> ReplacementChoice:
     """Return the choice for an existing op: its class, whatever ``providers`` asks for.
 
-    Args:
-        target: the op class.
-        declaration: the replacement with the op's class; ``None`` if that is ``target`` itself.
+    Without a ``declaration``, the op has the class ``target`` itself.
     """
     state = host_state()
     with state.lock:

@@ -335,14 +335,14 @@ def test_a_binding_decided_before_a_registration_is_not_kept(
     scale, fast_scale, monkeypatch
 ) -> None:
     """A registration that lands while another thread decides is not hidden by that thread's older choice."""
-    decide = binding._decide
+    decide = binding._decide_binding
 
     def overtaken(cls, **options):
         result = decide(cls, **options)
         scale.register_oot(fast_scale)
         return result
 
-    monkeypatch.setattr(binding, "_decide", overtaken)
+    monkeypatch.setattr(binding, "_decide_binding", overtaken)
     scale()
     monkeypatch.undo()
     assert scale().op_class is fast_scale
