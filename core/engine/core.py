@@ -12,6 +12,9 @@ One step has three parts, in ``EngineCore.step``:
 
 For example, a request with a prompt of five tokens takes one step for the prompt, which samples the
 first token, and one step for each further token.
+
+Plugins may replace parts of the engine (``PluggableClass``): ``Scheduler(...)``, ``Worker(...)`` and
+``Sampler(...)`` then construct the plugin's subclass.
 """
 
 from __future__ import annotations
@@ -218,7 +221,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Return True while a request runs or waits, or workers compute a step without requests."""
-        return self.scheduler.has_work or len(self.scheduler.steps) > 0
+        return self.scheduler.has_work or len(self.scheduler.under_way) > 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Add requests to those that wait. If one cannot be served, none is added.
@@ -278,29 +281,42 @@ class EngineCore:
             raise
 
     def step(self) -> list[EngineOutput]:
-        """Compute a step: schedule, run, update. Return the news of its requests.
+        """Compute a step: schedule, run, update. Return the news of the oldest step under way.
 
         In a pipeline, workers compute further steps beside this one, as many as there are stages.
 
-        If the step raises an error, its requests end with the error. Other requests go on, and
-        requests of further steps are computed anew. Under ``scheduler.on_step_error=stop`` all
-        requests end, and the engine stops. After an interrupt, requests are computed anew.
+        An error has these consequences:
+
+        - In the workers: the requests of the failed step end with the error. Requests of other steps
+          under way are computed anew from the contents of the cache.
+        - In the update: the requests of the step end with the error. The cache is emptied, and all
+          other requests start anew.
+        - In the choice of a step: the error is raised, because no request is known to be its cause.
+          The cache is emptied, and all requests start anew. An interrupt at any time does the same.
+
+        If workers are lost, or under ``scheduler.on_step_error=stop``, an error in the workers or in
+        the update ends all requests. Under ``stop``, the engine stops, too.
 
         Raises:
             EngineError: the engine has stopped.
+            Exception: the scheduler cannot choose a step.
         """
         self._expect_going()
-        step: Step | None = None
+        updated: Step | None = None
         try:
-            outcome = self._schedule() or self._run()
-            if isinstance(outcome, _Failure):
-                return self._undo(outcome)
-            step = self.scheduler.steps.first.step
-            return self._update(step, outcome)
+            failure = self._schedule()
+            if failure is not None:
+                return self._undo(failure)
+            result = self._run()
+            if isinstance(result, _Failure):
+                return self._undo(result)
+            updated = self.scheduler.under_way.first.step
+            return self._update(updated, result)
         except BaseException as error:
             # The scheduler's queues and tables may be half changed.
-            requests = self._recover(step)
-            if step is None or not isinstance(error, step_failures()):
+            requests = self._recover(updated)
+            # Before the update, no step is to blame: its choice failed, or the user interrupted.
+            if updated is None or not isinstance(error, exceptions_that_fail_a_step()):
                 raise
             return self._end(requests, error)
 
@@ -309,7 +325,7 @@ class EngineCore:
 
         The depth is 1, unless the model is split into stages of a pipeline.
         """
-        while len(self.scheduler.steps) < self.executor.depth:
+        while len(self.scheduler.under_way) < self.executor.depth:
             with self.counters.timed("schedule"):
                 step = self.scheduler.schedule()
             if step is None:
@@ -317,7 +333,7 @@ class EngineCore:
             self.counters.steps += 1
             try:
                 self.executor.submit(step)
-            except step_failures() as error:
+            except exceptions_that_fail_a_step() as error:
                 return _Failure(step, error)
         return None
 
@@ -325,11 +341,14 @@ class EngineCore:
         """Wait for the workers, and return the result of the step that was sent first."""
         try:
             return self.executor.result()
-        except step_failures() as error:
-            return _Failure(self.scheduler.steps.first.step, error)
+        except exceptions_that_fail_a_step() as error:
+            return _Failure(self.scheduler.under_way.first.step, error)
 
     def _update(self, step: Step, result: StepResult) -> list[EngineOutput]:
-        """Append sampled tokens to the requests, and return the news of those still running.
+        """Append sampled tokens to the requests, and return the news of the step.
+
+        These are the news of each request with a token, whether the token ends the request or not,
+        and of each request that failed. Requests that were aborted meanwhile have no news.
 
         Raises:
             EngineError: the result is not of this step.
@@ -339,34 +358,38 @@ class EngineCore:
             errors = result.errors
             tokens = result.tokens
             # Requests aborted while the step was computed. Nobody wants their tokens any more.
-            left = self.scheduler.steps.first.left
+            left = self.scheduler.under_way.first.left
             if left:
-                errors = {name: error for name, error in errors.items() if name not in left}
+                errors = {
+                    request_id: error
+                    for request_id, error in errors.items()
+                    if request_id not in left
+                }
             ended = self.scheduler.update(step, tokens, errors)
             finished = {request.request_id: request.finish_reason for request in ended}
             if errors or left:
                 tokens = {
-                    name: token
-                    for name, token in tokens.items()
-                    if name not in errors and name not in left
+                    request_id: token
+                    for request_id, token in tokens.items()
+                    if request_id not in errors and request_id not in left
                 }
             logprobs = result.logprobs
             prompt_logprobs = result.prompt_logprobs
-            # A call of the class takes twice as long as tuple.__new__.
+            # The fields of EngineOutput, in their order. A call of the class takes twice as long.
             news = [
                 tuple.__new__(
                     EngineOutput,
                     (
-                        name,
+                        request_id,
                         token,
-                        finished.get(name),
-                        None,
-                        logprobs.get(name),
-                        prompt_logprobs.get(name),
-                        False,
+                        finished.get(request_id),
+                        None,  # error
+                        logprobs.get(request_id),
+                        prompt_logprobs.get(request_id),
+                        False,  # refused
                     ),
                 )
-                for name, token in tokens.items()
+                for request_id, token in tokens.items()
             ]
         self.counters.add_seconds(result.seconds)
         self.counters.sampled_tokens += len(result.tokens)
@@ -454,11 +477,14 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def step_failures() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that fail a step.
+def exceptions_that_fail_a_step() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of a step's code that end requests of the step. All others are raised.
 
     In the main thread an exit or an interrupt may come from a signal, and is raised on. Other
     threads receive no signals: there, only the code of a step can raise such an exception.
+
+    For example, a kernel that calls ``sys.exit()`` fails the step in the thread of a server. In the
+    main thread, the same ``SystemExit`` ends the program.
     """
     main = threading.current_thread() is threading.main_thread()
     return (Exception,) if main else (BaseException,)

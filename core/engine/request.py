@@ -39,7 +39,8 @@ class Request:
         admitted: moment of the first admission, in seconds of ``time.monotonic()``; before,
             ``None``.
         num_tokens: tokens of prompt and output.
-        num_admitted: tokens of prompt and output at the last admission.
+        num_tokens_at_admission: tokens of prompt and output at the last admission. The runner
+            received these tokens with the sequence, and receives each later one with a step.
         num_computed: tokens with keys and values in the cache.
         num_cached: tokens that the last admission found in the cache.
         num_preemptions: number of times that the request gave its blocks to others.
@@ -63,13 +64,13 @@ class Request:
         "eos",
         "finish_reason",
         "grammar",
-        "num_admitted",
         "num_cached",
         "num_computed",
         "num_least",
         "num_most",
         "num_preemptions",
         "num_tokens",
+        "num_tokens_at_admission",
         "output",
         "params",
         "parent",
@@ -125,7 +126,7 @@ class Request:
         self.num_tokens = len(self.prompt)
         self.num_least = self.num_tokens + params.min_tokens
         self.num_most = self.num_tokens + params.most_tokens
-        self.num_admitted = 0
+        self.num_tokens_at_admission = 0
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from opgraft.engine.sampling_params import SamplingParams
 
 Blocks = tuple[tuple[int, ...], ...]
-"""Ids of blocks: a tuple for each kind of layers, in the order of the tokens in the blocks."""
+"""Ids of blocks: a tuple for each group of layers, in the order of the tokens in the blocks."""
 
 StateMove = tuple[int | None, int]
 """Slots of states: copy the first to the second. If the first is ``None``, zero the second."""
@@ -82,16 +82,20 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Everything that changes for the runner. The runner follows the order of the attributes.
+    """Everything that changes for the runner.
+
+    The runner applies the changes in this order: it removes sequences, adds sequences, appends the
+    tokens and new blocks of ``sequences`` to its tables, copies blocks, and moves states. Then it
+    computes the tokens of ``sequences``.
 
     Attributes:
         removed: finished, aborted and preempted sequences. An added sequence may
             have the same id. After a failed step, the runner may not know a removed sequence.
         added: sequences new to the runner.
-        copies: pairs of blocks. Copy the content of the first to the second before anything is
-            computed.
+        copies: pairs of blocks. Copy the content of the first to the second.
         sequences: the batch.
-        states: copies and zeroing of slots of states, in this order, before anything is computed.
+        states: copies and zeroing of slots of states. A slot may occur more than once, so the order
+            counts.
     """
 
     removed: tuple[str, ...]

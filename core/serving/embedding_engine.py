@@ -12,7 +12,7 @@ from opgraft.binding.blame import UNEXPLAINED, verdicts_on
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
-from opgraft.engine.core import step_failures
+from opgraft.engine.core import exceptions_that_fail_a_step
 from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.workers.executors import executor_of
@@ -228,7 +228,7 @@ class EmbeddingEngine(RequestEngine):
         """Give each text of a batch a vector or an error."""
         try:
             self._compute(batch)
-        except step_failures() as error:
+        except exceptions_that_fail_a_step() as error:
             if len(batch) == 1:
                 batch[0].error = _raisable(error, batch[0].name)
                 self.counters.finished["error"] += 1

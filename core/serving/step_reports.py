@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from opgraft.base.text import described
-from opgraft.engine.core import step_failures
+from opgraft.engine.core import exceptions_that_fail_a_step
 from opgraft.engine.stats import EngineStats
 from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
@@ -43,6 +43,6 @@ class StepReports:
         try:
             self._on_step(stats.since(before), outputs)
         # A fault of a watcher must not end requests.
-        except step_failures() as error:
+        except exceptions_that_fail_a_step() as error:
             logger.error("on_step failed and is not called again: %s", described(error))
             self._on_step = None

@@ -122,7 +122,7 @@ def expect_empty(core: EngineCore) -> None:
     pool, runner = core.cache.pool, core.executor.worker.runner
     assert pool.num_free == pool.num_blocks
     assert not any(pool.references(block) for block in range(pool.num_blocks))
-    assert not any((core.cache._tables, core.scheduler._requests, core.scheduler.steps.removed))
+    assert not any((core.cache._tables, core.scheduler._requests, core.scheduler.under_way.removed))
     assert not any((runner.batch._sequences, runner.sampling._all, runner._prompt_logprobs))
     assert sorted(runner.batch._rows) == list(range(core.scheduler.config.max_num_seqs))
 

@@ -143,12 +143,12 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
     config, cache = scheduler.config, scheduler.cache
     assert sum(s.count for s in step.sequences) <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
-    assert len(scheduler.steps) > 1 or bool(step.sequences) == scheduler.has_work, (
+    assert len(scheduler.under_way) > 1 or bool(step.sequences) == scheduler.has_work, (
         "a step without progress"
     )
-    computed = [request for draft in scheduler.steps._drafts for request in draft.requests()]
+    computed = [request for pending in scheduler.under_way._steps for request in pending.requests()]
     assert len(set(computed)) == len(computed), "computed by two steps"
-    assert all(request.computing in scheduler.steps._drafts for request in computed)
+    assert all(request.computing in scheduler.under_way._steps for request in computed)
     assert all(s.count > 0 for s in step.sequences)
     for queue in (scheduler.running, scheduler.waiting):
         assert queue == sorted(queue, key=lambda r: r.rank)
@@ -247,7 +247,9 @@ class Traffic:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         queues = (scheduler.running, scheduler.waiting, scheduler._parked)
         left = (self.live, self.runner.sequences, *queues, scheduler.cache._tables)
-        assert not any((*left, scheduler._requests, scheduler.steps.removed, scheduler.steps))
+        assert not any(
+            (*left, scheduler._requests, scheduler.under_way.removed, scheduler.under_way)
+        )
         assert pool.num_free == pool.num_blocks
         assert not any(pool.references(block) for block in range(pool.num_blocks))
 

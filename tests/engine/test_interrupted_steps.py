@@ -14,7 +14,14 @@ from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.step import Step, StepResult
 
-WATCHED = ("engine/core.py", "scheduler.py", "draft.py", "kv_cache.py", "blocks.py", "request.py")
+WATCHED = (
+    "engine/core.py",
+    "scheduler.py",
+    "pending_step.py",
+    "kv_cache.py",
+    "blocks.py",
+    "request.py",
+)
 """Files in which interrupts come."""
 
 
@@ -90,7 +97,7 @@ def expect_all_told(core: EngineCore, given: list[Request], told: dict[str, list
             scheduler.running,
             scheduler.waiting,
             scheduler._requests,
-            scheduler.steps.removed,
+            scheduler.under_way.removed,
             scheduler._parked,
         )
     )

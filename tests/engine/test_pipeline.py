@@ -75,7 +75,7 @@ def tokens_of(outputs: list[EngineOutput]) -> dict[str, list[int]]:
 
 
 def expect_free(core: EngineCore) -> None:
-    assert not core.scheduler.steps
+    assert not core.scheduler.under_way
     assert core.cache.pool.num_free == core.cache.pool.num_blocks
 
 
@@ -85,7 +85,7 @@ def test_steps_share_the_requests(core: EngineCore, right: dict[str, list[int]])
     outputs = []
     for output in served(core):
         outputs.append(output)
-        sizes |= {len(draft.batch) for draft in core.scheduler.steps._drafts}
+        sizes |= {len(pending.batch) for pending in core.scheduler.under_way._steps}
     assert core.executor.depth == 2
     assert max(sizes) <= 5
     assert tokens_of(outputs) == right
@@ -101,7 +101,9 @@ def test_an_abort_while_a_step_is_computed(core: EngineCore, right: dict[str, li
     outputs, aborted = [], set()
     for number in range(6):
         outputs += core.step()
-        computed = [each for draft in core.scheduler.steps._drafts for each in draft.requests()]
+        computed = [
+            each for pending in core.scheduler.under_way._steps for each in pending.requests()
+        ]
         if number in (1, 3, 5) and computed:
             core.abort(computed[0].request_id)
             aborted.add(computed[0].request_id)

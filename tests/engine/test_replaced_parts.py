@@ -105,9 +105,9 @@ class OneAtATime(Scheduler):
         assert len(step.sequences) <= 1
         return step
 
-    def _admit(self, draft, most):
+    def _admit(self, pending, most):
         if not self.running:
-            super()._admit(draft, 1)
+            super()._admit(pending, 1)
 
 
 class Counting(KVCacheManager):

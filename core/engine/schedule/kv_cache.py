@@ -1,4 +1,7 @@
-"""The cache of keys and values, as tables of blocks: one table per sequence and kind of layers.
+"""The cache of keys and values, as tables of blocks: one table per sequence and group of layers.
+
+Each group of layers has a kind, ``LayerKind``: the tokens that its layers keep. Several groups may
+be of the same kind (``CacheLayout``), so ``kinds`` has an entry for each group.
 
 Nothing here touches a tensor: a block is a number. The runner and the attention layers know the
 tensors with the contents.
@@ -25,7 +28,7 @@ from opgraft.engine.step import Blocks
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that keep the same tokens: all tokens, or the last ``sliding_window`` ones.
+    """The tokens that the layers of a group keep: all, or the last ``sliding_window`` ones.
 
     The current token is one of the window.
     """
@@ -53,9 +56,9 @@ class Prefix(NamedTuple):
 
     Attributes:
         num_tokens: length of the beginning.
-        blocks: for each kind, the full blocks that the next token attends to. Blocks before a
+        blocks: for each group, the full blocks that the next token attends to. Blocks before a
             window are not needed.
-        partial: for each kind, the block with the last tokens, to be copied; empty if all blocks
+        partial: for each group, the block with the last tokens, to be copied; empty if all blocks
             are full. With a state the block is free, and used without a copy.
         state: slot of the state at the end, if layers keep states.
     """
@@ -84,7 +87,7 @@ class _Lack(NamedTuple):
 
 
 class _Table:
-    """Blocks of one sequence and kind, by position.
+    """Blocks of one sequence and group, by position.
 
     The first ``dropped`` blocks have left the window and are given back.
     """
@@ -108,8 +111,8 @@ class KVCacheManager(PluggableClass):
     is SHA-256: a person who makes two beginnings collide could read another tenant's cache.
 
     Args:
-        kinds: of the model's layers; each has tables and blocks of its own.
-        num_blocks: blocks of the pool, for all kinds together.
+        kinds: of each group of the model's layers. A group has tables and blocks of its own.
+        num_blocks: blocks of the pool, for all groups together.
         block_size: tokens in a block.
         prefix_reuse: find blocks of earlier sequences with the same beginning.
         num_states: slots for states, one for each running sequence and the rest for copies; 0 for
@@ -160,7 +163,7 @@ class KVCacheManager(PluggableClass):
     def longest_prefix(self, request: Request) -> Prefix:
         """Return the longest beginning of a sequence in the cache, without the last token.
 
-        The last token is computed in any case, for its logits. A kind with a sliding window needs
+        The last token is computed in any case, for its logits. A group with a sliding window needs
         the blocks of the window only. Layers with states need the state at the end.
         """
         if not self.prefix_reuse:
@@ -184,7 +187,7 @@ class KVCacheManager(PluggableClass):
         return self._prefix(length * self.block_size, found, (), state)
 
     def leave(self, request: Request) -> None:
-        """Keep the state of a sequence before its preemption, and its last block.
+        """Keep the state of a sequence before its preemption, and its last block, for its return.
 
         Their key is the hash of all computed tokens. So the sequence may go on at the same token.
         """
@@ -193,9 +196,9 @@ class KVCacheManager(PluggableClass):
         full, rest = divmod(request.num_computed, self.block_size)
         digest = self._digest(request, request.num_computed)
         if rest:
-            for kind, table in enumerate(self._tables[request.request_id]):
-                self.pool.keep(table.blocks[full], (kind, digest))
-        self.states.leave(request.request_id, digest)
+            for group, table in enumerate(self._tables[request.request_id]):
+                self.pool.keep(table.blocks[full], (group, digest))
+        self.states.keep_for_return(request.request_id, digest)
 
     def _left(self, request: Request, states: StateSlots) -> Prefix | None:
         """Return all but the last token of a sequence, as ``leave`` has kept them."""
@@ -217,9 +220,9 @@ class KVCacheManager(PluggableClass):
         return self._prefix(request.num_tokens - 1, found, partial, state)
 
     def _found(self, hashes: Sequence[bytes]) -> list[list[int | None]]:
-        """Return for each kind the blocks with these hashes, or ``None`` for each."""
-        kinds = range(len(self.kinds))
-        return [self.pool.lookup((kind, digest) for digest in hashes) for kind in kinds]
+        """Return for each group the blocks with these hashes, or ``None`` for each."""
+        groups = range(len(self.kinds))
+        return [self.pool.lookup((group, digest) for digest in hashes) for group in groups]
 
     def _prefix(
         self,
@@ -239,7 +242,7 @@ class KVCacheManager(PluggableClass):
         """Return the longest beginning, in blocks, for which every needed block was found.
 
         Args:
-            found: for each kind, the block at each position, or ``None``.
+            found: for each group, the block at each position, or ``None``.
             length: blocks of the beginning, at most.
         """
         while True:
@@ -281,6 +284,8 @@ class KVCacheManager(PluggableClass):
     def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
         """Return True if the whole sequence so far fits, and leaves ``reserve`` blocks free.
 
+        If it does not fit, the missing blocks are noted for ``still_lacks``.
+
         Args:
             request: of the sequence.
             prefix: beginning in the cache.
@@ -296,7 +301,7 @@ class KVCacheManager(PluggableClass):
         full = prefix.num_tokens // self.block_size
         absent = []
         for digest in request.block_hashes[full : full + 1]:
-            keys = [(kind, digest) for kind in range(len(self.kinds))]
+            keys = [(group, digest) for group in range(len(self.kinds))]
             absent += [key for key in keys if not self.pool.holds(key)]
         self._lack = _Lack(request, needed, self.pool.revived, absent)
         return False
@@ -364,14 +369,17 @@ class KVCacheManager(PluggableClass):
                 table.dropped = first
 
     def computed(self, request: Request, start: int) -> None:
-        """Note the keys of the blocks that became full with the tokens from ``start`` on."""
+        """Note that the tokens from ``start`` to ``num_computed`` are in the cache now.
+
+        Other sequences find the blocks that these tokens filled from now on.
+        """
         first, last = start // self.block_size, request.num_computed // self.block_size
         if first == last or not self.prefix_reuse:
             return
         self._hash(request, last)
-        for kind, table in enumerate(self._tables[request.request_id]):
+        for group, table in enumerate(self._tables[request.request_id]):
             for index in range(first, last):
-                self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
+                self.pool.keep(table.blocks[index], (group, request.block_hashes[index]))
         at_end_of_block = not request.num_computed % self.block_size
         if self.states and start < len(request.prompt) and at_end_of_block:
             self.states.keep(request.request_id, request.block_hashes[last - 1])
@@ -390,8 +398,8 @@ class KVCacheManager(PluggableClass):
 
     def discard(self, request: Request) -> None:
         """Forget the contents of a failed sequence: its blocks may hold NaN."""
-        kinds = range(len(self.kinds))
-        self.pool.discard((kind, digest) for kind in kinds for digest in request.block_hashes)
+        groups = range(len(self.kinds))
+        self.pool.discard((group, digest) for group in groups for digest in request.block_hashes)
         if self.states:
             self.states.pool.discard(request.block_hashes)
 

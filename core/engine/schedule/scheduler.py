@@ -6,13 +6,26 @@ blocks went to others: compute the tokens that are missing, as far as the step h
 
 ``schedule`` makes a step of running requests first, usually one token each, and of waiting requests
 with the rest of the budget. The workers compute the step, and ``update`` takes their tokens.
+
+Ways of requests out of a step, and out of the scheduler:
+
+- ``abort`` ends a request with a reason: for a user, or after its step failed.
+- ``withdraw`` forgets requests without counting their end.
+- ``undo`` takes all steps under way back, after workers failed. Their requests wait again, and the
+  cache keeps its contents.
+- ``recover`` empties the cache, and lets all requests start anew, after the scheduler itself failed.
+- ``_preempt`` lets a running request wait, because others need its blocks.
+- ``_requeue`` moves a running request to the waiting ones: a part of ``undo`` and ``_preempt``.
+- ``_finish`` removes a request that has ended from all lists: a part of ``abort`` and ``update``.
+- ``_stop`` removes a request from the running ones: a part of ``_requeue`` and ``_finish``. Its
+  blocks are given back (``KVCacheManager.close``), and keep their contents for others.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import count
 from math import inf
 from operator import attrgetter
 from time import monotonic
@@ -21,8 +34,8 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.context_fit import ContextFit
-from opgraft.engine.schedule.draft import Draft, Drafts, no_token
 from opgraft.engine.schedule.kv_cache import KVCacheManager, Prefix
+from opgraft.engine.schedule.pending_step import PendingStep, StepsUnderWay, no_token
 from opgraft.engine.servable import expect_servable
 from opgraft.engine.stats import Counters
 from opgraft.engine.step import Step
@@ -68,15 +81,15 @@ class Scheduler(PluggableClass):
         self.config = self.opgraft_config.scheduler
         self.cache = cache
         self.max_model_len = max_model_len
-        self.fits = fits
+        self.context_ropes = fits
         self.depth = depth
         self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._parked: dict[str | None, list[Request]] = {}
-        self.steps = Drafts()
-        self._arrivals = count()
+        self.under_way = StepsUnderWay()
+        self._arrivals = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -137,28 +150,34 @@ class Scheduler(PluggableClass):
         """Choose the tokens of the next step: of running requests, then of waiting ones.
 
         Returns:
-            The step. ``None`` if other steps are under way, and no request is left for another one.
+            The step; empty if there are no requests. ``None`` if other steps are under way, and no
+            request is left for another one.
         """
-        draft = Draft(self.config.max_num_batched_tokens, self._part_of(len(self.running)))
-        if self.fits:
+        places = self._share_of_a_step(len(self.running))
+        pending = PendingStep(self.config.max_num_batched_tokens, places)
+        if self.context_ropes:
             self._rotate_outgrown()
-        preempted = self._make_way(draft)
-        if self._schedule_running(draft):
-            most = self._part_of(len(self._requests)) - len(draft.batch)
+        preempted = self._make_way(pending)
+        if self._schedule_running(pending):
+            most = self._share_of_a_step(len(self._requests)) - len(pending.batch)
             # After a preemption, only the request that it was for is admitted.
-            self._admit(draft, min(most, 1) if preempted else most)
-        if self.steps and not draft.batch:
+            self._admit(pending, min(most, 1) if preempted else most)
+        # With nothing under way, the step may be empty: workers still remove finished sequences, and
+        # run their experts for other replicas (``parallel.in_rounds``).
+        if self.under_way and not pending.batch:
             return None
-        taken = self.config.max_num_batched_tokens - draft.budget
-        self.counters.prompt_tokens += draft.prompt_tokens
-        self.counters.decode_tokens += taken - draft.prompt_tokens
+        taken = self.config.max_num_batched_tokens - pending.budget
+        self.counters.prompt_tokens += pending.prompt_tokens
+        self.counters.decode_tokens += taken - pending.prompt_tokens
         moves = self.cache.states.take_moves() if self.cache.states else ()
-        return self.steps.make(draft, moves)
+        return self.under_way.make(pending, moves)
 
     def update(
         self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()
     ) -> list[Request]:
-        """Append the sampled tokens of a step to their requests. Return the finished requests.
+        """Append the sampled tokens of a step to their requests. Return the requests that these end.
+
+        Failed requests end, too, and are not returned.
 
         Args:
             step: the oldest step under way.
@@ -168,9 +187,9 @@ class Scheduler(PluggableClass):
         Raises:
             RequestError: a sampling sequence has no token, and has not left. Call ``recover`` then.
         """
-        draft = self.steps.take_first()
+        pending = self.under_way.take_first()
         finished = []
-        for request, scheduled in zip(draft.batch, step.sequences, strict=True):
+        for request, scheduled in zip(pending.batch, step.sequences, strict=True):
             # Aborted or preempted while the step was computed.
             if request is None:
                 continue
@@ -183,7 +202,7 @@ class Scheduler(PluggableClass):
             request.num_computed += scheduled.count
             self.cache.computed(request, scheduled.start)
             if self._parked and request.num_computed >= len(request.prompt):
-                self._release(request)
+                self._unpark(request)
             if not scheduled.samples:
                 continue
             token = tokens.get(request.request_id)
@@ -206,12 +225,12 @@ class Scheduler(PluggableClass):
         Returns:
             The requests of the failed step.
         """
-        if step is None and self.steps:
-            draft: Draft | None = self.steps.first
+        if step is None and self.under_way:
+            pending: PendingStep | None = self.under_way.first
         else:
-            draft = self.steps.of(step)
-        failed = draft.requests() if draft else []
-        self.steps.forget()
+            pending = self.under_way.of(step)
+        failed = pending.requests() if pending else []
+        self.under_way.forget()
         computing = [each for each in self.running if each.computing]
         for request in computing:
             self._requeue(request)
@@ -226,20 +245,21 @@ class Scheduler(PluggableClass):
         steps under way are dropped.
 
         Args:
-            step: the step of the update that failed, or ``None``. Nobody has received its tokens.
-                So the tokens are dropped, and requests go on that had ended.
+            step: the step of the update that failed, or ``None``. If ``update`` failed half-way, its
+                appended tokens are removed again, and requests that it had finished are revived:
+                nobody has received their tokens.
 
         Returns:
             The requests of the step.
         """
-        draft = self.steps.of(step)
-        batch = draft.drop_tokens() if draft else []
+        pending = self.under_way.of(step)
+        batch = pending.drop_tokens() if pending else []
         for request in batch:
             if request.finish_reason is not None and request.status == "finished":
                 self.counters.finished[request.finish_reason] -= 1
             self._requests[request.request_id] = request
-        self.steps.forget()
-        self.steps.removed += self._requests
+        self.under_way.forget()
+        self.under_way.removed += self._requests
         self.cache.clear()
         self.running = []
         self._parked = {}
@@ -249,25 +269,25 @@ class Scheduler(PluggableClass):
         self.waiting = sorted(self._requests.values(), key=_rank)
         return batch
 
-    def _part_of(self, number: int) -> int:
+    def _share_of_a_step(self, number: int) -> int:
         """Return the most requests of a step, if ``number`` requests share ``depth`` steps."""
         most = min(number, self.config.max_num_seqs)
         if self.depth == 1:
             return most
         return -(-most // self.depth)
 
-    def _schedule_running(self, draft: Draft) -> bool:
+    def _schedule_running(self, pending: PendingStep) -> bool:
         """Add running requests to a step, and return True if there were blocks for all of them.
 
         If blocks run out, the last running request gives up its own. If this is the request that
-        needs blocks, it keeps its own and waits.
+        needs blocks, it keeps its own: it goes on running, and misses this step.
         """
         had_blocks = True
         # Preemption shortens the list at its end only, so the loop stays valid.
         for request in self.running:
-            if self.depth > 1 and (request.computing or len(draft.batch) == draft.places):
+            if self.depth > 1 and (request.computing or len(pending.batch) == pending.places):
                 continue
-            budget = draft.budget_of(request) if draft.kept else draft.budget
+            budget = pending.budget_of(request) if pending.reserved_tokens else pending.budget
             missing = request.num_tokens - request.num_computed
             # A decode, by far the most frequent case, needs no look at chunks.
             count = 1
@@ -280,10 +300,10 @@ class Scheduler(PluggableClass):
                 if request is self.running[-1]:
                     return False
                 self._preempt(self.running[-1])
-            draft.take(request, count, new_blocks)
+            pending.take(request, count, new_blocks)
         return had_blocks
 
-    def _make_way(self, draft: Draft) -> bool:
+    def _make_way(self, pending: PendingStep) -> bool:
         """Preempt requests of a worse priority than the first waiting one, and return True if any.
 
         Places, blocks and tokens of this step become free. Nothing happens if the waiting
@@ -302,17 +322,17 @@ class Scheduler(PluggableClass):
             self._preempt(worse.pop())
             prefix = self._prefix_if_room(first)
         if prefix is not None and self.config.chunked_prefill:
-            draft.kept = min(first.num_tokens - prefix.num_tokens, draft.budget)
-            draft.kept_for = priority
+            pending.reserved_tokens = min(first.num_tokens - prefix.num_tokens, pending.budget)
+            pending.reserved_for_priority = priority
         return len(self.running) < before
 
-    def _admit(self, draft: Draft, most: int) -> None:
+    def _admit(self, pending: PendingStep, most: int) -> None:
         """Admit waiting requests in order, at most ``most``, until the first misfit.
 
         Requests behind this one wait too, even if they would fit. Otherwise a long prompt might
         wait for ever.
         """
-        while draft.budget and most:
+        while pending.budget and most:
             request = self._first_waiting()
             if request is None:
                 return
@@ -320,10 +340,10 @@ class Scheduler(PluggableClass):
             if prefix is None:
                 return
             missing = request.num_tokens - prefix.num_tokens
-            count = self._count(request, prefix.num_tokens, missing, draft.budget)
+            count = self._count(request, prefix.num_tokens, missing, pending.budget)
             if not count:
                 return
-            self._start(request, prefix, count, draft)
+            self._start(request, prefix, count, pending)
             most -= 1
 
     def _first_waiting(self) -> Request | None:
@@ -349,8 +369,9 @@ class Scheduler(PluggableClass):
         states = self.cache.states
         if states and not states.num_free + len(without):
             return None
-        kinds = len(self.cache.kinds)
-        given_up = sum(self.cache.num_held(each) + kinds for each in without)
+        groups = len(self.cache.kinds)
+        # Each of them gives up its blocks, and needs no reserve any more.
+        given_up = sum(self.cache.num_held(each) + groups for each in without)
         reserve = self._reserve() - given_up
         if self.cache.still_lacks(request, reserve):
             return None
@@ -359,21 +380,22 @@ class Scheduler(PluggableClass):
             return None
         return prefix
 
-    def _start(self, request: Request, prefix: Prefix, count: int, draft: Draft) -> None:
+    def _start(self, request: Request, prefix: Prefix, count: int, pending: PendingStep) -> None:
         """Move a request from the waiting to the running ones, and add it to a step."""
         _take_out(self.waiting, request)
         insort(self.running, request, key=_rank)
         request.status = "running"
-        request.num_admitted = request.num_tokens
+        request.num_tokens_at_admission = request.num_tokens
         request.num_computed = prefix.num_tokens
         request.num_cached = prefix.num_tokens
         request.admitted = request.admitted or monotonic()
         self.counters.prefix_queries += request.num_tokens
         self.counters.prefix_hits += prefix.num_tokens
-        draft.copies += self.cache.open(request, prefix)
+        pending.copies += self.cache.open(request, prefix)
+        # There are enough blocks: ``KVCacheManager.fits`` has found room for the whole sequence.
         self.cache.extend(request, count)
         state = self.cache.states.slot(request.request_id) if self.cache.states else 0
-        draft.admit(request, count, self.cache.blocks(request), state)
+        pending.admit(request, count, self.cache.blocks(request), state)
 
     def _count(self, request: Request, start: int, missing: int, budget: int) -> int:
         """Return the number of missing tokens that a step computes.
@@ -386,7 +408,8 @@ class Scheduler(PluggableClass):
         """
         # Without chunks, a step takes all or none. But a sequence that outgrew a whole step before
         # its preemption needs several steps.
-        needs_chunks = missing > budget == self.config.max_num_batched_tokens
+        is_whole_step = budget == self.config.max_num_batched_tokens
+        needs_chunks = is_whole_step and missing > budget
         if not self.config.chunked_prefill and not needs_chunks:
             return missing if missing <= budget else 0
         if not budget:
@@ -429,10 +452,12 @@ class Scheduler(PluggableClass):
             self._requeue(request)
 
     def _is_outgrown(self, request: Request) -> bool:
-        return any(fit.outgrown(request.context, request.num_tokens) for fit in self.fits)
+        return any(
+            rope.outgrown(request.context, request.num_tokens) for rope in self.context_ropes
+        )
 
     def _rotation(self, request: Request) -> tuple[int, ...]:
-        return tuple(fit.way(request.context) for fit in self.fits)
+        return tuple(rope.way(request.context) for rope in self.context_ropes)
 
     def _preempt(self, request: Request) -> None:
         # A step under way may have changed the state already.
@@ -463,13 +488,13 @@ class Scheduler(PluggableClass):
     def _stop(self, request: Request) -> None:
         """Take a request off the running ones, and give its blocks back."""
         if request.computing is not None:
-            request.computing.leave(request)
-        self._release(request)
+            request.computing.drop_result_of(request)
+        self._unpark(request)
         _take_out(self.running, request)
         self.cache.close(request)
-        self.steps.removed.append(request.request_id)
+        self.under_way.removed.append(request.request_id)
 
-    def _release(self, parent: Request) -> None:
+    def _unpark(self, parent: Request) -> None:
         """Put the requests parked for the prompt of ``parent`` back among the waiting ones."""
         for request in self._parked.pop(parent.request_id, ()):
             insort(self.waiting, request, key=_rank)

@@ -13,7 +13,7 @@ class StateSlots:
 
     A state cannot be cut off at the token after which another sequence differs. So a state is
     copied at ends of blocks, under the key of the block: other sequences go on from there. A
-    preempted sequence leaves its own state behind. Sequences take the slots of copies, the longest
+    preempted sequence keeps its own state for its return. Sequences take the slots of copies, the longest
     unused copy first.
 
     Nothing here touches a tensor. ``moves`` lists the copies for the next step in order, so a slot
@@ -68,7 +68,7 @@ class StateSlots:
         self.pool.keep(copy, key)
         self.pool.free([copy])
 
-    def leave(self, request_id: str, key: Hashable) -> None:
+    def keep_for_return(self, request_id: str, key: Hashable) -> None:
         """Note the key of the present state of a sequence. The caller closes the slot next."""
         self.pool.keep(self._slots[request_id], key)
 

@@ -1,4 +1,4 @@
-"""Steps in the making, and steps under way in the workers."""
+"""The scheduler's records of steps: one in the making, and those under way in the workers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from opgraft.engine.step import Blocks, NewSequence, Scheduled, StateMove, Step
 from opgraft.errors import RequestError
 
 
-class Draft:
-    """A step in the making: the tokens and places left, and the sequences so far.
+class PendingStep:
+    """A step from its first sequence to its result.
+
+    While the scheduler makes the step, this object counts the tokens and places left, and collects
+    the sequences. While the workers compute the step, it knows the requests that wait for a result.
 
     Args:
         budget: tokens of the step, at most.
@@ -18,12 +21,12 @@ class Draft:
 
     Attributes:
         budget: tokens left.
-        kept: tokens left that belong to a waiting request; running requests of a worse priority
-            leave them alone.
-        kept_for: priority of this waiting request.
+        reserved_tokens: tokens left that belong to a waiting request; running requests of a worse
+            priority leave them alone.
+        reserved_for_priority: priority of this waiting request.
         prompt_tokens: tokens of prompts, and tokens computed anew.
         batch: the requests of ``sequences``; ``None`` in place of a request that has left since.
-        left: ids of the requests that have left.
+        left: ids of the requests that have left: see ``drop_result_of``.
         sequences, added, copies: as of ``Step``.
         step: the finished step.
     """
@@ -33,8 +36,8 @@ class Draft:
     def __init__(self, budget: int, places: int) -> None:
         self.budget = budget
         self.places = places
-        self.kept = 0
-        self.kept_for = 0
+        self.reserved_tokens = 0
+        self.reserved_for_priority = 0
         self.prompt_tokens = 0
         self.batch: list[Request | None] = []
         self.left: set[str] = set()
@@ -47,12 +50,15 @@ class Draft:
         start = request.num_computed
         samples = start + count == request.num_tokens
         token = None
-        if start < request.num_admitted:
+        # The runner knows the tokens that a sequence was admitted with. Each later token was sampled
+        # since, perhaps in another process, and travels with the step that computes it.
+        if start < request.num_tokens_at_admission:
             self.prompt_tokens += count
         else:
             token = request.output[-1]
         request.computing = self
         self.batch.append(request)
+        # The fields of Scheduled, in their order.
         fields = request.request_id, start, count, new_blocks, samples, token
         # Half the time of a call of the class.
         self.sequences.append(tuple.__new__(Scheduled, fields))
@@ -85,7 +91,7 @@ class Draft:
             )
         )
 
-    def leave(self, request: Request) -> None:
+    def drop_result_of(self, request: Request) -> None:
         """Drop the result for a request: it was aborted, or gave its blocks to others."""
         request.computing = None
         self.batch[self.batch.index(request)] = None
@@ -104,13 +110,13 @@ class Draft:
 
     def budget_of(self, request: Request) -> int:
         """Return the tokens left for a running request."""
-        if request.rank[0] > self.kept_for:
-            return max(self.budget - self.kept, 0)
+        if request.rank[0] > self.reserved_for_priority:
+            return max(self.budget - self.reserved_tokens, 0)
         return self.budget
 
 
-class Drafts:
-    """The steps under way in the workers, in their order, as drafts.
+class StepsUnderWay:
+    """The steps under way in the workers, in their order.
 
     Attributes:
         removed: ids of the sequences that the next step removes.
@@ -119,48 +125,48 @@ class Drafts:
 
     def __init__(self) -> None:
         self.removed: list[str] = []
-        self.updated: Draft | None = None
-        self._drafts: deque[Draft] = deque()
+        self.updated: PendingStep | None = None
+        self._steps: deque[PendingStep] = deque()
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self._steps)
 
     @property
-    def first(self) -> Draft:
-        """Return the oldest draft."""
-        return self._drafts[0]
+    def first(self) -> PendingStep:
+        """Return the oldest step."""
+        return self._steps[0]
 
-    def make(self, draft: Draft, moves: tuple[StateMove, ...]) -> Step:
-        """Make a step of a draft, and add the draft to those under way."""
-        draft.step = Step(
+    def make(self, pending: PendingStep, moves: tuple[StateMove, ...]) -> Step:
+        """Make the ``Step`` of a pending step, and add the pending step to those under way."""
+        pending.step = Step(
             tuple(self.removed),
-            tuple(draft.added),
-            tuple(draft.copies),
-            tuple(draft.sequences),
+            tuple(pending.added),
+            tuple(pending.copies),
+            tuple(pending.sequences),
             moves,
         )
-        self._drafts.append(draft)
+        self._steps.append(pending)
         # Not before: after an interrupt, the next step still removes these sequences.
         self.removed = []
-        return draft.step
+        return pending.step
 
-    def take_first(self) -> Draft:
-        """Take the oldest draft off the list: its result has arrived."""
-        self.updated = self._drafts.popleft()
+    def take_first(self) -> PendingStep:
+        """Take the oldest step off the list: its result has arrived."""
+        self.updated = self._steps.popleft()
         return self.updated
 
-    def of(self, step: Step | None) -> Draft | None:
-        """Return the draft of a step under way or of the last update; ``None`` for others."""
-        for draft in (self.updated, *self._drafts):
-            if draft is not None and draft.step is step:
-                return draft
+    def of(self, step: Step | None) -> PendingStep | None:
+        """Return the record of a step under way or of the last update; ``None`` for others."""
+        for pending in (self.updated, *self._steps):
+            if pending is not None and pending.step is step:
+                return pending
         return None
 
     def forget(self) -> None:
         """Forget the steps under way. The next step removes their removed sequences."""
-        lost = [name for draft in self._drafts for name in draft.step.removed]
+        lost = [removed for pending in self._steps for removed in pending.step.removed]
         self.removed = [*lost, *self.removed]
-        self._drafts.clear()
+        self._steps.clear()
 
 
 def no_token(request: Request) -> RequestError:
