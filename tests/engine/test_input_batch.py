@@ -67,7 +67,7 @@ def expect_right(batch: InputBatch, inputs: Inputs, scheduled: list[Scheduled]) 
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
     assert inputs.sampled_rows.tolist() == rows
-    assert inputs.sampled == tuple(each.request_id for each in scheduled if each.samples)
+    assert inputs.sampling == tuple(each.request_id for each in scheduled if each.samples)
     assert inputs.batch.query_start_loc.tolist() == bounds
     assert inputs.batch.seq_lens.tolist() == lengths
     for group, table in enumerate(batch._tables):
@@ -96,7 +96,7 @@ def test_decodes_and_chunks() -> None:
 
 def test_contexts_that_tokens_are_rotated_for() -> None:
     """Tokens of a prompt are rotated for its length, later ones for the length that the sequence has with them."""
-    batch = batch_of([6, 3], fits_context=True)
+    batch = batch_of([6, 3], has_context_ropes=True)
     scheduled = Scheduled("0", 1, 3, ((), ()), False), Scheduled("1", 3, 1, ((), ()), True, 7)
     batch.apply(Step((), (), (), scheduled))
     inputs = batch.inputs(scheduled)
@@ -190,7 +190,7 @@ def test_on_a_device(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_has_pinned_memory", lambda: pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", send)
-    batch = batch_of([40] * 4, device="meta", fits_context=True)
+    batch = batch_of([40] * 4, device="meta", has_context_ropes=True)
     inputs = batch.inputs(decodes(4, 40))
     pages = inputs.batch.pages["0.1"]
     arrived = (

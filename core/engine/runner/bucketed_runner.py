@@ -46,12 +46,12 @@ class _Launched(NamedTuple):
     """The results of a program that may still run.
 
     Attributes:
-        sampled: ids of the sampling requests. Their rows are the first ones.
+        sampling: ids of the requests to sample for. Their rows are the first ones.
         tokens: ``[rows]``, on the device.
         logits: ``[rows, vocabulary]``, on the device.
     """
 
-    sampled: tuple[str, ...]
+    sampling: tuple[str, ...]
     tokens: Tensor
     logits: Tensor
 
@@ -296,18 +296,18 @@ class BucketedModelRunner(ModelRunner):
         """Start the programs of a step one after another, and take the tokens of all."""
         launched = [self._launch(part) for part in self._parts(sequences)]
         prepared = perf_counter()
-        names = tuple(name for each in launched for name in each.sampled)
-        tokens = _on_host([(len(each.sampled), each.tokens) for each in launched])
+        request_ids = tuple(request_id for each in launched for request_id in each.sampling)
+        tokens = _on_host([(len(each.sampling), each.tokens) for each in launched])
         computed = perf_counter()
         result = StepResult({})
-        if names:
-            self.sampling.select(names)
+        if request_ids:
+            self.sampling.select(request_ids)
             vocabulary = launched[0].logits.shape[1]
             if self._takes_likeliest(vocabulary) and bool((tokens >= 0).all()):
                 sampled = Sampled(tokens)
             else:
-                sampled = self._sampled([(len(each.sampled), each.logits) for each in launched])
-            result = self._take(sampled, names)
+                sampled = self._sampled([(len(each.sampling), each.logits) for each in launched])
+            result = self._append_sampled(sampled, request_ids)
         self._expect_known_programs()
         seconds = {
             "inputs": prepared - started,
@@ -336,7 +336,7 @@ class BucketedModelRunner(ModelRunner):
         inputs = self.batch.inputs(part)
         packed = shape.padded(inputs, self.firsts, self.scratch, self.layout.block_size)
         tokens, logits = self.programs[shape](packed.to(self.device), *self.tensors)
-        return _Launched(inputs.sampled, tokens, logits)
+        return _Launched(inputs.sampling, tokens, logits)
 
     def _takes_likeliest(self, vocabulary: int) -> bool:
         plan = self.sampling.plan(vocabulary, torch.device(HOST))

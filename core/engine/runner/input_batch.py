@@ -31,15 +31,15 @@ class Inputs:
         input_ids: ``[tokens]``, int64.
         positions: ``[tokens]``, int64, of each token in its sequence.
         batch: for attention layers.
-        sampled_rows: int64, rows of the tokens to sample after, in the order of ``sampled``.
-        sampled: the ids of the sampling requests.
+        sampled_rows: int64, rows of the tokens to sample after, in the order of ``sampling``.
+        sampling: ids of the requests to sample for.
     """
 
     input_ids: Tensor
     positions: Tensor
     batch: AttentionBatch
     sampled_rows: Tensor
-    sampled: tuple[str, ...]
+    sampling: tuple[str, ...]
 
 
 class _Sequence:
@@ -69,26 +69,25 @@ class _Shape(NamedTuple):
     Attributes:
         tokens: of the step.
         sequences: of the step.
-        sampled: tokens to sample after.
+        sampling: sequences to sample for.
         width: blocks of the longest sequence.
     """
 
     tokens: int
     sequences: int
-    sampled: int
+    sampling: int
     width: int
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """Memory of the host for steps of one shape: views of the memory of ``InputBatch``.
+class _HostViews:
+    """Views of the memory of ``InputBatch`` for steps of one shape.
 
     Attributes:
         shape: of the steps.
-        sent: token ids, positions, sampled rows, contexts, and slots of each group, one after
-            another, for the device.
-        bounds: ``query_start_loc`` and ``seq_lens`` one after the other, for the device.
-        rows: of each sequence in the tables.
+        sent: the part of ``InputBatch._tokens`` for the device.
+        bounds: ``InputBatch._bounds``, for the device.
+        rows: of each sequence in the tables; the part of ``InputBatch._tokens`` that stays.
         tables: of each group, for the device.
     """
 
@@ -100,8 +99,8 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Arrived:
-    """The parts of ``_Memory`` on the device, named as in ``Inputs`` and ``AttentionBatch``."""
+class _DeviceViews:
+    """The numbers of ``_HostViews`` on the device, named as in ``Inputs`` and ``AttentionBatch``."""
 
     input_ids: Tensor
     positions: Tensor
@@ -122,7 +121,7 @@ class InputBatch:
         max_blocks: blocks of a sequence in a group.
         block_size: tokens in a block.
         device: of the model; tables and inputs are built on the host.
-        fits_context: the model has ropes that depend on the length of the context.
+        has_context_ropes: the model has ropes that depend on the length of the context.
         states: for each layer with states, their tensors by prefix.
     """
 
@@ -135,18 +134,23 @@ class InputBatch:
         block_size: int,
         device: torch.device,
         *,
-        fits_context: bool = False,
+        has_context_ropes: bool = False,
         states: Mapping[str, tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.groups = groups
         self.block_size = block_size
-        self.fits_context = fits_context
+        self.has_context_ropes = has_context_ropes
         self.states = states or {}
         self._max_blocks = max_blocks
         self._sender = Sender(device)
-        # Of each token: id, position, context, and a slot in each group.
+        # The integers of a step, in two flat tensors: a few large copies to a device take less time
+        # than many small ones. ``_tokens`` has these parts, one after another:
+        #   ids [tokens], positions [tokens], sampled rows [sampling], contexts [tokens] or none,
+        #   slots [tokens] of each group, and rows of the tables [sequences].
+        # ``inputs`` writes them, and ``_sizes`` has their sizes, all but the last. ``_device_views``
+        # cuts them apart on the device; the rows of the tables stay on the host.
+        # ``_bounds``: query_start_loc [sequences + 1] and seq_lens [sequences].
         of_tokens = (3 + len(groups)) * max_num_batched_tokens
-        # Of each sequence: a sampled row, and a row of the tables.
         self._tokens = Staging(of_tokens + 2 * max_num_seqs, torch.int64)
         self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
@@ -154,8 +158,8 @@ class InputBatch:
         self._selected_for: tuple[str, ...] = ()
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
-        self._memory: _Memory | None = None
-        self._arrived: _Arrived | None = None
+        self._on_host: _HostViews | None = None
+        self._on_device: _DeviceViews | None = None
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -207,8 +211,8 @@ class InputBatch:
 
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
-        names, starts, counts, _, samples, _ = zip(*scheduled, strict=True)
-        sequences = [self._sequences[name] for name in names]
+        request_ids, starts, counts, _, samples, _ = zip(*scheduled, strict=True)
+        sequences = [self._sequences[request_id] for request_id in request_ids]
         ends = list(accumulate(counts))
         lengths = list(map(add, starts, counts))
         longest = max(lengths)
@@ -216,37 +220,37 @@ class InputBatch:
         sampled = [end - 1 for end in compress(ends, samples)]
         ids, positions, slots = _of_tokens(sequences, starts, counts, self.block_size)
         contexts: Iterable[int] = ()
-        if self.fits_context:
+        if self.has_context_ropes:
             contexts = chain.from_iterable(map(_contexts, sequences, starts, lengths))
         rows = [each.row for each in sequences]
-        # One list of Python's numbers takes less time than operations of torch.
+        # In the order of ``_tokens``. One list of Python's numbers takes less time than torch.
         self._tokens.write(
             [*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows]
         )
         self._bounds.write([0, *ends, *lengths])
         shape = _Shape(ends[-1], len(rows), len(sampled), -(-longest // self.block_size))
-        arrived = self._arrive(names, shape)
+        views = self._views(request_ids, shape)
         states = self._states(sequences) if self.states else {}
-        batch = self._attention_batch(arrived, max(counts), longest, states, continues)
-        sampling = tuple(compress(names, samples))
-        return Inputs(arrived.input_ids, arrived.positions, batch, arrived.sampled_rows, sampling)
+        batch = self._attention_batch(views, max(counts), longest, states, continues)
+        sampling = tuple(compress(request_ids, samples))
+        return Inputs(views.input_ids, views.positions, batch, views.sampled_rows, sampling)
 
     def _attention_batch(
         self,
-        arrived: _Arrived,
+        views: _DeviceViews,
         most: int,
         longest: int,
         states: Mapping[str, LayerStates],
         continues: bool,
     ) -> AttentionBatch:
         return AttentionBatch(
-            arrived.query_start_loc,
-            arrived.seq_lens,
+            views.query_start_loc,
+            views.seq_lens,
             most,
             longest,
-            arrived.pages,
+            views.pages,
             self.block_size,
-            context_lens=arrived.contexts if self.fits_context else None,
+            context_lens=views.contexts if self.has_context_ropes else None,
             continues=continues,
             states=states,
         )
@@ -256,40 +260,40 @@ class InputBatch:
         sent = self._sender.send(slots)
         return {name: LayerStates(tensors, sent) for name, tensors in self.states.items()}
 
-    def _arrive(self, names: tuple[str, ...], shape: _Shape) -> _Arrived:
+    def _views(self, request_ids: tuple[str, ...], shape: _Shape) -> _DeviceViews:
         """Return the written integers and the tables of a step as tensors on the model's device.
 
         If the device is the host, the tensors are views of the written memory. A step of the same
         shape as the one before then needs no new tensors.
 
         Args:
-            names: requests of the step.
+            request_ids: of the step.
             shape: of the step.
         """
-        memory = self._memory
-        arrived = self._arrived
-        if memory is None or memory.shape != shape:
-            memory = self._cut(shape)
-            arrived = None
+        on_host = self._on_host
+        on_device = self._on_device
+        if on_host is None or on_host.shape != shape:
+            on_host = self._host_views(shape)
+            on_device = None
             self._selected_for = ()
-        if names != self._selected_for:
-            for table, selected in zip(self._tables, memory.tables, strict=True):
-                torch.index_select(table[:, : shape.width], 0, memory.rows, out=selected)
-            self._selected_for = names
-        if arrived is None or not self._sender.stays:
-            arrived = self._sent(memory)
-        self._memory = memory
-        self._arrived = arrived
-        return arrived
+        if request_ids != self._selected_for:
+            for table, selected in zip(self._tables, on_host.tables, strict=True):
+                torch.index_select(table[:, : shape.width], 0, on_host.rows, out=selected)
+            self._selected_for = request_ids
+        if on_device is None or not self._sender.stays:
+            on_device = self._device_views(on_host)
+        self._on_host = on_host
+        self._on_device = on_device
+        return on_device
 
     def _sizes(self, shape: _Shape) -> list[int]:
-        """Return the sizes of the parts of ``_Memory.sent``."""
+        """Return the sizes of the parts of ``_HostViews.sent``, in their order."""
         tokens = shape.tokens
-        contexts = tokens if self.fits_context else 0
+        contexts = tokens if self.has_context_ropes else 0
         slots = [tokens] * len(self.groups)
-        return [tokens, tokens, shape.sampled, contexts, *slots]
+        return [tokens, tokens, shape.sampling, contexts, *slots]
 
-    def _cut(self, shape: _Shape) -> _Memory:
+    def _host_views(self, shape: _Shape) -> _HostViews:
         """Return the parts of the host's memory for steps of a shape."""
         size = sum(self._sizes(shape))
         sequences = shape.sequences
@@ -297,21 +301,21 @@ class InputBatch:
         sent, rows = self._tokens.tensor[: size + sequences].split_with_sizes([size, sequences])
         bounds = self._bounds.tensor[: 2 * sequences + 1]
         tables = [table[: sequences * width].view(sequences, width) for table in self._selected]
-        return _Memory(shape, sent, bounds, rows, tables)
+        return _HostViews(shape, sent, bounds, rows, tables)
 
-    def _sent(self, memory: _Memory) -> _Arrived:
-        """Send the integers and tables of a step to the device."""
-        sequences = memory.shape.sequences
+    def _device_views(self, on_host: _HostViews) -> _DeviceViews:
+        """Send the integers and tables of a step to the device, and return them."""
+        sequences = on_host.shape.sequences
         send = self._sender.send
-        parts = send(memory.sent).split_with_sizes(self._sizes(memory.shape))
+        parts = send(on_host.sent).split_with_sizes(self._sizes(on_host.shape))
         ids, positions, sampled, contexts, *slots = parts
-        bounds = send(memory.bounds)
-        tables = [send(table) for table in memory.tables]
+        bounds = send(on_host.bounds)
+        tables = [send(table) for table in on_host.tables]
         pages: dict[str, LayerPages] = {}
         for caches, slots_of_group, table in zip(self.groups, slots, tables, strict=True):
             for name, cache in caches.items():
                 pages[name] = LayerPages(cache, table, slots_of_group)
-        return _Arrived(
+        return _DeviceViews(
             ids,
             positions,
             sampled,

@@ -6,11 +6,16 @@
    blocks.
 2. ``_compute`` makes tensors of the step (``InputBatch.inputs``), calls the model, and takes the
    logits of the last token of each sequence.
-3. ``_sample`` draws a token from each row of logits (``Sampler``). ``_take`` appends the tokens to
-   the sequences of the sampler, and makes a ``StepResult``.
+3. ``_sample`` draws a token from each row of logits (``Sampler``). ``_append_sampled`` appends the
+   tokens to the sequences of the sampler, and makes a ``StepResult``.
 
-``InputBatch`` keeps the tokens and blocks of sequences for the model. ``SamplingBatch`` keeps the
-tokens and settings of requests for the sampler.
+The tokens of a sequence are kept in three places. A sampled token arrives there one after another:
+
+1. ``SamplingBatch``, for the sampler: at the end of the step that samples the token. Workers that
+   do not sample have no such tokens.
+2. ``Request.output``, for the scheduler: in ``Scheduler.update``.
+3. ``InputBatch``, for the model, on every worker: at the beginning of the step that computes the
+   token, from ``Scheduled.token``.
 """
 
 from __future__ import annotations
@@ -178,7 +183,7 @@ class ModelRunner(PluggableClass):
             -(-self.model.max_position // block_size),
             block_size,
             device,
-            fits_context=bool(self.model.fitted_ropes),
+            has_context_ropes=bool(self.model.fitted_ropes),
             states=self.layout.states_of_layers(states),
         )
 
@@ -226,10 +231,10 @@ class ModelRunner(PluggableClass):
             # The other stages of a pipeline wait for this one.
             if self.link is not None and step.sequences:
                 self.link.fail(error)
-            names = [each.request_id for each in step.sequences]
+            request_ids = [each.request_id for each in step.sequences]
 
             def passes() -> Iterator[Any]:
-                return self._compute_again([self.batch.tokens(name) for name in names])
+                return self._compute_again(list(map(self.batch.tokens, request_ids)))
 
             blamed = self._blamed_for(error, passes)
             if blamed is not None:
@@ -255,8 +260,9 @@ class ModelRunner(PluggableClass):
         errors = self._apply(step)
         sequences: Sequence[Scheduled] = step.sequences
         if not sequences:
+            # Other replicas compute a step now, and their tokens need the experts of this one.
             if self.opgraft_config.parallel.in_rounds:
-                self._take_part(started)
+                self._run_without_tokens(started)
             return StepResult({})
         # Failed sequences are computed, because other stages compute them, but not sampled.
         if errors:
@@ -277,8 +283,8 @@ class ModelRunner(PluggableClass):
             result, errors=all_errors, refused=errors.keys() | result.refused
         )
 
-    def _take_part(self, started: float) -> None:
-        """Run the model on no tokens, because replicas with the same experts run a step now."""
+    def _run_without_tokens(self, started: float) -> None:
+        """Run the model on no tokens: only the experts compute tokens, those of other replicas."""
         none = torch.zeros(0, dtype=torch.long, device=self.device)
         self.model(none, none)
         if self.balancer is not None:
@@ -305,9 +311,9 @@ class ModelRunner(PluggableClass):
         hidden = self._hidden(inputs, further)
         if self.link is not None:
             self.link.pass_on(hidden)
-        logits = self._logits_of(hidden, inputs, sequences) if self._samples else None
+        logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
         computed = perf_counter()
-        result = self._sample(logits, inputs.sampled)
+        result = self._sample(logits, inputs.sampling)
         seconds = {
             "inputs": prepared - started,
             "model": computed - arrived,
@@ -329,8 +335,8 @@ class ModelRunner(PluggableClass):
         self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]
     ) -> Tensor | None:
         if self._prompt_logprobs:
-            self._take_prompt_logprobs(hidden, sequences)
-        return self._logits(hidden, inputs) if inputs.sampled else None
+            self._compute_prompt_logprobs(hidden, sequences)
+        return self._logits(hidden, inputs) if inputs.sampling else None
 
     def bound_of_largest_step(self) -> int | None:
         """Return a bound on the bytes of the largest step; ``None`` for unknown layers.
@@ -397,7 +403,7 @@ class ModelRunner(PluggableClass):
         for request_id in step.removed:
             self._forget(request_id)
         errors: dict[str, str] = {}
-        if self._samples:
+        if self._is_last_stage:
             for new in step.added:
                 try:
                     self._add(new)
@@ -410,7 +416,7 @@ class ModelRunner(PluggableClass):
         return errors
 
     @property
-    def _samples(self) -> bool:
+    def _is_last_stage(self) -> bool:
         """True on the last stage of a pipeline, and without a pipeline."""
         return self.link is None or self.link.group.is_last_rank
 
@@ -453,25 +459,25 @@ class ModelRunner(PluggableClass):
         self._prompt_logprobs.pop(request_id, None)
 
     def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor | None:
-        if len(inputs.sampled) < len(hidden):
+        if len(inputs.sampling) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
         logits: Tensor | None = self.model.compute_logits(hidden)
         return logits
 
-    def _sample(self, logits: Tensor | None, names: tuple[str, ...]) -> StepResult:
+    def _sample(self, logits: Tensor | None, request_ids: tuple[str, ...]) -> StepResult:
         """Sample a token for each row of logits."""
         # Of the ranks that share layers, perhaps the first alone has logits.
         if logits is None:
-            self._ended_prompts(names)
+            self._pop_ended_prompts(request_ids)
             return StepResult({})
-        self.sampling.select(names)
-        return self._take(self.sampler(logits, self.sampling), names)
+        self.sampling.select(request_ids)
+        return self._append_sampled(self.sampler(logits, self.sampling), request_ids)
 
-    def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
-        """Append sampled tokens to the requests, and return the result of the step."""
-        tokens = dict(zip(names, sampled.tokens.tolist(), strict=True))
-        errors = {str(name): error for name, error in sampled.errors.items()}
-        errors |= self._blamed(errors, names)
+    def _append_sampled(self, sampled: Sampled, request_ids: tuple[str, ...]) -> StepResult:
+        """Append tokens to the sequences of the sampler, and return the result of the step."""
+        tokens = dict(zip(request_ids, sampled.tokens.tolist(), strict=True))
+        errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        errors |= self._blamed(errors, request_ids)
         for request_id in errors:
             del tokens[request_id]
         refusals = self.sampling.extend(tokens.items())
@@ -482,36 +488,36 @@ class ModelRunner(PluggableClass):
         refused = {str(request_id) for request_id in sampled.refused} | astray.keys()
         logprobs = {str(request_id): found for request_id, found in sampled.logprobs.items()}
         return StepResult(
-            tokens, logprobs, errors | astray, self._ended_prompts(names), refused=refused
+            tokens, logprobs, errors | astray, self._pop_ended_prompts(request_ids), refused=refused
         )
 
-    def _blamed(self, errors: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    def _blamed(self, errors: Mapping[str, str], request_ids: Sequence[str]) -> dict[str, str]:
         """Return the errors of requests with NaN or infinite logits, with the kernel to blame.
 
         Args:
             errors: messages of the sampler, by request.
-            names: the requests of the same step.
+            request_ids: of all requests of the same step.
         """
-        wrong = [name for name, error in errors.items() if NO_NUMBERS in error]
+        wrong = [request_id for request_id, error in errors.items() if NO_NUMBERS in error]
         if not wrong:
             return {}
         verdicts = [UNEXPLAINED] * len(wrong)
         if self._computes_alone:
             verdicts = verdicts_on(
-                lambda index: self._wrong_kernel_of(wrong[index], names), len(wrong)
+                lambda index: self._wrong_kernel_of(wrong[index], request_ids), len(wrong)
             )
         replaced = self.replaced_class()
         unexplained = f"{NO_NUMBERS}. Besides, {replaced}" if replaced else NO_NUMBERS
         blamed = {}
-        for name, verdict in zip(wrong, verdicts, strict=True):
+        for request_id, verdict in zip(wrong, verdicts, strict=True):
             reason = unexplained if verdict == UNEXPLAINED else verdict
-            blamed[name] = errors[name].replace(NO_NUMBERS, reason)
+            blamed[request_id] = errors[request_id].replace(NO_NUMBERS, reason)
         return blamed
 
-    def _wrong_kernel_of(self, request_id: str, names: Sequence[str]) -> str:
+    def _wrong_kernel_of(self, request_id: str, request_ids: Sequence[str]) -> str:
         """Compute a request again, alone and beside the others, and name the first wrong kernel."""
         alone = [self.batch.tokens(request_id)]
-        together = [self.batch.tokens(name) for name in names]
+        together = list(map(self.batch.tokens, request_ids))
         found = culprit_of(self.model, lambda: self._compute_again(alone))
         if not found and len(together) > 1:
             found = culprit_of(self.model, lambda: self._compute_again(together))
@@ -551,15 +557,15 @@ class ModelRunner(PluggableClass):
         Yields hidden states and logits of each step.
         """
         size = self.layout.block_size
-        kinds = len(self.layout.groups)
-        caches = self.layout.allocate(blocks_of(sequences, size, kinds), self.device)
+        groups = len(self.layout.groups)
+        caches = self.layout.allocate(blocks_of(sequences, size, groups), self.device)
         # Unwritten memory may hold NaN by chance.
         for cache in caches.values():
             cache.zero_()
         states = self.layout.allocate_states(len(sequences), self.device)
         batch = self._input_batch(self.device, caches, states)
         most_tokens = self.opgraft_config.scheduler.max_num_batched_tokens
-        for step in steps_again(sequences, size, kinds, most_tokens):
+        for step in steps_again(sequences, size, groups, most_tokens):
             batch.apply(step)
             if step.sequences:
                 yield self._compute_logits_again(batch.inputs(step.sequences))
@@ -575,21 +581,21 @@ class ModelRunner(PluggableClass):
         hidden = self.model(ids, positions)
         yield hidden, self.model.compute_logits(hidden[-1:])
 
-    def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
+    def _pop_ended_prompts(self, request_ids: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of prompts that end with this step, and forget them."""
-        ended = [name for name in names if name in self._prompt_logprobs]
-        return {name: self._prompt_logprobs.pop(name)[1] for name in ended}
+        ended = [request_id for request_id in request_ids if request_id in self._prompt_logprobs]
+        return {request_id: self._prompt_logprobs.pop(request_id)[1] for request_id in ended}
 
-    def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
+    def _compute_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the log-probabilities of chunks of prompts, for requests that ask for them."""
         first = 0
         for each in sequences:
             if each.request_id in self._prompt_logprobs:
                 rows_of_chunk = hidden[first : first + each.count]
-                self._take_logprobs_of_chunk(rows_of_chunk, each)
+                self._compute_logprobs_of_chunk(rows_of_chunk, each)
             first += each.count
 
-    def _take_logprobs_of_chunk(self, hidden: Tensor, chunk: Scheduled) -> None:
+    def _compute_logprobs_of_chunk(self, hidden: Tensor, chunk: Scheduled) -> None:
         count, known = self._prompt_logprobs[chunk.request_id]
         prompt = self.batch.tokens(chunk.request_id)
         # A few rows at a time: logits are larger than hidden states.

@@ -12,13 +12,13 @@ _PARAMS = SamplingParams()
 """Settings of sequences without sampling."""
 
 
-def blocks_of(sequences: Sequence[Sequence[int]], block_size: int, kinds: int) -> int:
+def blocks_of(sequences: Sequence[Sequence[int]], block_size: int, groups: int) -> int:
     """Return the number of blocks for the sequences."""
-    return kinds * sum(_blocks(len(tokens), block_size) for tokens in sequences)
+    return groups * sum(_blocks(len(tokens), block_size) for tokens in sequences)
 
 
 def steps_again(
-    sequences: Sequence[Sequence[int]], block_size: int, kinds: int, most_tokens: int
+    sequences: Sequence[Sequence[int]], block_size: int, groups: int, most_tokens: int
 ) -> Iterator[Step]:
     """Yield steps for sequences as prompts, then for the last token of each as part of an answer.
 
@@ -28,13 +28,13 @@ def steps_again(
     Args:
         sequences: token ids of each.
         block_size: tokens in a block.
-        kinds: tables of a sequence.
+        groups: of layers; a sequence has a table for each.
         most_tokens: tokens of a step, at most.
     """
-    added = tuple(_added(sequences, block_size, kinds))
+    added = tuple(_added(sequences, block_size, groups))
     yield Step((), added, (), ())
     for parts in _prompts(sequences, most_tokens):
-        yield Step((), (), (), _scheduled(parts, kinds))
+        yield Step((), (), (), _scheduled(parts, groups))
 
     # The last tokens are in the cache already: computing them again writes the same.
     ends = []
@@ -42,11 +42,11 @@ def steps_again(
         ends.append((number, len(tokens) - 1, 1))
     for first in range(0, len(ends), most_tokens):
         part = ends[first : first + most_tokens]
-        yield Step((), (), (), _scheduled(part, kinds))
+        yield Step((), (), (), _scheduled(part, groups))
 
 
 def _added(
-    sequences: Sequence[Sequence[int]], block_size: int, kinds: int
+    sequences: Sequence[Sequence[int]], block_size: int, groups: int
 ) -> Iterator[NewSequence]:
     # Nothing is shared: each sequence takes the next unused numbers.
     free_blocks = count()
@@ -54,7 +54,7 @@ def _added(
         length = len(tokens)
         needed = _blocks(length, block_size)
         tables = []
-        for _ in range(kinds):
+        for _ in range(groups):
             table = islice(free_blocks, needed)
             tables.append(tuple(table))
 
@@ -94,8 +94,8 @@ def _prompts(
         yield parts
 
 
-def _scheduled(parts: Sequence[tuple[int, int, int]], kinds: int) -> tuple[Scheduled, ...]:
-    no_blocks: tuple[tuple[int, ...], ...] = ((),) * kinds
+def _scheduled(parts: Sequence[tuple[int, int, int]], groups: int) -> tuple[Scheduled, ...]:
+    no_blocks: tuple[tuple[int, ...], ...] = ((),) * groups
     return tuple(
         Scheduled(_name(number), start, taken, no_blocks, True) for number, start, taken in parts
     )
