@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         drawn: rows to draw for: first rows without filters, then rows with filters. Greedy rows are
             left out.
-        free: number of drawn rows without filters.
+        num_unfiltered: drawn rows without filters.
         rows: ``drawn`` as a tensor; ``None`` if ``drawn`` has all rows in their order.
         temperature: ``[drawn, 1]``.
         filters: of the filtered rows.
@@ -32,7 +32,7 @@ class Plan:
     """
 
     drawn: tuple[int, ...]
-    free: int
+    num_unfiltered: int
     rows: Tensor | None
     temperature: Tensor
     filters: Filters
@@ -220,7 +220,7 @@ class SamplingBatch:
 
 
 def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
-    free = []
+    unfiltered = []
     filtered = []
     logprobs = []
     for index, row in enumerate(rows):
@@ -231,14 +231,14 @@ def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
         if row.filtered:
             filtered.append(index)
         else:
-            free.append(index)
-    drawn = (*free, *filtered)
+            unfiltered.append(index)
+    drawn = (*unfiltered, *filtered)
     all_in_order = drawn == tuple(range(len(rows)))
     chosen = None if all_in_order else torch.tensor(drawn, dtype=torch.int64, device=device)
     temperatures = [[rows[index].params.temperature] for index in drawn]
     return Plan(
         drawn=drawn,
-        free=len(free),
+        num_unfiltered=len(unfiltered),
         rows=chosen,
         temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
         filters=_filters([rows[index].params for index in filtered], device),

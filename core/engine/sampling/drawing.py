@@ -1,4 +1,4 @@
-"""Drawing tokens: from the whole vocabulary, or from the tokens that top-k, min-p and top-p keep.
+"""Drawing tokens: from the whole vocabulary, or from the tokens that min-p, top-k and top-p keep.
 
 Each row gives the same token with any other rows beside it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from opgraft.engine.sampling.greatest_values import BLOCK, blocks_of, likeliest
+from opgraft.engine.sampling.greatest_values import BLOCK, blocks_of, greatest_values
 from opgraft.engine.sampling.nucleus import within_nucleus
 from opgraft.engine.sampling.random_numbers import first_to_arrive
 from torch import Tensor
@@ -172,7 +172,7 @@ def _draw_among(
     Returns:
         Tokens, and the numbers of the rows with a wrong token, because filters keep more tokens.
     """
-    values, ids = likeliest(scaled, size)
+    values, ids = greatest_values(scaled, size)
     values = values.double()
     limit, ties, needed = _limits(values, filters, total)
     last = values[:, -1:]

@@ -1,4 +1,7 @@
-"""The greatest values of rows, found block by block, many times faster than in one pass."""
+"""The greatest values of rows, found block by block, many times faster than in one pass.
+
+A block has consecutive tokens of the vocabulary. It has nothing to do with a block of the cache.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def row_maximum(rows: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.amax(-1), block * BLOCK + chosen.argmax(-1)
 
 
-def likeliest(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def greatest_values(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return at least the ``size`` greatest values of each row, descending, and their positions.
 
     No other position has a greater value than the last one returned. A position beyond the row may

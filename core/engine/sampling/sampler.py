@@ -153,12 +153,12 @@ def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> 
     keys = torch.tensor(noise_keys, dtype=torch.int64, device=logits.device).unsqueeze(1)
     few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else number
     tokens = []
-    for begin, end in _parts(0, plan.free, few):
+    for begin, end in _parts(0, plan.num_unfiltered, few):
         scaled = _scaled(logits, maximum, plan, begin, end)
         tokens.append(draw(scaled, keys[begin:end]))
-    for begin, end in _parts(plan.free, number, few):
+    for begin, end in _parts(plan.num_unfiltered, number, few):
         scaled = _scaled(logits, maximum, plan, begin, end)
-        filters = plan.filters.take(slice(begin - plan.free, end - plan.free))
+        filters = plan.filters.take(slice(begin - plan.num_unfiltered, end - plan.num_unfiltered))
         tokens.append(draw_filtered(scaled, filters, keys[begin:end]))
     return torch.cat(tokens)
 
