@@ -13,8 +13,8 @@ One step has three parts, in ``EngineCore.step``:
 For example, a request with a prompt of five tokens takes one step for the prompt, which samples the
 first token, and one step for each further token.
 
-Plugins may replace parts of the engine (``PluggableClass``): ``Scheduler(...)``, ``Worker(...)`` and
-``Sampler(...)`` then construct the plugin's subclass.
+``Scheduler(...)``, ``Worker(...)`` and ``Sampler(...)`` construct a plugin's subclass if one is
+active (``PluggableClass``).
 """
 
 from __future__ import annotations
@@ -285,26 +285,19 @@ class EngineCore:
 
         In a pipeline, workers compute further steps beside this one, as many as there are stages.
 
-        An error has these consequences:
-
-        - In the workers: the requests of the failed step end with the error. Requests of other steps
-          under way are computed anew from the contents of the cache.
-        - In the update: the requests of the step end with the error. The cache is emptied, and all
-          other requests start anew.
-        - In the choice of a step: the error is raised, because no request is known to be its cause.
-          The cache is emptied, and all requests start anew. An interrupt at any time does the same.
-
-        If workers are lost, or under ``scheduler.on_step_error=stop``, an error in the workers or in
-        the update ends all requests. Under ``stop``, the engine stops, too.
+        If workers or the update fail, the requests of their step end with the error, and others are
+        computed anew. Under ``scheduler.on_step_error=stop`` all requests end, and the engine
+        stops. If the choice of a step fails, or after an interrupt, all requests are computed anew,
+        and the error is raised.
 
         Raises:
             EngineError: the engine has stopped.
-            Exception: the scheduler cannot choose a step.
         """
         self._expect_going()
         updated: Step | None = None
         try:
             failure = self._schedule()
+            # Workers failed, not the scheduler: its steps are taken back, and the cache stays.
             if failure is not None:
                 return self._undo(failure)
             result = self._run()
@@ -313,9 +306,10 @@ class EngineCore:
             updated = self.scheduler.under_way.first.step
             return self._update(updated, result)
         except BaseException as error:
-            # The scheduler's queues and tables may be half changed.
+            # The scheduler's queues and tables may be half changed, so the cache is emptied.
             requests = self._recover(updated)
-            # Before the update, no step is to blame: its choice failed, or the user interrupted.
+            # Before the update, no requests are to blame: the choice of a step failed, or an
+            # interrupt came.
             if updated is None or not isinstance(error, exceptions_that_fail_a_step()):
                 raise
             return self._end(requests, error)
@@ -345,10 +339,7 @@ class EngineCore:
             return _Failure(self.scheduler.under_way.first.step, error)
 
     def _update(self, step: Step, result: StepResult) -> list[EngineOutput]:
-        """Append sampled tokens to the requests, and return the news of the step.
-
-        These are the news of each request with a token, whether the token ends the request or not,
-        and of each request that failed. Requests that were aborted meanwhile have no news.
+        """Append sampled tokens to the requests, and return the news of all but aborted requests.
 
         Raises:
             EngineError: the result is not of this step.
@@ -482,10 +473,9 @@ def exceptions_that_fail_a_step() -> tuple[type[BaseException], ...]:
 
     In the main thread an exit or an interrupt may come from a signal, and is raised on. Other
     threads receive no signals: there, only the code of a step can raise such an exception.
-
-    For example, a kernel that calls ``sys.exit()`` fails the step in the thread of a server. In the
-    main thread, the same ``SystemExit`` ends the program.
     """
+    # For example, a kernel that calls sys.exit() fails the step in the thread of a server. In the
+    # main thread, the same SystemExit ends the program.
     main = threading.current_thread() is threading.main_thread()
     return (Exception,) if main else (BaseException,)
 

@@ -39,8 +39,7 @@ class Request:
         admitted: moment of the first admission, in seconds of ``time.monotonic()``; before,
             ``None``.
         num_tokens: tokens of prompt and output.
-        num_tokens_at_admission: tokens of prompt and output at the last admission. The runner
-            received these tokens with the sequence, and receives each later one with a step.
+        num_tokens_at_admission: tokens of prompt and output at the last admission.
         num_computed: tokens with keys and values in the cache.
         num_cached: tokens that the last admission found in the cache.
         num_preemptions: number of times that the request gave its blocks to others.

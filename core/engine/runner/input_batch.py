@@ -100,7 +100,7 @@ class _HostViews:
 
 @dataclass(frozen=True)
 class _DeviceViews:
-    """The numbers of ``_HostViews`` on the device, named as in ``Inputs`` and ``AttentionBatch``."""
+    """The parts of ``_HostViews`` on the device, named as in ``Inputs`` and ``AttentionBatch``."""
 
     input_ids: Tensor
     positions: Tensor
@@ -147,8 +147,8 @@ class InputBatch:
         # than many small ones. ``_tokens`` has these parts, one after another:
         #   ids [tokens], positions [tokens], sampled rows [sampling], contexts [tokens] or none,
         #   slots [tokens] of each group, and rows of the tables [sequences].
-        # ``inputs`` writes them, and ``_sizes`` has their sizes, all but the last. ``_device_views``
-        # cuts them apart on the device; the rows of the tables stay on the host.
+        # ``inputs`` writes them. ``_sizes`` has the sizes of all but the last, and
+        # ``_device_views`` cuts these apart. The rows of the tables stay on the host.
         # ``_bounds``: query_start_loc [sequences + 1] and seq_lens [sequences].
         of_tokens = (3 + len(groups)) * max_num_batched_tokens
         self._tokens = Staging(of_tokens + 2 * max_num_seqs, torch.int64)

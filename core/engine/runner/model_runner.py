@@ -8,15 +8,11 @@
    logits of the last token of each sequence.
 3. ``_sample`` draws a token from each row of logits (``Sampler``). ``_append_sampled`` appends the
    tokens to the sequences of the sampler, and makes a ``StepResult``.
-
-The tokens of a sequence are kept in three places. A sampled token arrives there one after another:
-
-1. ``SamplingBatch``, for the sampler: at the end of the step that samples the token. Workers that
-   do not sample have no such tokens.
-2. ``Request.output``, for the scheduler: in ``Scheduler.update``.
-3. ``InputBatch``, for the model, on every worker: at the beginning of the step that computes the
-   token, from ``Scheduled.token``.
 """
+
+# Three copies of a sequence receive a sampled token, one after another: ``SamplingBatch`` in the
+# step that samples the token, ``Request.output`` in ``Scheduler.update``, and ``InputBatch`` in the
+# step that computes the token.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The greatest values of rows, found block by block, many times faster than in one pass.
-
-A block has consecutive tokens of the vocabulary. It has nothing to do with a block of the cache.
-"""
+"""The greatest values of rows, found block by block, many times faster than in one pass."""
 
 from __future__ import annotations
 
@@ -9,7 +6,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens of a block. A vectorised pass finds the maximum of each block; one block is searched."""
+"""Tokens of a block of the vocabulary.
+
+A vectorised pass finds the maximum of each block; one block is searched.
+"""
 
 FEW = 4
 """With so few rows one pass is faster, because weights have driven logits out of the caches."""

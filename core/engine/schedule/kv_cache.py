@@ -1,7 +1,6 @@
 """The cache of keys and values, as tables of blocks: one table per sequence and group of layers.
 
-Each group of layers has a kind, ``LayerKind``: the tokens that its layers keep. Several groups may
-be of the same kind (``CacheLayout``), so ``kinds`` has an entry for each group.
+Each group has a kind, and several groups may have the same kind.
 
 Nothing here touches a tensor: a block is a number. The runner and the attention layers know the
 tensors with the contents.
@@ -284,8 +283,6 @@ class KVCacheManager(PluggableClass):
     def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
         """Return True if the whole sequence so far fits, and leaves ``reserve`` blocks free.
 
-        If it does not fit, the missing blocks are noted for ``still_lacks``.
-
         Args:
             request: of the sequence.
             prefix: beginning in the cache.
@@ -303,6 +300,7 @@ class KVCacheManager(PluggableClass):
         for digest in request.block_hashes[full : full + 1]:
             keys = [(group, digest) for group in range(len(self.kinds))]
             absent += [key for key in keys if not self.pool.holds(key)]
+        # For ``still_lacks``, which then answers without these sums.
         self._lack = _Lack(request, needed, self.pool.revived, absent)
         return False
 
@@ -369,10 +367,8 @@ class KVCacheManager(PluggableClass):
                 table.dropped = first
 
     def computed(self, request: Request, start: int) -> None:
-        """Note that the tokens from ``start`` to ``num_computed`` are in the cache now.
-
-        Other sequences find the blocks that these tokens filled from now on.
-        """
+        """Note the keys of the blocks that became full with the tokens from ``start`` on."""
+        # Other sequences find these blocks from now on.
         first, last = start // self.block_size, request.num_computed // self.block_size
         if first == last or not self.prefix_reuse:
             return

@@ -10,10 +10,7 @@ from opgraft.errors import RequestError
 
 
 class PendingStep:
-    """A step from its first sequence to its result.
-
-    While the scheduler makes the step, this object counts the tokens and places left, and collects
-    the sequences. While the workers compute the step, it knows the requests that wait for a result.
+    """A step in the making, and then under way: tokens and places left, and the sequences so far.
 
     Args:
         budget: tokens of the step, at most.
@@ -50,8 +47,8 @@ class PendingStep:
         start = request.num_computed
         samples = start + count == request.num_tokens
         token = None
-        # The runner knows the tokens that a sequence was admitted with. Each later token was sampled
-        # since, perhaps in another process, and travels with the step that computes it.
+        # The runner received the tokens up to the admission with the sequence. Each later token
+        # was sampled since, perhaps in another process, and travels with the step that computes it.
         if start < request.num_tokens_at_admission:
             self.prompt_tokens += count
         else:

@@ -6,19 +6,6 @@ blocks went to others: compute the tokens that are missing, as far as the step h
 
 ``schedule`` makes a step of running requests first, usually one token each, and of waiting requests
 with the rest of the budget. The workers compute the step, and ``update`` takes their tokens.
-
-Ways of requests out of a step, and out of the scheduler:
-
-- ``abort`` ends a request with a reason: for a user, or after its step failed.
-- ``withdraw`` forgets requests without counting their end.
-- ``undo`` takes all steps under way back, after workers failed. Their requests wait again, and the
-  cache keeps its contents.
-- ``recover`` empties the cache, and lets all requests start anew, after the scheduler itself failed.
-- ``_preempt`` lets a running request wait, because others need its blocks.
-- ``_requeue`` moves a running request to the waiting ones: a part of ``undo`` and ``_preempt``.
-- ``_finish`` removes a request that has ended from all lists: a part of ``abort`` and ``update``.
-- ``_stop`` removes a request from the running ones: a part of ``_requeue`` and ``_finish``. Its
-  blocks are given back (``KVCacheManager.close``), and keep their contents for others.
 """
 
 from __future__ import annotations
@@ -42,6 +29,19 @@ from opgraft.engine.step import Step
 from opgraft.errors import RequestError
 
 _rank = attrgetter("rank")
+
+# The verbs of the scheduler for requests that leave a step, or the scheduler:
+#
+# abort       a request ends with a reason: for a user, or after its step failed.
+# withdraw    requests are forgotten, and their end is not counted.
+# undo        all steps under way are taken back, after workers failed. Their requests wait again,
+#             and the cache keeps its contents.
+# recover     the cache is emptied, and all requests start anew, after the scheduler itself failed.
+# _preempt    a running request waits, because others need its blocks.
+# _requeue    a running request joins the waiting ones: a part of undo and _preempt.
+# _finish     a request that has ended leaves all lists: a part of abort and update.
+# _stop       a request leaves the running ones: a part of _requeue and _finish. Its blocks are
+#             given back (KVCacheManager.close), and keep their contents for others.
 
 
 @PluggableClass.register("scheduler")
@@ -162,8 +162,8 @@ class Scheduler(PluggableClass):
             most = self._share_of_a_step(len(self._requests)) - len(pending.batch)
             # After a preemption, only the request that it was for is admitted.
             self._admit(pending, min(most, 1) if preempted else most)
-        # With nothing under way, the step may be empty: workers still remove finished sequences, and
-        # run their experts for other replicas (``parallel.in_rounds``).
+        # With nothing under way, the step may be empty: workers still remove finished sequences,
+        # and run their experts for other replicas (``parallel.in_rounds``).
         if self.under_way and not pending.batch:
             return None
         taken = self.config.max_num_batched_tokens - pending.budget
@@ -175,7 +175,7 @@ class Scheduler(PluggableClass):
     def update(
         self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()
     ) -> list[Request]:
-        """Append the sampled tokens of a step to their requests. Return the requests that these end.
+        """Append the sampled tokens of a step to their requests. Return the requests that end so.
 
         Failed requests end, too, and are not returned.
 
@@ -245,9 +245,8 @@ class Scheduler(PluggableClass):
         steps under way are dropped.
 
         Args:
-            step: the step of the update that failed, or ``None``. If ``update`` failed half-way, its
-                appended tokens are removed again, and requests that it had finished are revived:
-                nobody has received their tokens.
+            step: the step of the update that failed, or ``None``. If ``update`` failed half-way,
+                its tokens are removed again, and requests that it had finished are revived.
 
         Returns:
             The requests of the step.

@@ -13,8 +13,8 @@ class StateSlots:
 
     A state cannot be cut off at the token after which another sequence differs. So a state is
     copied at ends of blocks, under the key of the block: other sequences go on from there. A
-    preempted sequence keeps its own state for its return. Sequences take the slots of copies, the longest
-    unused copy first.
+    preempted sequence keeps its own state for its return. Sequences take the slots of copies, the
+    longest unused copy first.
 
     Nothing here touches a tensor. ``moves`` lists the copies for the next step in order, so a slot
     may be given away before its content has been copied.
