@@ -121,9 +121,16 @@ class InputProcessor:
         return self.tokenizer
 
     def encode(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        name: str = "the prompt",
+        keep_last: int | None = None,
     ) -> tuple[str | None, list[int]]:
         """Return the text of a prompt (None for a prompt of token ids), and the token ids.
+
+        With ``keep_last`` there are at most as many token ids, the last ones.
 
         Raises:
             RequestError: the prompt is empty, too long, or of a wrong type.
@@ -137,6 +144,7 @@ class InputProcessor:
             max_model_len=self.max_model_len,
             add_special_tokens=add_special_tokens,
             name=name,
+            keep_last=keep_last,
         )
 
     def prepare(

@@ -74,6 +74,7 @@ def tokenized(
     name: str = "the prompt",
     advice: str = "",
     truncate: bool = False,
+    keep_last: int | None = None,
 ) -> tuple[str | None, list[int]]:
     """Return the text of a prompt (None for a prompt of token ids), and the token ids.
 
@@ -87,6 +88,7 @@ def tokenized(
         name: of the prompt, for errors.
         advice: a further remedy for a long prompt.
         truncate: cut a long text instead of refusing it.
+        keep_last: most tokens, counted from the end; None for all.
 
     Raises:
         RequestError: the prompt is of another kind, empty, too long, or has unknown ids or
@@ -99,6 +101,8 @@ def tokenized(
     else:
         longest = max_model_len if truncate else None
         ids = _of_text(text, tokenizer, add_special_tokens, name, longest)
+    if keep_last is not None:
+        ids = ids[-keep_last:]
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:

@@ -118,6 +118,9 @@ DIFFERENCES: Mapping[str, Callable[[], None]] = {
         {"add_generation_prompt", "chat_template", "chat_template_kwargs"}
         <= {*parameters(LLM.chat)}
     ),
+    "LLM.chat(continue_final_message=…)": lambda: expect(
+        "continue_final_message" in parameters(LLM.chat)
+    ),
     "LLM.get_tokenizer()": lambda: expect(parameters(LLM.get_tokenizer) == ["self"]),
     'LLM(runner="pooling")': lambda: expect("runner" in parameters(LLM)),
     "LLM.embed(…)[0].outputs.embedding": lambda: expect(

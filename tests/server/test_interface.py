@@ -347,7 +347,6 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
         "suffix",
         "functions",
         "web_search_options",
-        "truncate_prompt_tokens",
     ],
 )
 def test_what_is_not_supported_is_named(server: Server, field: str) -> None:
@@ -502,4 +501,19 @@ def test_going_on_with_the_last_message(server: Server) -> None:
     refused(
         server.chat(**asked, continue_final_message=True, add_generation_prompt=True),
         "continue_final_message",
+    )
+
+
+def test_cuts_prompts(server: Server) -> None:
+    """The last tokens of a prompt are kept; -1 keeps the longest prompt of the model."""
+    prompt = "the cat and the dog"
+    tokens = server.post("/tokenize", prompt=prompt).json()["tokens"]
+    asked = {"prompt": prompt, "return_token_ids": True, "max_tokens": 1}
+    (choice,) = server.complete(**asked, truncate_prompt_tokens=2).json()["choices"]
+    assert choice["prompt_token_ids"] == tokens[-2:]
+    long = {"prompt": [5] * 600, "max_tokens": 1, "truncate_prompt_tokens": -1}
+    assert server.complete(**long).json()["usage"]["prompt_tokens"] == 511
+    assert server.chat(truncate_prompt_tokens=3).json()["usage"]["prompt_tokens"] == 3
+    assert "use 1 or more" in refused(
+        server.complete(**asked, truncate_prompt_tokens=0), "truncate_prompt_tokens"
     )

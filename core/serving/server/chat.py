@@ -99,7 +99,9 @@ class Chat(Generating[ChatRequest]):
             values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")
-        return inputs.encode(text, add_special_tokens=False, name="the chat")[1]
+        kept = sampling.kept_tokens(self.body, self.service)
+        name = "the chat"
+        return inputs.encode(text, add_special_tokens=False, name=name, keep_last=kept)[1]
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must or may be a call."""

@@ -43,7 +43,9 @@ class Completion(Generating[CompletionRequest]):
         names = ["prompt"]
         if len(prompts) > 1:
             names = [f"prompt[{place}]" for place in range(len(prompts))]
-        return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
+        kept = sampling.kept_tokens(self.body, self.service)
+        named = zip(prompts, names, strict=True)
+        return [encode(prompt, name=name, keep_last=kept)[1] for prompt, name in named]
 
     def counted(self, output: RequestOutput) -> int:
         """Return the number of tokens in the answers to a prompt."""

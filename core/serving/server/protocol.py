@@ -329,7 +329,7 @@ class Generation(Body):
     length_penalty: Annotated[Any, _only(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, _only(True)] = None
     prompt_logprobs: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Whole | None = None
     return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
     logits_processors: Annotated[Any, _only([])] = None
     prompt_embeds: Annotated[Any, _only()] = None

@@ -69,6 +69,24 @@ def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: 
         raise _too_many("tokens of a prompt", longest, limit, field)
 
 
+def kept_tokens(body: Generation, service: Service) -> int | None:
+    """Return the most tokens of a prompt, counted from its end, or None to keep all.
+
+    The number -1 stands for the longest prompt of the model.
+
+    Raises:
+        HTTPError: the number is another one below 1.
+    """
+    field = "truncate_prompt_tokens"
+    wanted = body.truncate_prompt_tokens
+    if wanted == -1:
+        return service.max_model_len - 1
+    if wanted is not None and wanted < 1:
+        message = f"{field} is {wanted}: use 1 or more, or -1 for the longest prompt"
+        raise HTTPError(400, message, field=field, code="invalid_value")
+    return wanted
+
+
 def scores_only(body: Generation) -> bool:
     """Return True if the request wants only the prompt with its log-probabilities."""
     if not isinstance(body, CompletionRequest):
