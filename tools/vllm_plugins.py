@@ -1,120 +1,177 @@
-"""Count what ten public device plugins use of vLLM and how much of it the bridge answers, into the bridge's README.
+"""Run public plugins of vLLM through the bridge, and write into its README which of their entry points load.
 
-Their wheels are unpacked in the user's cache and read: nothing of them is installed or run.
+Their wheels are unpacked in the user's cache, without what they depend on. Each runs in a process of its own, with no
+device of the vendor: if the function of a platform finds none, the class that its module names is loaded all the same.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-
-import importlib_metadata
+from typing import Any
 
 BRIDGE = Path(__file__).parents[1] / "reference_plugins/opgraft-vllm-bridge"
 PAGE = BRIDGE / "README.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "opgraft/vllm-plugins"
 PLUGINS = {
+    "exionos-vllm": "0.1.0",
+    "jina-v4-vllm-plugin": "0.1.1",
+    "llm-jp-vllm": "0.1.1",
+    "pace-vllm": "1.3.0",
+    "qwerky-vllm-models": "0.2.71",
     "sendnn-inference": "2.6.3",
     "tpu-inference": "0.32.0",
     "vllm-ascend": "0.23.0",
+    "vllm-bnb-plugin": "0.0.3",
+    "vllm-canon": "0.1.0",
     "vllm-kunlun": "0.11.1",
+    "vllm-lens": "1.3.0",
     "vllm-mblt": "0.8.0",
     "vllm-musa": "0.1.1",
+    "vllm-neuron": "0.1.0",
+    "vllm-plugin-meralion2": "0.3.0",
     "vllm-rbln": "0.12.0",
     "vllm-spyre": "1.10.0",
     "vllm-spyre-next": "0.1.0",
     "vllm-swift": "0.3.2",
 }
-"""Names of distributions to the versions that are read."""
-_TABLE = re.compile(
-    r"(?<=^\| plugin \| uses \| answered \| platform \|\n\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M
+"""Names of distributions to the versions that are run."""
+
+_HEAD = (
+    "| plugin | platform | general entry points | ops | names answered |\n|---|---|---|---|---|\n"
 )
-_PLATFORM = "vllm.platform_plugins"
+_TABLE = re.compile(rf"(?<={re.escape(_HEAD)})(\|.*\n)*", re.M)
+_SECONDS = 120
+
+RUN = """
+import importlib, json, re, sys
+sys.path[:0] = sys.argv[2:]
+import torch
+from packaging.utils import canonicalize_name
+from opgraft.hosts import discover
+from opgraft.registry.state import host_state
+from opgraft_vllm_bridge import adapting, listing, offers
+
+def why(error):
+    text = " ".join(str(error).split())
+    module = re.search(r"No module named '([\\w.]+)'", text)
+    name = re.search(r" (vllm(?:\\.\\w+)+) at ", text)
+    if module:
+        return f"needs {module[1]}"
+    return f"lacks {name[1]}" if name else f"{type(error).__name__}: {text[:60]}"
+
+def classes_named_in(module):
+    text = open(importlib.import_module(module).__file__).read()
+    return re.findall(r"[\\"']((?:\\w+\\.)+\\w*Platform\\w*)[\\"']", text)
+
+def platform(offer):
+    path = offers._function(offer)()
+    paths = [path] if path else classes_named_in(offer.module)
+    if not paths:
+        raise LookupError("finds no device, and names no class")
+    module, _, name = paths[0].rpartition(".")
+    cls = adapting.adapted(offer, getattr(importlib.import_module(module), name))
+    with adapting.loading(cls):
+        offers.import_op_modules(offer, {offer.package, module.partition(".")[0]})
+
+found = {"platforms": {}, "general": {}}
+own = [each for each in discover().offers if canonicalize_name(each.provider.name) == sys.argv[1]]
+for offer in own:
+    is_platform = offer.stands_in == "vllm.platform_plugins"
+    kind = found["platforms" if is_platform else "general"]
+    try:
+        platform(offer) if is_platform else offers._function(offer)()
+        kind[offer.name] = "loads"
+    except BaseException as error:
+        kind[offer.name] = why(error)
+found["ops"] = len(host_state().registry.replacements)
+names = listing.listing_of(*sorted({offer.package for offer in own}))
+found["names"] = [len(names.answered), len(names.answered) + len(names.missing)]
+print("\\n" + json.dumps(found))
+"""
 
 
 def main() -> None:
-    # It is installed nowhere, as tests would see it in every process.
-    sys.path.insert(0, str(BRIDGE / "src"))
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def page(text: str) -> str:
     """Return the page with the table as it must be; fetch the wheels that are not there."""
-    return _TABLE.sub(lambda _: "".join(_row(name, fetched(name)) for name in PLUGINS), text)
+    runs = {name: run(name) for name in PLUGINS}
+    rows = "".join(_row(name, found) for name, found in runs.items())
+    return _TABLE.sub(lambda _: rows + _totals(runs), text)
 
 
 def fetched(name: str) -> Path:
     """Return the folder of a plugin's files."""
     folder = CACHE / f"{name}-{PLUGINS[name]}"
     if not folder.is_dir():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-        ]
-        platform = [
-            "--python-version",
-            "3.12",
-            "--platform",
-            "manylinux_2_34_x86_64",
-            "--dest",
-            str(CACHE),
-        ]
-        subprocess.run([*pip, *platform, f"{name}=={PLUGINS[name]}"], check=True)  # noqa: S603  # our own words
+        command = f"-m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --dest {CACHE}"
+        platforms = (
+            "--platform manylinux_2_34_x86_64 --platform manylinux2014_x86_64 --platform any"
+        )
+        pip = [sys.executable, *command.split(), *platforms.split(), f"{name}=={PLUGINS[name]}"]
+        subprocess.run(pip, check=True)  # noqa: S603  # our own words
         (wheel,) = CACHE.glob(f"{name.replace('-', '_')}-{PLUGINS[name]}-*.whl")
         zipfile.ZipFile(wheel).extractall(folder)
         wheel.unlink()
     return folder
 
 
-def _row(name: str, folder: Path) -> str:
-    from opgraft_vllm_bridge.judging import judge, lacking
-    from opgraft_vllm_bridge.reading import sources_of
-
-    (distribution,) = importlib_metadata.distributions(path=[str(folder)])
-    sys.path.insert(0, str(folder))
+def run(name: str) -> dict[str, Any]:
+    """Run the entry points of a plugin in a process, and return their outcomes."""
+    folders = [str(_bridge()), str(fetched(name))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-c", RUN, name, *folders]
     try:
-        sources = sources_of(*_modules(folder))
-        uses = {
-            use.name: use
-            for source in sources
-            for uses in (source.uses, *source.bodies.values())
-            for use in uses
-        }
-        answered = sum(lacking(use) is None for use in uses.values())
-        told = "none"
-        for point in distribution.entry_points.select(group=_PLATFORM):
-            apart = {
-                each.attr for each in distribution.entry_points if each.module == point.module
-            } - {point.attr}
-            first, *_ = [
-                source for source in sources_of(point.module) if source.name == point.module
-            ]
-            classes = sorted(
-                text.rpartition(".")[0] for text in first.texts if text.endswith("Platform")
-            )
-            missing = len(judge(point.module, *classes, apart=apart).missing)
-            told = f"lacks {missing:,}" if missing else "loads"
-    finally:
-        sys.path.remove(str(folder))
-    return f"| {name} {PLUGINS[name]} | {len(uses):,} | {answered:,} | {told} |\n"
+        result = subprocess.run(  # noqa: S603  # our own words
+            command, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+        found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        found = {"platforms": {}, "general": {"(the process)": "ends"}, "ops": 0, "names": [0, 0]}
+    return found
 
 
-def _modules(folder: Path) -> Iterator[str]:
-    for file in sorted(folder.rglob("*.py")):
-        parts = file.relative_to(folder).with_suffix("").parts
-        if "tests" not in parts and all(part.isidentifier() for part in parts):
-            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def _bridge() -> Path:
+    """Return a folder in which the bridge is installed: it is installed nowhere else."""
+    folder = CACHE / "bridge"
+    pip = f"-m pip install --quiet --no-deps --no-build-isolation --upgrade --target {folder}"
+    if not folder.is_dir():
+        subprocess.run([sys.executable, *pip.split(), str(BRIDGE)], check=True)  # noqa: S603  # our own words
+    return folder
+
+
+def _row(name: str, found: dict[str, Any]) -> str:
+    answered, used = found["names"]
+    platforms = _told(found["platforms"])
+    general = _told(found["general"])
+    return (
+        f"| {name} {PLUGINS[name]} | {platforms} | {general} | {found['ops'] or ''} | "
+        f"{answered:,} of {used:,} |\n"
+    )
+
+
+def _told(outcomes: dict[str, str]) -> str:
+    loaded = [name for name, outcome in outcomes.items() if outcome == "loads"]
+    rest = [outcome for outcome in outcomes.values() if outcome != "loads"]
+    parts = []
+    if loaded:
+        parts.append(f"{len(loaded)} of {len(outcomes)} load" if len(outcomes) > 1 else "loads")
+    return "; ".join(parts + list(dict.fromkeys(rest)))
+
+
+def _totals(runs: dict[str, dict[str, Any]]) -> str:
+    cells = []
+    for kind in ("platforms", "general"):
+        outcomes = [outcome for found in runs.values() for outcome in found[kind].values()]
+        cells.append(f"{outcomes.count('loads')} of {len(outcomes)} load")
+    return f"| **all** | {cells[0]} | {cells[1]} | | |\n"
 
 
 if __name__ == "__main__":

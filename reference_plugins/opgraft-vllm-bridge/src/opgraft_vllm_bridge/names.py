@@ -21,7 +21,7 @@ _FORMATTERS = {"logging_utils": "ColoredFormatter NewLineFormatter"}
 _PLATFORM = "CpuArchEnum Platform PlatformEnum"
 
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
-    "vllm": {"version": "__version__"},
+    "vllm": {"version": "__version__", "models": "ModelRegistry"},
     "vllm.config": {
         "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig KVTransferConfig LoadConfig "
         "ModelConfig ParallelConfig SchedulerConfig"
@@ -52,6 +52,8 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     },
     "vllm.model_executor.layers.quantization": {"quantization": _QUANTIZATION},
     "vllm.model_executor.layers.quantization.base_config": {"quantization": "QuantizationConfig"},
+    "vllm.model_executor.models": {"models": "ModelRegistry"},
+    "vllm.model_executor.models.registry": {"models": "ModelRegistry"},
     "vllm.model_executor.parameter": {
         "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter PackedvLLMParameter "
         "PerTensorScaleParameter RowvLLMParameter"

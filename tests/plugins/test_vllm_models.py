@@ -1,0 +1,199 @@
+"""Models that plugins register with vLLM's registry, served by opgraft's engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opgraft import LLM, SamplingParams
+from opgraft.errors import PluginError
+from plugins.vllm_plugin import imports_forgotten, install_bridge
+from support.small_words import word_llama
+
+ENTRY = """
+def register():
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("AcmeForCausalLM", "acme_models.model:AcmeForCausalLM")
+    ModelRegistry.register_model("FirstForCausalLM", "acme_models.model:FirstForCausalLM")
+    ModelRegistry.register_model("LackingForCausalLM", "acme_models.lacking:Lacking")
+"""
+
+MODEL = """
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config, quant_config, prefix):
+        super().__init__()
+        heads, kv = config.num_attention_heads, config.num_key_value_heads
+        size = config.hidden_size // heads
+        self.sizes = [heads * size, kv * size, kv * size]
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, size, heads, kv, bias=False, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
+        )
+        self.o_proj = RowParallelLinear(
+            heads * size, config.hidden_size, bias=False, quant_config=quant_config, prefix=f"{prefix}.o_proj"
+        )
+        self.rotary_emb = get_rope(
+            size, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
+        )
+        self.attn = Attention(
+            heads, size, size**-0.5, num_kv_heads=kv,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions, hidden):
+        qkv, _ = self.qkv_proj(hidden)
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.o_proj(self.attn(q, k, v))[0]
+
+
+class Layer(nn.Module):
+    def __init__(self, config, quant_config, prefix):
+        super().__init__()
+        self.self_attn = SelfAttention(config, quant_config, f"{prefix}.self_attn")
+        self.mlp = Mlp(config, quant_config, f"{prefix}.mlp")
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, positions, hidden, residual):
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(positions, hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Mlp(nn.Module):
+    def __init__(self, config, quant_config, prefix):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, bias=False, quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=False, quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+        self.act = SiluAndMul()
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_up_proj(x)[0]))[0]
+
+
+class Inner(nn.Module):
+    def __init__(self, vllm_config, prefix):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        parts = config, vllm_config.quant_config
+        self.layers = nn.ModuleList(
+            Layer(*parts, f"{prefix}.layers.{index}") for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, input_ids, positions):
+        hidden, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+class AcmeForCausalLM(nn.Module):
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.model = Inner(vllm_config, "model")
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states):
+        return self.logits_processor(self.lm_head, hidden_states)
+
+
+class FirstForCausalLM(AcmeForCausalLM):
+    # Foretells the first token of the vocabulary, whatever comes before.
+    def compute_logits(self, hidden_states):
+        logits = super().compute_logits(hidden_states)
+        logits.zero_()
+        logits[:, 0] += 1.0
+        return logits
+"""
+
+LACKING = """
+from vllm.model_executor.models.opt import OPTForCausalLM
+
+
+class Lacking(OPTForCausalLM):
+    pass
+"""
+
+PROMPTS = [{"prompt_token_ids": [5, 9, 4, 7]}, {"prompt_token_ids": [8, 3]}]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def registered(site: Any) -> Any:
+    """A plugin with three models, installed beside the bridge."""
+    install_bridge(site)
+    files = {
+        "acme_models/__init__.py": ENTRY,
+        "acme_models/model.py": MODEL,
+        "acme_models/lacking.py": LACKING,
+    }
+    points = {"vllm.general_plugins": ["acme_models = acme_models:register"]}
+    site.install("acme-models", files, points, requires=())
+    with imports_forgotten():
+        yield site
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small Llama with random weights."""
+    return word_llama(tmp_path)
+
+
+def answered(checkpoint: Path, architecture: str) -> list[list[int]]:
+    """The greedy tokens of a checkpoint under another architecture."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    settings = {"load.progress": False, "cache.num_blocks": 100}
+    with LLM(str(checkpoint), dtype="float32", **settings) as llm:
+        return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_a_model_of_a_plugin_is_served(registered: Any, checkpoint: Path) -> None:
+    """A Llama of vLLM's layers answers as opgraft's own Llama does, of the same checkpoint."""
+    own = answered(checkpoint, "LlamaForCausalLM")
+    assert answered(checkpoint, "AcmeForCausalLM") == own
+    assert answered(checkpoint, "FirstForCausalLM") == [[0] * 6, [0] * 6]
+
+
+def test_a_model_with_missing_names_says_so(registered: Any, checkpoint: Path) -> None:
+    """Registered, it costs nothing. Asked for, it is an error with file and line."""
+    words = r"makes a Lacking, which derives from vllm\.model_executor\.models\.opt\.OPTForCausalLM"
+    with pytest.raises(PluginError, match=words):
+        answered(checkpoint, "LackingForCausalLM")
