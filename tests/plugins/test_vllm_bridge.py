@@ -205,6 +205,23 @@ def test_a_module_is_judged_alone(bridged: Any, caplog: pytest.LogCaptureFixture
     )
 
 
+def test_a_function_that_fails_loses_no_other_ops(
+    bridged: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it uses a missing name half-way, the plugin's modules with ops are imported one by one."""
+    entry = (
+        "def register_ops():\n    from vllm.nowhere import patch\n    patch()\n"
+        "    from acme_vllm import ops\n"
+    )
+    install_acme(bridged, GENERAL, __init__=entry)
+    assert ops.RMSNorm(8).decision.chosen == "AcmeRMSNorm.forward_oot"
+    assert re.search(
+        r"acme-vllm 2\.0 goes without the rest of acme_vllm:register_ops: .*"
+        r"calls vllm\.nowhere\.patch at .*/acme_vllm/__init__\.py:3 ",
+        caplog.text,
+    )
+
+
 def test_a_platform_without_ops_says_so(bridged: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A device whose plugin registers no op runs opgraft's own kernels, and a warning says that."""
     points = {"vllm.platform_plugins": ["acme = acme_vllm:register"]}

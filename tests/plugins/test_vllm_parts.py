@@ -288,6 +288,22 @@ def test_a_context_of_a_plugins_own(vllm: Any) -> None:
     assert not context.is_forward_context_available()
 
 
+def test_an_op_finds_its_layer(vllm: Any) -> None:
+    """A layer that a plugin puts into the static context is found by name while a batch is computed."""
+    context, utils = vllm("vllm.forward_context"), vllm("vllm.utils.torch_utils")
+    settings = vllm("vllm.config").get_current_vllm_config
+    layer = torch.nn.Linear(2, 2)
+    settings().compilation_config.static_forward_context["acme.0"] = layer
+
+    def acme_linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return context.get_forward_context().no_compile_layers[name](x)
+
+    utils.direct_register_custom_op("acme_linear", acme_linear, fake_impl=lambda x, name: x)
+    x = torch.randn(3, 2)
+    with context.set_forward_context(None, settings()), torch.inference_mode():
+        torch.testing.assert_close(torch.ops.vllm.acme_linear(x, "acme.0"), layer(x))
+
+
 def test_backends_are_noted_and_do_not_run(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A plugin may derive a backend and register it; a warning says that opgraft's attention runs."""
     registry, backend = (

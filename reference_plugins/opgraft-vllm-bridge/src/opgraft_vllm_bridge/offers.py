@@ -14,10 +14,11 @@ import importlib_metadata
 import opgraft
 from opgraft import Evidence, Machine, PlatformSpec
 from opgraft.errors import InputError
-from opgraft.hosts import Offer, Ported, discover
+from opgraft.hosts import Offer, Ported, discover, report_fault
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
-from opgraft_vllm_bridge.op_modules import import_op_modules
+from opgraft_vllm_bridge.missing import MissingNameError
+from opgraft_vllm_bridge.op_modules import import_alone, import_op_modules, op_modules
 
 _PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
 _TOLD = (
@@ -81,11 +82,15 @@ class Plugin:
     """A function of the group ``vllm.general_plugins`` as a plugin of opgraft.
 
     Args:
+        offer: the entry point.
         register: the function; ``None`` where it is vLLM's to call it.
         offers_platform: its distribution offers a platform, where it applies then; else it applies on any.
     """
 
-    def __init__(self, register: Callable[[], Any] | None, *, offers_platform: bool) -> None:
+    def __init__(
+        self, offer: Offer, register: Callable[[], Any] | None, *, offers_platform: bool
+    ) -> None:
+        self.offer = offer
         self.register = register
         self.platforms = None if offers_platform else "any"
 
@@ -95,16 +100,33 @@ class Plugin:
 
     @opgraft.hookimpl
     def opgraft_register_ops(self) -> None:
-        if self.register:
+        if self.register is None:
+            return
+        try:
             self.register()
+        except MissingNameError as error:
+            self._import_alone(error)
+
+    def _import_alone(self, error: MissingNameError) -> None:
+        """Import the modules that register ops one by one, after the function has failed.
+
+        Raises:
+            MissingNameError: the plugin has no such module that can be imported.
+        """
+        offer = self.offer
+        imported = [import_alone(module, offer) for module in sorted(op_modules(offer.package))]
+        if True not in imported:
+            raise error
+        told = f"the vLLM plugin {offer.provider} goes without the rest of {offer.value}: {error}"
+        report_fault(told, offer.provider, error.location)
 
 
 def plugin(offer: Offer) -> Plugin:
     """Return a plugin of opgraft for an entry point of the group ``vllm.general_plugins``."""
     offers_platform = bool(discover().platforms_of(offer.provider))
     if is_installed():
-        return Plugin(None, offers_platform=offers_platform)
-    return Plugin(_function(offer), offers_platform=offers_platform)
+        return Plugin(offer, None, offers_platform=offers_platform)
+    return Plugin(offer, _function(offer), offers_platform=offers_platform)
 
 
 def port_folder(folder: Path) -> Ported:

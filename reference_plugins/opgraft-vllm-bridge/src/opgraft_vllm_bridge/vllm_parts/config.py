@@ -15,6 +15,9 @@ from opgraft.custom_op import op_registry
 from opgraft.errors import ConfigError
 from opgraft.hosts import current_config, described_model, origin_of
 
+LAYERS: dict[str, Any] = {}
+"""Layers of plugins by the names under which their ops find them while a batch is computed."""
+
 
 class CUDAGraphMode(enum.Enum):
     """Ways to capture and replay graphs; no plugin of vLLM has that done here."""
@@ -171,7 +174,7 @@ class CompilationConfig(Settings):
     mode: CompilationMode
     cudagraph_capture_sizes: list[int] = field(default_factory=list)
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
-    static_forward_context: dict[str, Any] = field(default_factory=dict)
+    static_forward_context: dict[str, Any] = field(default_factory=lambda: LAYERS)
 
 
 @dataclass(slots=True)

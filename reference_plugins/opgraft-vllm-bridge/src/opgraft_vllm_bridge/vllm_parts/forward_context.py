@@ -12,7 +12,7 @@ import torch
 from opgraft.errors import LayerError
 from opgraft.ops import AttentionBatch, LayerPages, current_batch
 
-from opgraft_vllm_bridge.vllm_parts.config import CUDAGraphMode
+from opgraft_vllm_bridge.vllm_parts.config import LAYERS, CUDAGraphMode
 
 
 @dataclass
@@ -51,6 +51,11 @@ class ForwardContext:
     attn_metadata: Any
     slot_mapping: Any
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+
+    @property
+    def no_compile_layers(self) -> dict[str, Any]:
+        """The layers that plugins have put into ``static_forward_context``."""
+        return LAYERS
 
 
 _GIVEN: ContextVar[ForwardContext | None] = ContextVar("opgraft_vllm_bridge_context", default=None)

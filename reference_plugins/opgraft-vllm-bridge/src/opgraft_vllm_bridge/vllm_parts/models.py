@@ -34,7 +34,7 @@ class VllmModel(Model):
         if isinstance(cls, str):
             module, _, name = cls.partition(":")
             cls = getattr(importlib.import_module(module), name)
-        self.packed_modules_mapping = merged_layers(cls)
+        type(self).packed_modules_mapping = merged_layers(cls)
         self.weights_mapper = WeightsMapper(prefixes={"": "inner."})
         settings = current_settings()
         settings.quant_config = quantization_config(opgraft_config, self)
