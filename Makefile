@@ -191,7 +191,7 @@ help.vllm-bridge-table = the generated table of names in the README of opgraft-v
 needs.vllm-bridge-table = .venv/opgraft
 run.vllm-bridge-table = $(BIN)/python tools/vllm_bridge_table.py
 
-help.vllm-plugins-table = the table of public plugins there, whose wheels are read (40 MB)
+help.vllm-plugins-table = the table of public plugins there, which are run (200 MB, 10 minutes)
 needs.vllm-plugins-table = .venv/opgraft
 run.vllm-plugins-table = $(BIN)/python tools/vllm_plugins.py
 

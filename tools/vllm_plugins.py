@@ -6,11 +6,15 @@ device of the vendor: if the function of a platform finds none, the class that i
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,6 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "opgraf
 PLUGINS = {
     "exionos-vllm": "0.1.0",
     "jina-v4-vllm-plugin": "0.1.1",
-    "llm-jp-vllm": "0.1.1",
     "pace-vllm": "1.3.0",
     "qwerky-vllm-models": "0.2.71",
     "sendnn-inference": "2.6.3",
@@ -33,7 +36,6 @@ PLUGINS = {
     "vllm-lens": "1.3.0",
     "vllm-mblt": "0.8.0",
     "vllm-musa": "0.1.1",
-    "vllm-neuron": "0.1.0",
     "vllm-plugin-meralion2": "0.3.0",
     "vllm-rbln": "0.12.0",
     "vllm-spyre": "1.10.0",
@@ -125,7 +127,7 @@ def fetched(name: str) -> Path:
 
 def run(name: str) -> dict[str, Any]:
     """Run the entry points of a plugin in a process, and return their outcomes."""
-    folders = [str(_bridge()), str(fetched(name))]
+    folders = [_bridge(), str(fetched(name))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", RUN, name, *folders]
     try:
@@ -138,13 +140,16 @@ def run(name: str) -> dict[str, Any]:
     return found
 
 
-def _bridge() -> Path:
-    """Return a folder in which the bridge is installed: it is installed nowhere else."""
-    folder = CACHE / "bridge"
-    pip = f"-m pip install --quiet --no-deps --no-build-isolation --upgrade --target {folder}"
-    if not folder.is_dir():
-        subprocess.run([sys.executable, *pip.split(), str(BRIDGE)], check=True)  # noqa: S603  # our own words
-    return folder
+@functools.cache
+def _bridge() -> str:
+    """Return a folder in which the bridge is installed as it is now: it is installed nowhere else."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    # A copy, as a build leaves files beside the source.
+    source = shutil.copytree(BRIDGE, folder / "source")
+    pip = f"-m pip install --quiet --no-deps --no-build-isolation --target {folder / 'site'}"
+    subprocess.run([sys.executable, *pip.split(), str(source)], check=True)  # noqa: S603  # our own words
+    return str(folder / "site")
 
 
 def _row(name: str, found: dict[str, Any]) -> str:

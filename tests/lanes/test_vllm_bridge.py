@@ -141,26 +141,15 @@ def test_the_wheel_of_the_bridge_runs_a_plugin(
 @pytest.mark.slow
 @needs_vllm
 def test_public_plugins(built_plugin: Callable[[str], Path], cli: Any) -> None:
-    """The README counts what they use and what is answered; one that loads runs as it is, and the kit passes it."""
+    """The README tells which entry points load, by running them; a platform that loads is chosen."""
     tool = runpy.run_path(str(BRIDGE.parents[1] / "tools/vllm_plugins.py"))
     text = (BRIDGE / "README.md").read_text(encoding="utf-8")
-    sys.path.insert(0, str(BRIDGE / "src"))
-    try:
-        assert tool["page"](text) == text, "renew it by 'make vllm-plugins-table'"
-    finally:
-        sys.path.remove(str(BRIDGE / "src"))
-    assert "| vllm-spyre-next 0.1.0 |" in text
-    path = os.pathsep.join(
-        map(str, (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next")))
-    )
-    assert (
-        json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)["decision"]["chosen"]
-        == "spyre_next"
-    )
-    judged = cli("conformance", "spyre_next", PYTHONPATH=path)
-    assert (judged.returncode, " 0 failed" in judged.stdout) == (0, True), (
-        judged.stdout + judged.stderr
-    )
+    assert tool["page"](text) == text, "renew it by 'make vllm-plugins-table'"
+    assert "| vllm-spyre-next 0.1.0 | loads |" in text
+    folders = (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next"))
+    path = os.pathsep.join(map(str, folders))
+    detected = json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)
+    assert detected["decision"]["chosen"] == "spyre_next"
 
 
 @pytest.mark.slow
