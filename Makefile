@@ -272,6 +272,11 @@ help.bench-compile = what compilation gains and costs, against transformers, tor
 needs.bench-compile = .demo/installed build
 run.bench-compile = $(WITH_KERNELS) $(BIN)/python benchmarks/compile.py --json build/bench-compile.json $(BENCH)
 
+# BENCH='--rows kernels' for a part; the ranks want two processors.
+help.bench-fused = what kernels of several ops at once gain over the kernels of each, in one process and on two ranks
+needs.bench-fused = .demo/installed build
+run.bench-fused = $(WITH_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fused.py --json build/bench-fused.json $(BENCH)
+
 help.bench-ipex = the CPU kernels against Intel's extension, in its environment (8 GB)
 run.bench-ipex = PYTHON=$(PYTHON) tools/lane.sh ipex bench opgraft-cpu-kernels benchmarks/ipex.py
 

@@ -25,15 +25,18 @@ def main() -> None:
 
 def tables() -> dict[Path, dict[str, str]]:
     """Return the tables of each page: by the head, the rows."""
-    engine, parallel, mechanism, vllm, compilation = map(
-        _measured, ("engine", "parallel", "mechanism", "vllm", "compilation")
+    engine, parallel, mechanism, vllm, compilation, fused = map(
+        _measured, ("engine", "parallel", "mechanism", "vllm", "compilation", "fused")
     )
     return {
         ENGINE: {
             f"| measured | {_RESULTS}": "".join(map(_result, engine["rows"])),
             f"| between processes | {_RESULTS}": "".join(map(_result, parallel["rows"])),
         },
-        COMPILATION: {f"| compiled | {_RESULTS}": "".join(map(_result, compilation["rows"]))},
+        COMPILATION: {
+            f"| compiled | {_RESULTS}": "".join(map(_result, compilation["rows"])),
+            f"| at once | {_RESULTS}": "".join(map(_result, fused["rows"])),
+        },
         COMPARISON: {
             "| what the mechanism costs | opgraft | vLLM |": "".join(_costs(mechanism, vllm)),
             "| tokens per second | ratio | figures |": "".join(_peers(engine)),

@@ -212,12 +212,15 @@ def _given(
     x: Tensor, width: int, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype
 ) -> _Scales | None:
     """Return given scales, or ``None`` if the kernels do not take them."""
-    shapes = {(-1, -1): ((1,), ()), (1, -1): ((*x.shape[:-1], 1),)}
     if not _takes(x, width, dtype) or scale.device != x.device:
         return None
-    if tuple(scale.shape) not in shapes.get(tuple(group_shape), ()):
+    by_row = tuple(group_shape) == (1, -1)
+    if not by_row and tuple(group_shape) != (-1, -1):
         return None
-    return _Scales(scale, group_shape[0] == 1, None, False, dtype)
+    shapes = ((*x.shape[:-1], 1),) if by_row else ((1,), ())
+    if tuple(scale.shape) not in shapes:
+        return None
+    return _Scales(scale, by_row, None, False, dtype)
 
 
 def _computed(

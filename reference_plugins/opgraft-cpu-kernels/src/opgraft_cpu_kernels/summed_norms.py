@@ -123,10 +123,8 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
 
 def _shared(x: Tensor, kind: str) -> Any:
     """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call."""
-    if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or not x.dim():
-        return None
     # Compilers cannot look into the object of the library.
-    if is_dynamo_compiling():
+    if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or is_dynamo_compiling():
         return None
     communicator = GROUPS[kind]().communicator
     return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None

@@ -15,7 +15,7 @@ namespace opgraft_cpu_kernels {
 namespace {
 
 constexpr int64_t SLOT = int64_t(1) << 19;  // bytes
-constexpr int64_t ROWS_AT_ONCE = SLOT;
+constexpr int64_t ROWS_AT_ONCE = SLOT / 4;  // bytes of rows that the second cache keeps beside those of another rank
 constexpr int64_t HEAD = sizeof(Seat) * MOST_RANKS;
 constexpr int64_t SHARED_SUM = int64_t(1) << 15;  // from so many bytes on each of several ranks sums a part for all
 constexpr std::chrono::microseconds SPINNING(400);  // more than ranks with uneven shares of a layer are apart

@@ -1,0 +1,166 @@
+"""Exchanges of two ranks with norms and products, as functions for the ranks of a benchmark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+ROWS = (1, 32, 512)
+HIDDEN = 2048
+SIZES = ((2048, 5632), (576, 1536))
+"""Hidden and intermediate sizes of a layer."""
+EPS = 1e-5
+TOKEN = (1, -1)
+FORMS = ("sum of ranks and norm", "sum of ranks and norm, by token")
+PRODUCTS = ("product and reduce-scatter", "all-gather and product")
+REPEATS = 15
+"""Calls of a side in a round."""
+
+Sides = Sequence[Callable[[], object]]
+
+
+def compare(
+    state: dict[str, Any], form: str, rows: int, dtype: str, rounds: int
+) -> list[tuple[float, float]]:
+    """Return seconds per call of the joined form and of one after the other, for each round."""
+    import torch
+
+    sides = _SIDES[form](rows, dtype)
+    found: list[tuple[float, float]] = []
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            order = (0, 1) if number % 2 else (1, 0)
+            seconds = {side: _seconds(sides[side]) for side in order}
+            found.append((seconds[0], seconds[1]))
+    del state
+    # The first round warms up.
+    return found[1:]
+
+
+def product_times(
+    state: dict[str, Any], form: str, rows: int, hidden: int, intermediate: int, rounds: int
+) -> tuple[float, float, float]:
+    """Return the least seconds of a product, of the exchange, and of the product in two parts.
+
+    Products are timed by the processor time of their thread.
+    """
+    import torch
+
+    product, exchange, parts = _SIDES_OF_PRODUCTS[form](rows, hidden, intermediate)
+    found: list[list[float]] = [[], [], []]
+    with torch.inference_mode():
+        for _ in range(rounds + 1):
+            found[0].append(_seconds_of_thread(product))
+            found[1].append(_seconds(exchange))
+            found[2].append(_seconds_of_thread(parts))
+    del state
+    # The first round warms up.
+    alone, exchanged, divided = (min(each[1:]) for each in found)
+    return alone, exchanged, divided
+
+
+def _seconds_of_thread(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the seconds of a call, the least of a few, once all ranks are there."""
+    import torch
+    from opgraft.distributed import get_tp_group
+
+    found: list[float] = []
+    for _ in range(REPEATS):
+        get_tp_group().all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _norm(rows: int, dtype: str) -> Sides:
+    import torch
+    from opgraft import functional
+    from opgraft.distributed import tensor_model_parallel_all_reduce
+
+    kind = getattr(torch, dtype)
+    x, residual = (torch.randn(rows, HIDDEN).to(kind) for _ in range(2))
+    weight = torch.randn(HIDDEN).to(kind)
+
+    def apart() -> object:
+        summed = tensor_model_parallel_all_reduce(x)
+        return functional.fused_add_rms_norm(summed, residual, weight, EPS)
+
+    return (lambda: functional.all_reduce_rms_norm(x, residual, weight, EPS), apart)
+
+
+def _quantized_norm(rows: int, dtype: str) -> Sides:
+    import torch
+    from opgraft import functional
+    from opgraft.distributed import tensor_model_parallel_all_reduce
+
+    kind = getattr(torch, dtype)
+    x, residual = (torch.randn(rows, HIDDEN).to(kind) for _ in range(2))
+    weight = torch.randn(HIDDEN).to(kind)
+
+    def apart() -> object:
+        summed = tensor_model_parallel_all_reduce(x)
+        normed, total = functional.fused_add_rms_norm(summed, residual, weight, EPS)
+        return functional.quant_fp8_dynamic(normed, TOKEN), total
+
+    form = functional.all_reduce_rms_norm_quant_fp8_dynamic
+    return (lambda: form(x, residual, TOKEN, weight, EPS), apart)
+
+
+def _scattered(rows: int, hidden: int, intermediate: int) -> Sides:
+    import torch
+    from opgraft import functional
+
+    x, weight = torch.randn(rows, intermediate // 2), _weight(hidden, intermediate // 2)
+    exchange = partial(
+        torch.ops.opgraft.reduce_scatter_rows, torch.randn(rows, hidden), 2, "tensor"
+    )
+    return partial(functional.linear, x, weight), exchange, partial(_in_two_parts, x, weight)
+
+
+def _gathered(rows: int, hidden: int, intermediate: int) -> Sides:
+    import torch
+    from opgraft import functional
+
+    part, whole = torch.randn((rows + 1) // 2, hidden), torch.randn(rows, hidden)
+    # A rank has half the columns of gate and up.
+    weight = _weight(intermediate, hidden)
+
+    exchange = partial(torch.ops.opgraft.all_gather_rows, part, rows, 2, "tensor")
+    return (
+        partial(functional.linear, whole, weight),
+        exchange,
+        partial(_in_two_parts, whole, weight),
+    )
+
+
+def _in_two_parts(x: Any, weight: Any) -> object:
+    from opgraft import functional
+
+    return [functional.linear(part, weight) for part in x.chunk(2)]
+
+
+def _weight(outputs: int, inputs: int) -> Any:
+    """Make a weight as that of a model which has been frozen."""
+    import opgraft
+
+    layer = opgraft.ops.Linear(inputs, outputs, bias=False)
+    layer.requires_grad_(False)
+    opgraft.freeze(layer)
+    return layer.weight
+
+
+_SIDES: dict[str, Callable[[int, str], Sides]] = {FORMS[0]: _norm, FORMS[1]: _quantized_norm}
+
+_SIDES_OF_PRODUCTS: dict[str, Callable[[int, int, int], Sides]] = {
+    PRODUCTS[0]: _scattered,
+    PRODUCTS[1]: _gathered,
+}
