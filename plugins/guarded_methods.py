@@ -16,7 +16,7 @@ from opgraft.errors import PluginError, raised_in
 from opgraft.platform import DeviceCapability, DeviceMemory
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import location_of
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import watching_code
 
 
 def guard_methods(keeping: Any, cls: type, name: str, provider: Provider) -> None:
@@ -88,7 +88,7 @@ def _guarded(keeping: Any, method: _Method) -> Callable[..., Any]:
     @functools.wraps(method.defined)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with watched(what, method.provider):
+            with watching_code(what, method.provider):
                 run = getattr(super(keeping, self), name)
                 result = run(*args, **kwargs)
         except KeyboardInterrupt:

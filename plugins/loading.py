@@ -31,7 +31,7 @@ from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import HostState, PluginRecord, PluginStatus, Transaction, activating
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import watching_code
 
 _MOST_ADAPTERS = 10_000
 _LONGEST_TRACEBACK = 20_000  # characters, of its end
@@ -263,7 +263,7 @@ class PluginPass:
         try:
             with (
                 activating(transaction),
-                watched(f"{whose} {when}", transaction.provider),
+                watching_code(f"{whose} {when}", transaction.provider),
                 self._guarded(name, when, hook),
             ):
                 step()

@@ -24,7 +24,7 @@ from opgraft.registry.declarations import Owner
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
 from opgraft.registry.state import PlatformSelection, Transaction, activating, host_state
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import watching_code
 
 
 def load_platform(offer: Offer) -> tuple[Platform, OpgraftConfig]:
@@ -100,7 +100,7 @@ def _activate_declarations_of_platform(transaction: Transaction) -> None:
 
 def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
-        with watched(
+        with watching_code(
             f"platform {offer.name!r} of {offer.provider} while its class was loaded",
             offer.provider,
         ):
@@ -153,7 +153,7 @@ def _call_prepare(
     platform: Platform, config: OpgraftConfig, whose: str, provider: Provider | None
 ) -> None:
     try:
-        with watched(f"{whose} in its method prepare", provider):
+        with watching_code(f"{whose} in its method prepare", provider):
             set_up: Callable[..., Any] = platform.prepare
             expect_plain(set_up(config))
     except KeyboardInterrupt:

@@ -26,7 +26,10 @@ LOCKED_OUT = "locked out by "
 """The beginning of the reason against an offer that differs from the lockfile."""
 
 FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
-"""Beginnings of reasons that are faults. Other reasons are wishes of the user."""
+"""Beginnings of reasons that are faults. Other reasons are wishes of the user.
+
+By the text, not by a type: ``opgraft plugins doctor`` reads reasons of another process.
+"""
 
 
 def unfit(offer: Offer, settings: Settings) -> str | None:

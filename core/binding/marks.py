@@ -17,7 +17,7 @@ from opgraft.errors import RegistrationError, raised_at
 from opgraft.plugins.discovery import discover
 from opgraft.registry.op_classes import NEEDS, location_of
 from opgraft.registry.state import host_state
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import watching_code
 from torch import Tensor, is_grad_enabled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,14 +25,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 """The reason why a call of an ``inference_only`` kernel runs the native definition."""
 
-CHECK_RAISED = "its needs() check raised"
-"""The beginning of the reason why a kernel with a faulty check is not used."""
-
-SWITCH_RAISED = "its enabled() raised"
-"""The beginning of the reason why an op with a faulty ``enabled`` is disabled."""
-
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
+
+
+class CheckRaised(str):
+    """The reason why a kernel with a faulty ``needs`` check is not used."""
+
+
+class SwitchRaised(str):
+    """The reason why an op with a faulty ``enabled`` is disabled."""
 
 
 def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
@@ -62,18 +64,22 @@ def unmet_need(kernel: object, name: str) -> str | None:
     provider = discover().provider_of(getattr(kernel, "__module__", None) or "")
     # A check that changes the process, such as torch's settings, is reported.
     try:
-        with watched(f"the check of what {name} of {provider} needs", provider):
+        with watching_code(f"the check of what {name} of {provider} needs", provider):
             missing = check()
     except KeyboardInterrupt:
         raise
     # A plugin's code may raise anything. The decision keeps the reason.
     except BaseException as error:
-        return f"{CHECK_RAISED} {described(error)} at {raised_at(error)}"
+        return _check_raised(error, raised_at(error))
     if missing is None or isinstance(missing, str):
         return missing
     kind = type(missing).__name__
     wrong = TypeError(f"a value of type {kind}, expected a reason as str, or None")
-    return f"{CHECK_RAISED} {described(wrong)} at {location_of(check)}"
+    return _check_raised(wrong, location_of(check))
+
+
+def _check_raised(error: BaseException, place: str | None) -> CheckRaised:
+    return CheckRaised(f"its needs() check raised {described(error)} at {place}")
 
 
 def falls_back(when: str) -> Callable[[Function], Function]:

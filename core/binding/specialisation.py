@@ -43,7 +43,7 @@ from opgraft.binding.kernels import (
     continuations_of,
     method_of,
 )
-from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED, is_inference_only
+from opgraft.binding.marks import CheckRaised, SwitchRaised, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, op_name_of, other_replacements_of_op
 from opgraft.binding.shadow import SHADOWS, Shadow
@@ -555,7 +555,7 @@ def _compare_with_parent(binding: Binding, state: HostState) -> None:
 def _report_broken_checks(kernel_choice: KernelChoice) -> None:
     """Log once each kernel that is not used because its ``needs`` check raised."""
     for skipped, why in kernel_choice.passed_over:
-        if why.startswith(CHECK_RAISED):
+        if isinstance(why, CheckRaised):
             told = f"{skipped} at {skipped.location} is not used: {why}"
             logger.warning_once("%s", printable(told))
 
@@ -601,14 +601,15 @@ def _ask_class(cls: Any, owner: type) -> tuple[bool, str]:
     provider = discover().provider_of(owner.__module__)
     try:
         what = f"{owner.__qualname__}.enabled() of {provider}"
-        with watching.watched(what, provider), watching.kept(what, provider, owner):
+        with watching.watching_code(what, provider), watching.kept(what, provider, owner):
             enabled = bool(cls.enabled())
         return enabled, f"{owner.__qualname__}.enabled() says so"
     except KeyboardInterrupt:
         raise
     # A plugin's code may raise anything.
     except BaseException as error:
-        reason = printable(f"{SWITCH_RAISED} {described(error)} at {location_of(owner)}")
+        told = f"its enabled() raised {described(error)} at {location_of(owner)}"
+        reason = SwitchRaised(printable(told))
         logger.warning_once("%s", printable(f"{owner.__qualname__} is disabled: {reason}"))
         return False, reason
 

@@ -214,7 +214,7 @@ def examine(plugin: str, brief: str, done: str) -> None:
             if tuple(asked.values()) not in known:
                 tell({"asked": asked})
                 # Without a provider: a plugin on trial is not put into quarantine.
-                with watching.watched(f"{case} of {judged.provider}", None):
+                with watching.watching_code(f"{case} of {judged.provider}", None):
                     outcome = judged.judge(case)
                 tell({"outcome": outcome.to_dict()})
 

@@ -13,7 +13,11 @@ from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of, qualified, told_apart
 
-_NOT_ASKED = "providers asks for"
+_ASKS_FOR = "providers asks for"
+
+
+class NotAskedFor(str):
+    """The objection to a replacement that ``providers`` asks for another provider."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class ReplacementChoice:
         free = [
             choice_name(r)
             for r, no in self.rows
-            if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))
+            if r is not self.winner and (no is None or isinstance(no, NotAskedFor))
         ]
         if self.winner is None:
             return choosing(self.settings, self.op_name, free)
@@ -149,7 +153,7 @@ def choose_replacement(
     winner = best[0] if best else None
     why = ""
     if wanted:
-        why = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
+        why = f"{_ASKS_FOR} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
     keeps_own = wanted in (own.name, NATIVE_CHOICE)
     if wanted and winner is None and not keeps_own:
         # Without the error, the native kernel would run in silence in place of the plugin's.
@@ -239,7 +243,7 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and not _is_of(wanted, replacement):
-        return f"{_NOT_ASKED} {wanted}"
+        return NotAskedFor(f"{_ASKS_FOR} {wanted}")
     return replacement.objection_on(platform)
 
 

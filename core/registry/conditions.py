@@ -14,7 +14,7 @@ from opgraft.config.environment import PLATFORM
 from opgraft.errors import PluginError, RegistrationError, close_matches
 from opgraft.platform import DeviceCapability, Platform
 from opgraft.registry.decision import Provider
-from opgraft.registry.watching import kept, watched
+from opgraft.registry.watching import kept, watching_code
 
 _LEVEL = re.compile(r"sm_(\d+)(\d)")
 """A feature with a compute level, such as ``sm_90``."""
@@ -132,7 +132,7 @@ def objection_of(
         against = _against(condition, platform)
         return against and f"its when= condition is false here: {against}"
     try:
-        with watched(what, provider), kept(what, provider, condition):
+        with watching_code(what, provider), kept(what, provider, condition):
             holds = condition(platform)
         return None if holds else "its when= condition is false here"
     except KeyboardInterrupt:

@@ -56,7 +56,7 @@ itself. At the end of the scope, the list names the restored attributes.
 
 
 @contextmanager
-def watched(what: str, provider: Provider | None) -> Iterator[None]:
+def watching_code(what: str, provider: Provider | None) -> Iterator[None]:
     """Tell listeners and the log at level DEBUG when code of a plugin begins and ends.
 
     Without listeners, a warning tells if the code takes long.

@@ -13,7 +13,7 @@ from opgraft.base.text import described
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.idle_plugins import IdlePlugin, idle_plugins
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
-from opgraft.binding.marks import CHECK_RAISED, SWITCH_RAISED
+from opgraft.binding.marks import CheckRaised, SwitchRaised
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.binding.specialisation import Binding, bind
@@ -34,7 +34,7 @@ from opgraft.registry.op_classes import location_of, own_classes
 from opgraft.registry.recorded_calls import is_constructed
 from opgraft.registry.signatures import rejected_call
 from opgraft.registry.state import PluginStatus, host_state
-from opgraft.registry.watching import watched
+from opgraft.registry.watching import watching_code
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
@@ -264,8 +264,8 @@ def broken_needs() -> Iterator[Finding]:
     for replacement in _settled():
         inherited = _target(replacement).__mro__
         for kernel in declared_kernels(replacement.cls, chain):
-            reason = kernel.missing() or ""
-            if kernel.owner in inherited or not reason.startswith(CHECK_RAISED):
+            reason = kernel.missing()
+            if kernel.owner in inherited or not isinstance(reason, CheckRaised):
                 continue
             message = f"{kernel} is never used: {reason}"
             yield Finding(message, replacement.provider, kernel.location)
@@ -275,7 +275,7 @@ def broken_switches() -> Iterator[Finding]:
     """Find classes that are disabled, as the method ``enabled`` raises."""
     for replacement, binding in _bound():
         because = binding.kernel.enabled_because
-        if binding.replacement.winner is replacement and because.startswith(SWITCH_RAISED):
+        if binding.replacement.winner is replacement and isinstance(because, SwitchRaised):
             message = f"{replacement.cls.__qualname__} is disabled: {because}"
             yield Finding(message, replacement.provider, replacement.location)
 
@@ -373,7 +373,7 @@ def changes_by_layers() -> Iterator[Finding]:
         changes = list[str]()
         with (
             guard.watching("when it was called", _no_change_stays, _list_in(changes)),
-            watched(f"{name} of {provider}", provider),
+            watching_code(f"{name} of {provider}", provider),
             torch.random.fork_rng([]),
             torch.no_grad(),
         ):
@@ -419,7 +419,7 @@ def _list_in(changes: list[str]) -> Callable[[Sequence[Change], Sequence[str]], 
 
 def _faults(replacement: Replacement, kernel: Kernel, found: Iterator[str]) -> list[str]:
     """List the faults of a kernel, each once; the parent process learns that the kernel runs."""
-    with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+    with watching_code(f"{kernel} of {replacement.provider}", replacement.provider):
         return list(dict.fromkeys(found))
 
 
@@ -605,7 +605,7 @@ def _choose(cls: type) -> ReplacementChoice:
     names = " and ".join(map(str, providers)) or "opgraft"
     # With several providers none is to blame alone.
     only = providers[0] if len(providers) == 1 else None
-    with watched(f"a check of {names} for {cls.__qualname__}", only):
+    with watching_code(f"a check of {names} for {cls.__qualname__}", only):
         return inventory.choice_here(cls)
 
 
