@@ -67,6 +67,8 @@ from opgraft.registry.op_classes import definer, location_of, qualified
 from opgraft.registry.state import HostState, host_state
 
 _CACHE = "__opgraft_specialisations__"
+_OURS = "__opgraft_"
+"""The beginning of names that opgraft itself gives to classes of ops."""
 _INIT = "__init__"
 _ASSIGNED_TOO_EARLY = "before Module.__init__() call"
 """Part of torch's error for a parameter or child that is assigned before the base's constructor."""
@@ -641,7 +643,7 @@ def specialise(kernel_choice: KernelChoice) -> Any:
         # Code of others may have changed the class since.
         if known is None or _is_changed(*known):
             made = _specialisation(op_class, kernel, continuations_of(kernel_choice))
-            known = cache[key] = (made, dict(vars(made)))
+            known = cache[key] = (made, _attributes(made))
         return known[0]
 
 
@@ -649,11 +651,20 @@ def _is_changed(made: type, names: Mapping[str, Any]) -> bool:
     """Return True if methods of a specialisation were changed, and tell of each."""
     # A plugin may construct an op while it is loaded, and assign to a method of type(op).
     # Later ops of that class would have the method, too.
-    now = vars(made)
+    now = _attributes(made)
     changed = [name for name in now if now[name] is not names.get(name) and _runs(now[name])]
     for name in changed:
         _tell_of_change(made, name)
     return bool(changed) or not now.keys() >= names.keys()
+
+
+def _attributes(made: type) -> dict[str, Any]:
+    """Return the attributes of a class by name, without those that opgraft adds later."""
+    found = dict(vars(made))
+    ours = [name for name in found if name.startswith(_OURS)]
+    for name in ours:
+        del found[name]
+    return found
 
 
 def _runs(value: object) -> bool:

@@ -57,6 +57,16 @@ def test_one_graph_serves_every_size(
     assert [type(module) for module in block.modules()] == kinds
 
 
+def test_ops_made_after_a_capture_are_of_the_same_classes(
+    block: Block, x: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a capture notes in the classes of ops is no change by a plugin: nobody is named, and no class is made anew."""
+    opgraft.compile(block, EAGER, args=(x,))
+    again = Block()
+    assert [type(module) for module in again.modules()] == [type(each) for each in block.modules()]
+    assert "assigned to" not in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 def test_inductor_generates_code_for_every_size(block: Block, x: torch.Tensor) -> None:
     """Inductor is given the whole graph at once, and its code serves any size of the batch."""
