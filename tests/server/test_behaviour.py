@@ -436,7 +436,7 @@ def test_a_worker_that_hangs_ends_the_server(checkpoint: Path) -> None:
 
 def test_signals_are_for_the_server(checkpoint: Path) -> None:
     """Signals to the whole group let what runs finish; the worker ends with the server, also where that is killed."""
-    with serving(checkpoint) as server:
+    with serving(checkpoint, "--server.drain_seconds", "300") as server:
         worker = process_of_model(server)
         asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
         until(lambda: server.metric("num_requests_running") == 1)

@@ -18,6 +18,7 @@ from opgraft.engine.workers.worker import DEVICE_SHARE, HOST_SHARE, Worker
 from opgraft.errors import ConfigError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.cpu.platform import CpuPlatform
+from opgraft.serving.text_engine import TextEngine
 from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
@@ -91,15 +92,16 @@ def test_answers_grow_and_end(llm: LLM) -> None:
 
 def test_logprobs_grow_in_place(llm: LLM) -> None:
     """A token adds to the list of log-probabilities, whatever its length; a snapshot keeps what it had."""
+    engine = TextEngine(llm.engine.core.opgraft_config)  # a thread computes the steps of the other
     output = add(
-        llm.engine,
+        engine,
         "a",
         "the cat",
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1),
     )
     lists, snapshots = [], []
-    while llm.engine.has_work:
-        llm.engine.step()
+    while engine.has_work:
+        engine.step()
         lists.append(output.outputs[0].logprobs)
         snapshots.append(output.snapshot())
     assert all(
