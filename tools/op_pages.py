@@ -190,7 +190,7 @@ def form_parts(form: Functional[..., Any]) -> Iterator[str]:
             if record.outside
             else ""
         )
-        checks = "[checks](../../explanation/proof.md#what-each-check-proves)"
+        checks = "[checks](../../how-to/implement-an-op.md#what-each-check-proves)"
         yield filled(
             f"Its native definition passed these {checks}: {', '.join(record.checks)}.{like}"
         )
