@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform as python
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from opgraft.base.installed import version_of
 from opgraft.base.text import printable
@@ -17,7 +17,7 @@ from opgraft.plugins.metadata import text_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import qualified
-from opgraft.registry.state import PluginStatus, host_state
+from opgraft.registry.state import HostState, PluginStatus, host_state
 from opgraft.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers")
@@ -53,13 +53,25 @@ def process_rows() -> dict[str, str]:
     for name, value in deciding_variables().items():
         rows[f"variable {name}"] = value
     rows[_LOCKFILE] = lockfile_in_words(state.settings().config.lockfile)
+    chosen = [each.provider for each in selection.decision.candidates if each.accepted]
+    return rows | _rows_of_plugins(state, chosen)
+
+
+def _rows_of_plugins(state: HostState, chosen: Iterable[Provider | None]) -> dict[str, str]:
+    """Return the rows of plugins, distributions and replacements.
+
+    Args:
+        state: of this process.
+        chosen: the providers of the platform.
+    """
+    rows = {}
     plugins = state.plugins.values()
     for plugin in plugins:
         rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
     active = [plugin for plugin in plugins if plugin.status is PluginStatus.ACTIVATED]
     rows["order of plugins"] = ", ".join(plugin.name for plugin in active) or "none"
-    chosen = [each.provider for each in selection.decision.candidates if each.accepted]
     used = [*filter(None, chosen), *(plugin.provider for plugin in active)]
+    # A distribution may bring a platform and several plugins.
     for provider in dict.fromkeys(used):
         rows[f"distribution {provider.name}"] = _installation(provider)
     for replacement in state.active:

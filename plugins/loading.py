@@ -274,15 +274,25 @@ class PluginPass:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: a plugin must not end the process
-            self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
-            # As text: the traceback itself would keep alive what the plugin's frames hold.
-            record.traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-            known = error.location if isinstance(error, PluginError) else None
-            record.location = known or raised_in(transaction.module.partition(".")[0], error)
-            message = failure_of(record)
-            if self.config.strict or any(offer.name == name for offer in self._named()):
-                raise PluginError(message) from error
-            logger.warning("%s It is left out.", printable(message), extra=record.attributes())
+            self._fail(name, when, error)
+
+    def _fail(self, name: str, when: str, error: BaseException) -> None:
+        """Take back a plugin with a failed step, and record the failure.
+
+        Raises:
+            PluginError: in strict mode, or if a setting names the plugin.
+        """
+        record = self.state.plugins[name]
+        self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
+        # As text: the traceback itself would keep alive the objects of the plugin's frames.
+        record.traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+        known = error.location if isinstance(error, PluginError) else None
+        package = self.transactions[name].module.partition(".")[0]
+        record.location = known or raised_in(package, error)
+        message = failure_of(record)
+        if self.config.strict or any(offer.name == name for offer in self._named()):
+            raise PluginError(message) from error
+        logger.warning("%s It is left out.", printable(message), extra=record.attributes())
 
     def _guarded(self, name: str, when: str, hook: object) -> AbstractContextManager[None]:
         """Set back the changes of the process by a step. Additions end with the plugin."""

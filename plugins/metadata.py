@@ -142,15 +142,24 @@ def fields_of(distribution: importlib_metadata.Distribution) -> dict[str, list[s
         else:
             last = fields.setdefault(name.lower(), [])
             last.append(value.strip())
+    # Both become parts of messages and of paths.
     for field in ("Name", "Version"):
-        value = fields.get(field.lower(), [""])[0]
-        if not value.strip():
-            raise ValueError(f"its METADATA has no {field}")
-        if len(value) > _LONGEST:
-            raise ValueError(f"the {field} in its METADATA has more than {_LONGEST} characters")
-        if not _SPELLED[field].fullmatch(value):
-            raise ValueError(f"the {field} in its METADATA is {value!a}, as none may be spelled")
+        _expect_spelled(field, fields.get(field.lower(), [""])[0])
     return fields
+
+
+def _expect_spelled(field: str, value: str) -> None:
+    """Check the name or the version of a distribution.
+
+    Raises:
+        ValueError: the value is empty, too long, or spelled as no name or version.
+    """
+    if not value.strip():
+        raise ValueError(f"its METADATA has no {field}")
+    if len(value) > _LONGEST:
+        raise ValueError(f"the {field} in its METADATA has more than {_LONGEST} characters")
+    if not _SPELLED[field].fullmatch(value):
+        raise ValueError(f"the {field} in its METADATA is {value!a}, as none may be spelled")
 
 
 def groups_in(text: str) -> list[str]:

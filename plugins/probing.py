@@ -216,10 +216,7 @@ def spec_of(offer: Offer) -> Any:
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     # Built-in platforms need not wait for these imports.
     child = importlib.import_module("opgraft.machine.child")
-    private = {}
-    for name, value in os.environ.items():
-        if name not in child.NEEDED:
-            private[name] = value
+    private = {name: value for name, value in os.environ.items() if name not in child.NEEDED}
     private |= machine.variables()
     try:
         bridge = offer.bridge.value if offer.bridge else ""
@@ -227,22 +224,37 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         what = f"the probe of platform {offer.name!r} of {offer.provider}"
         with told_when_late(what, offer.provider, time_limit):
             reply = child.ask_child(_CHILD, arguments, machine.to_dict(), time_limit)
-        if "failure" in reply:
-            raise ProbeFailed(masked(reply["failure"], private))
-        for name in reply.pop("asked"):
-            private.pop(name, None)
-        for remark in reply.pop("remarks"):
-            message = f"{what} {remark['message']}"
-            finding = Finding(message, offer.provider, remark["location"])
-            _keep(finding)
-        without_secrets = masked(reply, private)
-        return Evidence.from_dict(mapped(without_secrets, shortened))
+        return _evidence(reply, what, offer, private)
     except LostChildError as error:
         what = masked(f"probe {offer.value}: {error}", private)
         confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProbeFailed(masked(f"probe {offer.value}: {error}", private)) from error
+
+
+def _evidence(reply: dict[str, Any], what: str, offer: Offer, private: dict[str, str]) -> Evidence:
+    """Return the evidence in the reply of a child, without values of private variables.
+
+    Args:
+        reply: the reply. Remarks are taken out, and kept as findings.
+        what: the probe, in words.
+        offer: the offer of the probe.
+        private: variable → value. Variables that the probe has asked for are taken out.
+
+    Raises:
+        ProbeFailed: the probe has failed.
+    """
+    if "failure" in reply:
+        raise ProbeFailed(masked(reply["failure"], private))
+    # A probe tells what it has asked for, so these values may be shown.
+    for name in reply.pop("asked"):
+        private.pop(name, None)
+    for remark in reply.pop("remarks"):
+        message = f"{what} {remark['message']}"
+        _keep(Finding(message, offer.provider, remark["location"]))
+    without_secrets = masked(reply, private)
+    return Evidence.from_dict(mapped(without_secrets, shortened))
 
 
 def _keep(finding: Finding) -> None:

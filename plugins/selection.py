@@ -187,6 +187,17 @@ def _left_out(offer: Offer, why: str, exit_code: int) -> Finding:
     return Finding(message, offer.provider, exit_code=exit_code)
 
 
+def _conflict(out_of_tree: Sequence[_Asked]) -> PlatformConflictError:
+    """Make the error about several available platforms that are not built in."""
+    first, *others = [each.offer.name for each in out_of_tree]
+    rows = [f"{each.offer.name} ({each.offer.provider}: {each.reason})" for each in out_of_tree]
+    return PlatformConflictError(
+        f"{len(out_of_tree)} out-of-tree platforms are available: {' and '.join(rows)}. Choose by "
+        f"{PLATFORM}={first}, --platform {first} or OpgraftConfig(platform={first!r}), "
+        f"likewise {' and '.join(others)}."
+    )
+
+
 def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     wanted = settings.config.platform
     if wanted is not None:
@@ -201,15 +212,7 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     available = [a for a in asked if a.available]
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
-        first, *others = [a.offer.name for a in out_of_tree]
-        names = " and ".join(
-            f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree
-        )
-        raise PlatformConflictError(
-            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by "
-            f"{PLATFORM}={first}, --platform {first} or OpgraftConfig(platform={first!r}), "
-            f"likewise {' and '.join(others)}."
-        )
+        raise _conflict(out_of_tree)
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
     if not available:

@@ -42,8 +42,8 @@ def stray_code(
     files = {os.path.normpath(os.path.join(root, path)) for path in listed}
     modules = [each.module for each in discover().offers if each.provider == provider]
     for module in modules:
-        found = list(_files_of(module)) or ["elsewhere"]
-        for file in found:
+        # An import hook may find a module without a file.
+        for file in [*_files_of(module)] or ["elsewhere"]:
             if file not in files:
                 return _imported_from(module, file)
     # Modules of entry points come first, as they name what would be imported.

@@ -67,17 +67,19 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
         widths = _narrowed(_narrowed(widths, room, words), room, [1] * len(widths))
     lines = []
     for row in texts:
-        sizes = [max(size, 1) for size in widths]
-        cells = [
-            textwrap.wrap(cell, size, break_on_hyphens=False)
-            for cell, size in zip(row, sizes, strict=True)
-        ]
-        for parts in zip_longest(*cells, fillvalue=""):
-            lines.append(
-                "  ".join(
-                    part.ljust(size) for part, size in zip(parts, widths, strict=True)
-                ).rstrip()
-            )
+        lines += _lines_of_row(row, widths)
+    return lines
+
+
+def _lines_of_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return the lines of a row with columns of these widths."""
+    cells = []
+    for cell, width in zip(row, widths, strict=True):
+        cells.append(textwrap.wrap(cell, max(width, 1), break_on_hyphens=False))
+    lines = []
+    for parts in zip_longest(*cells, fillvalue=""):
+        padded = [part.ljust(width) for part, width in zip(parts, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
     return lines
 
 

@@ -160,11 +160,15 @@ def difference(
         if type(got) is type(expected) and (got is expected or bool(got == expected)):
             return 0.0, ""
         return None, f"{place} is {description_of(got)}, expected {description_of(expected)}"
-
-    ours_form, theirs_form = ((each.shape, each.dtype, each.device) for each in (got, expected))
-    if ours_form != theirs_form:
+    if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
         return None, f"{place} is {form_of(got)}, expected {form_of(expected)}"
+    return _difference_of_numbers(place, got, expected, tolerance)
 
+
+def _difference_of_numbers(
+    place: str, got: Tensor, expected: Tensor, tolerance: Tolerance
+) -> tuple[float | None, str]:
+    """Return ``difference`` of two tensors with the same shape, dtype and device."""
     ours = _numbers(got)
     theirs = _numbers(expected)
     # Most calls end here: equal numbers need no tolerance.

@@ -60,6 +60,16 @@ def show_neighbours(
         }
         print_json("opgraft.embeddings/1", data)
         return
+    _print_texts(texts, neighbours)
+    echo()
+    print_kernels(llm)
+    if comparison:
+        echo()
+        comparison.print()
+
+
+def _print_texts(texts: Sequence[str], neighbours: Sequence[int]) -> None:
+    """Print some texts, each with its neighbour."""
     pairs = zip(texts, neighbours, strict=True)
     for text, other in islice(pairs, _SHOWN):
         beside = f"-> {printable(texts[other])}"
@@ -69,11 +79,6 @@ def show_neighbours(
         echo(f"  {beside}")
     if len(texts) > _SHOWN:
         echo(f"and {len(texts) - _SHOWN} more, which --json has all of")
-    echo()
-    print_kernels(llm)
-    if comparison:
-        echo()
-        comparison.print()
 
 
 def nearest(embeddings: Tensor) -> list[int]:

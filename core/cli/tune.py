@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,18 +59,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     races, left_out = tuning.races(ops)
     file = ProfileFile(profile_path(host_state().settings()))
     wanted = [_DTYPES[name] for name in dtypes] or _claimed()
-    measured: dict[str, Measured] = {}
-    failed: dict[str, Mapping[str, str]] = {}
-    with progress_bar("ops measured", len(races)) as done:
-        for race in races:
-            outcome = tuning.run(race, wanted, seconds)
-            if outcome.left_out:
-                failed[race.name] = outcome.left_out
-            # Written at once, so that an interrupted run keeps finished ops.
-            if outcome.measured:
-                measured[race.name] = outcome.measured
-                file.add({race.name: outcome.measured})
-            done(1)
+    measured, failed = _run(races, wanted, seconds, file)
     if as_json:
         data: dict[str, Any] = {
             "file": str(file.path),
@@ -83,6 +72,32 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     else:
         _show(measured, failed, left_out, file)
     return int(bool(failed))
+
+
+def _run(
+    races: Sequence[tuning.Race],
+    wanted: Sequence[torch.dtype],
+    seconds: float,
+    file: ProfileFile,
+) -> tuple[dict[str, Measured], dict[str, Mapping[str, str]]]:
+    """Time the kernels of ops, and write each result to the file.
+
+    Returns:
+        Op → result, and op → reason by kernel that failed.
+    """
+    measured: dict[str, Measured] = {}
+    failed: dict[str, Mapping[str, str]] = {}
+    with progress_bar("ops measured", len(races)) as done:
+        for race in races:
+            outcome = tuning.run(race, wanted, seconds)
+            if outcome.left_out:
+                failed[race.name] = outcome.left_out
+            # Written at once, so that an interrupted run keeps finished ops.
+            if outcome.measured:
+                measured[race.name] = outcome.measured
+                file.add({race.name: outcome.measured})
+            done(1)
+    return measured, failed
 
 
 def _claimed() -> list[torch.dtype]:

@@ -155,37 +155,44 @@ def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
     return ids
 
 
+def _table(blocks: int) -> Tensor:
+    # Block 0 stays unused.
+    return torch.arange(1, blocks + 1)[None]
+
+
 def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
     """Return the calls of a decoder; one call for all tokens if the model has no cache."""
     device = next(model.parameters()).device
     ids = ids.to(device)
-    positions = torch.arange(len(ids), device=device)
+    count = len(ids)
+    positions = torch.arange(count, device=device)
     layers = attention_layers(model)
     states = state_layers(model)
+    # Without layers that keep something, all tokens are one call.
     if not layers and not states:
         return [Step(_called(ids, positions))]
 
     size = config.cache.block_size
-    blocks = -(-len(ids) // size)
+    blocks = -(-count // size)
     caches = _caches_of(model, layers, config, blocks)
     kept = _states_of(model, layers, states, config)
-    # Block 0 stays unused.
-    table = torch.arange(1, blocks + 1)[None]
-    steps = []
-    last = len(ids) - 1
-    for start, end in ((0, last), (last, len(ids))):
+    table = _table(blocks)
+
+    def step(start: int, end: int) -> Step:
         batch = AttentionBatch.of_sequences(
             [end - start],
             [end],
             table,
             caches,
             block_size=size,
-            max_context_len=len(ids),
+            max_context_len=count,
             device=device,
         )
         batch = dataclasses.replace(batch, states=kept)
-        steps.append(Step(_called(ids[start:end], positions[start:end]), batch))
-    return steps
+        return Step(_called(ids[start:end], positions[start:end]), batch)
+
+    # The last token is a call of its own, as in generation.
+    return [step(0, count - 1), step(count - 1, count)]
 
 
 def _caches_of(

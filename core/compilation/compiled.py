@@ -7,7 +7,7 @@ generate code (``backends.py``). The result is a ``Compiled``: a callable in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -97,9 +97,7 @@ class Compiled:
 
         self._check = InputCheck(signature.expected, signature.bounds)
         self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
-        used = (tensor for code in codes.values() for tensor in code.tensors)
-        joint = (part for code in codes.values() for part in code.joint)
-        self._places = Places(model, used, joint)
+        self._places = _places(model, codes.values())
 
     @property
     def unkept(self) -> str:
@@ -220,6 +218,13 @@ class Compiled:
             if size in sizes:
                 return code
         return self._code
+
+
+def _places(model: nn.Module, codes: Collection[Code]) -> Places:
+    """Return the places of all tensors that codes use."""
+    used = (tensor for code in codes for tensor in code.tensors)
+    joint = (part for code in codes for part in code.joint)
+    return Places(model, used, joint)
 
 
 def compile(

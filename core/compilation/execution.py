@@ -56,42 +56,62 @@ def executed(
             or static graphs are wanted, and the graph has no dynamic size or several.
     """
     recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
-    batch = ""
-    if recorded:
-        batch = captured.signature.batch("graph_mode")
-        captured.signature.expect_within("capture_sizes", recorded)
+    batch = _recorded_batch(captured, recorded)
     _expect_tensors(captured.module)
 
     is_whole = settings.graph_mode == "full"
     by: tuple[Candidate, ...] = ()
+    run: Runner
     if is_whole and not settings.cuts:
         told = "one piece"
         lowered, forms = lower(captured.module)
         run = build(lowered)
     else:
+        # A graph that is recorded whole has no recorded pieces.
         piecewise = () if is_whole else recorded
         pieces = Pieces(captured.module, settings.cuts, build, batch, piecewise)
         run = pieces
         forms = pieces.forms
         by = _cuts(settings.cuts, pieces)
+        # Without the setting, the cuts are those of any model, and some need not occur in this one.
         if settings.splitting_ops is not None:
             _expect_cuts(by, captured.module)
-        told = (
-            f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal "
-            "or cuts"
-        )
+        told = _in_words(pieces)
     if is_whole and recorded:
         expect_recordable(captured.module)
         run = ReplayedCode(run, captured.module, batch, recorded)
 
+    if recorded:
+        run = _copied(run)
+    return Execution(run, forms, recorded, _decision(told, by, recorded))
+
+
+def _in_words(pieces: Pieces) -> str:
+    number = len(pieces.pieces)
+    return f"{number} pieces, and code for {pieces.num_compiled}, as others are equal or cuts"
+
+
+def _recorded_batch(captured: CapturedGraph, recorded: Sequence[int]) -> str:
+    """Return the name of the dynamic size to record; empty if nothing is recorded.
+
+    Raises:
+        ConfigError: the graph has no dynamic size or several, or excludes a recorded size.
+    """
+    if not recorded:
+        return ""
+    batch = captured.signature.batch("graph_mode")
+    captured.signature.expect_within("capture_sizes", recorded)
+    return batch
+
+
+def _decision(told: str, by: tuple[Candidate, ...], recorded: Sequence[int]) -> Decision:
+    """Return the record of the pieces and static graphs."""
     reason = "nothing is recorded"
     setting = "compilation_config.splitting_ops"
     if recorded:
-        run = _copied(run)
         reason = f"recorded for batches of {', '.join(map(str, recorded))}"
         setting = "compilation_config.graph_mode"
-    decision = Decision("execution of the graph", told, reason, by, setting)
-    return Execution(run, forms, recorded, decision)
+    return Decision("execution of the graph", told, reason, by, setting)
 
 
 def _expect_tensors(module: fx.GraphModule) -> None:

@@ -24,7 +24,7 @@ from opgraft.compilation.tensors import move_joint, origins_of
 from opgraft.compilation.verification import of_sizes
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.errors import CacheEntryError
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 def codes_of(
@@ -73,6 +73,15 @@ def passes_to_run(settings: CompilationConfig) -> list[GraphPass]:
     return passes_of(settings.user_passes, settings.pass_config)
 
 
+def _tensors_of(graph: fx.GraphModule) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
+    """Return all tensors of a graph, and the tensors that the graph reads as parts of one."""
+    nodes = graph.graph.nodes
+    joint = tuple(part for node in nodes for part in node.meta.get(PARTS, ()))
+    move_joint(joint)
+    held = [attribute_of(graph, node) for node in nodes if node.op == "get_attr"]
+    return (*held, *joint), joint
+
+
 def generate(
     model: nn.Module,
     captured: CapturedGraph,
@@ -99,10 +108,7 @@ def generate(
     graph = captured.module
     folder = _folder_of_graphs(settings, sizes)
     reports = run_passes(passes, graph, model, folder, sizes)
-    joint = tuple(part for node in graph.graph.nodes for part in node.meta.get(PARTS, ()))
-    move_joint(joint)
-    held = [attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"]
-    tensors = (*held, *joint)
+    tensors, joint = _tensors_of(graph)
 
     builder = _Builder(str(settings.backend), sizes, packages)
     if settings.executed_otherwise:

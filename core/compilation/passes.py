@@ -119,17 +119,30 @@ class AddRMSNorm(GraphPass):
             if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
                 left.append(PASSED_OVER)
                 continue
-            with graph.inserting_before(summed):
-                arguments = (*summed.args, *given.values())
-                both = graph.call_function(self._fused[name], arguments)
-                normed = graph.call_function(operator.getitem, (both, 0))
-                total = graph.call_function(operator.getitem, (both, 1))
-            # A later pass may look for the sum by these.
-            total.meta.update(summed.meta)
-            norm.replace_all_uses_with(normed)
-            summed.replace_all_uses_with(total)
+            self._join(graph, norm, summed, self._fused[name], given)
             replaced += 1
         return PassOutcome.of(replaced, left)
+
+    def _join(
+        self, graph: fx.Graph, norm: fx.Node, summed: fx.Node, fused: Any, given: Mapping[str, Any]
+    ) -> None:
+        """Replace a sum and its norm by one call.
+
+        Args:
+            graph: has both.
+            norm, summed: the calls.
+            fused: the function for both.
+            given: further arguments of the norm.
+        """
+        with graph.inserting_before(summed):
+            arguments = (*summed.args, *given.values())
+            both = graph.call_function(fused, arguments)
+            normed = graph.call_function(operator.getitem, (both, 0))
+            total = graph.call_function(operator.getitem, (both, 1))
+        # A later pass may look for the sum by these.
+        total.meta.update(summed.meta)
+        norm.replace_all_uses_with(normed)
+        summed.replace_all_uses_with(total)
 
 
 def _is_sum(node: object) -> bool:

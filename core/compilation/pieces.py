@@ -90,15 +90,15 @@ class Pieces:
         exchanged = [*self._given, *held, *made]
         places = {node: place for place, node in enumerate(exchanged)}
 
+        # Weights are the same in each call.
         self._values: list[Any] = [None] * len(exchanged)
         for node in held:
             self._values[places[node]] = attribute_of(graph, node)
 
         results = end.args[0]
         self._constants = [each for each in results if not isinstance(each, fx.Node)]
-        # A constant has no place.
-        self._returned = [places[each] if isinstance(each, fx.Node) else None for each in results]
-        kept = {*self._returned, *(places[node] for node in held)}
+        self._returned = [_place_of(each, places) for each in results]
+        kept = {*self._returned, *map(places.__getitem__, held)}
         self._parts = _parts_of(self.pieces, runs, places, kept)
 
     def __call__(self, *tensors: Tensor) -> list[Any]:
@@ -139,3 +139,8 @@ def _parts_of(
         parts.append(_Part(run, inputs, outputs, last_read))
         read_later.update(inputs)
     return parts[::-1]
+
+
+def _place_of(result: Any, places: Mapping[fx.Node, int]) -> int | None:
+    # A constant has no place.
+    return places[result] if isinstance(result, fx.Node) else None

@@ -95,11 +95,12 @@ class AttentionQuantFP8(GraphPass):
         left: list[str] = []
         order = {node: place for place, node in enumerate(graph.nodes)}
         for node, name, given in semantic_calls(graph, "quant_fp8_static"):
-            moved = _moved(given["x"])
-            attention: Any = moved[0].args[0] if moved else given["x"]
+            x = given["x"]
+            moved = _moved(x)
+            attention: Any = moved[0].args[0] if moved else x
             arguments = self._arguments_of(attention)
             # The elements move between both forms, so one scale must serve all of them.
-            if arguments is None or tuple(given["group_shape"]) != (-1, -1):
+            if arguments is None or not _has_one_scale(given):
                 continue
             fused = f"{self._form}_{name}"
             if not may_replace(fused, self._form, name):
@@ -229,3 +230,8 @@ def _join_with_quantization(
         for user in readers:
             total.meta.update(user.meta)
             user.replace_all_uses_with(total)
+
+
+def _has_one_scale(given: Mapping[str, Any]) -> bool:
+    """Return True if a call quantizes all elements by one scale."""
+    return tuple(given["group_shape"]) == (-1, -1)

@@ -142,6 +142,28 @@ def check_restorable(op: nn.Module) -> None:
             )
 
 
+def _follow_training(op: nn.Module, original: nn.Module) -> None:
+    """Set the training flag of the op in the modules that only the original has."""
+    for part in set(original.modules()) - set(op.modules()):
+        part.training = op.training
+
+
+def _expect_all_tensors(op: nn.Module, kept: Original, held: Mapping[str, Tensor]) -> None:
+    """Check that an op has all tensors of its module.
+
+    Raises:
+        GraftError: the op lacks a tensor.
+    """
+    wanted = {name for row in kept.shared for name in row.tensors()}
+    lost = sorted(wanted - held.keys())
+    if lost:
+        raise GraftError(
+            f"{type(op).__name__} no longer has {', '.join(lost)} of the "
+            f"{type(kept.module).__name__} in whose place it stands: take back what changed it, "
+            "such as a parametrization, before ungrafting"
+        )
+
+
 def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
     """Return the module that an op stands for, with the op's tensors and changed settings.
 
@@ -166,19 +188,13 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
 
     original = kept.module
     held = _tensors(op)
-    lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())
-    if lost:
-        raise GraftError(
-            f"{type(op).__name__} no longer has {', '.join(lost)} of the {type(original).__name__} "
-            "in whose place it stands: take back what changed it, such as a parametrization, "
-            "before ungrafting"
-        )
-
+    _expect_all_tensors(op, kept, held)
     for row in kept.shared:
         tensors = getattr(row.owner, row.registry)
         present = {name: tensor is not None for name, tensor in tensors.items()}
         if sharing and present == row.names:
             continue
+        # A module that was shared until now gets dictionaries of its own.
         own: dict[str, Tensor | None] = dict.fromkeys(row.names)
         for name, is_tensor in row.names.items():
             if is_tensor:
@@ -187,9 +203,7 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
 
     _put_settings_back(op, original, kept.attributes)
 
-    for part in set(original.modules()) - set(op.modules()):
-        part.training = op.training
-
+    _follow_training(op, original)
     del op.__dict__[_KEPT]
     return original
 

@@ -293,13 +293,17 @@ class _Planner:
         substitution = Substitution(call.name, child, adapter.substitute)
         return Call(path, call.module, label, adapter.name, provider, op, substitution)
 
+    def _entries_of_op(self, op: CustomOp, path: str) -> list[Entry]:
+        entries: list[Entry] = [_left_alone(path, op, "already an op")]
+        # Modules within an op may call functions.
+        for name, part in op.named_modules():
+            if part is not op:
+                entries += self.calls_of(part, _join(path, name))
+        return entries
+
     def _entries_of(self, module: nn.Module, path: str) -> list[Entry]:
         if isinstance(module, CustomOp):
-            entries: list[Entry] = [_left_alone(path, module, "already an op")]
-            for name, part in module.named_modules():
-                if part is not module:
-                    entries += self.calls_of(part, _join(path, name))
-            return entries
+            return self._entries_of_op(module, path)
         # The children of a compiled module are compiled, too.
         if isinstance(module, torch.jit.ScriptModule):
             return [_left_alone(path, module, obstacle_of(module) or "")]

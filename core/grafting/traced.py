@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -176,21 +176,12 @@ def traced_function(
     """
     names = [*shapes]
     names += [f"argument {number}" for number in range(len(arguments))]
-    sizes = (*shapes.values(), *arguments)
-
-    def of_seeds(*seeds: Tensor) -> Tensor:
-        # Tensors that are made while tracing take no memory, whatever their size.
-        tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, sizes, strict=True)]
-        parameters = dict(zip(shapes, tensors, strict=False))
-        return function(parameters, *tensors[len(shapes) :])
-
-    seeds = [torch.empty(0, dtype=dtype) for _ in names]
-    graph = make_fx(of_seeds, tracing_mode="fake")(*seeds).graph
+    graph = _graph_of(function, shapes, arguments, dtype)
     inputs = graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Expression] = {}
 
     for seed, name in zip(inputs, names, strict=True):
-        # The users of a seed are the tensors that ``of_seeds`` makes.
+        # The users of a seed are the tensors that tracing has made of it.
         values.update(dict.fromkeys((seed, *seed.users), name))
 
     for node in graph.nodes:
@@ -201,6 +192,26 @@ def traced_function(
             values[node] = _value(node, values, dtype)
 
     raise NotExpressible("it returns nothing")
+
+
+def _graph_of(
+    function: Callable[..., Tensor],
+    shapes: Mapping[str, Shape],
+    arguments: Sequence[Shape],
+    dtype: torch.dtype,
+) -> fx.Graph:
+    """Trace a function. The graph has an empty input, the seed, for each tensor."""
+    sizes = (*shapes.values(), *arguments)
+
+    def of_seeds(*seeds: Tensor) -> Tensor:
+        # Tensors that are made while tracing take no memory, whatever their size.
+        tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, sizes, strict=True)]
+        parameters = dict(zip(shapes, tensors, strict=False))
+        return function(parameters, *tensors[len(shapes) :])
+
+    seeds = [torch.empty(0, dtype=dtype) for _ in sizes]
+    traced = make_fx(of_seeds, tracing_mode="fake")(*seeds)
+    return traced.graph
 
 
 def _call(module: nn.Module, parameters: Mapping[str, Tensor], *arguments: Tensor) -> Tensor:

@@ -174,20 +174,10 @@ class DecoderShape:
         layers, ropes = _layers(given, family)
         _expect_written(given)
         _expect_read(given, family, ropes)
-        latent = None
-        routed = None
-        if family.latent:
-            latent = _latent(given)
-            routed = RoutedShape.of(given)
-            attention_scale = _latent_scale(latent, ropes)
-        else:
-            attention_scale = _attention_scale(given, head_size)
-        experts = None
-        if family.experts is not None:
-            experts = ExpertsShape.of(given, family.experts)
-        embedding_scale = given("embedding_multiplier", 1.0)
-        if family.scaled_embedding:
-            embedding_scale = hidden**0.5
+        # Layers with latents have another scale, and other experts.
+        latent = _latent(given) if family.latent else None
+        routed = RoutedShape.of(given) if family.latent else None
+        experts = ExpertsShape.of(given, family.experts) if family.experts is not None else None
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -204,9 +194,9 @@ class DecoderShape:
             output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=bool(given("mlp_bias", False)),
             tied=bool(given("tie_word_embeddings", False)),
-            embedding_scale=embedding_scale,
+            embedding_scale=_embedding_scale(given, family, hidden),
             residual_scale=given("residual_multiplier", 1.0),
-            attention_scale=attention_scale,
+            attention_scale=_scale_of_scores(given, head_size, latent, ropes),
             attention_soft_cap=_positive(given, "attn_logit_softcapping"),
             logits_scale=1.0 / (_positive(given, "logits_scaling") or 1.0),
             logits_soft_cap=_positive(given, "final_logit_softcapping"),
@@ -362,6 +352,24 @@ def _ropes(given: GivenSettings, kinds: Sequence[str]) -> Mapping[str, Mapping[s
     trained = given("original_max_position_embeddings", None)
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
     return {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
+
+
+def _embedding_scale(given: GivenSettings, family: DecoderFamily, hidden: int) -> Any:
+    # Configs of Gemma have no setting for this scale.
+    if family.scaled_embedding:
+        return hidden**0.5
+    return given("embedding_multiplier", 1.0)
+
+
+def _scale_of_scores(
+    given: GivenSettings,
+    head_size: int,
+    latent: LatentShape | None,
+    ropes: Mapping[str, Mapping[str, Any]],
+) -> float:
+    if latent is not None:
+        return _latent_scale(latent, ropes)
+    return _attention_scale(given, head_size)
 
 
 def _attention_scale(given: GivenSettings, head_size: int) -> float:

@@ -14,7 +14,7 @@ import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,20 @@ def _code(codes: Mapping[int, str], kind: int) -> str:
     return codes[kind]
 
 
+def _rows(infos: Sequence[Any], start: int) -> tuple[list[Any], list[str]]:
+    """Return a row for each sound tensor, and the faults of the others."""
+    gguf = import_extra("gguf")
+    rows = []
+    times = Counter(name for name, *_ in infos)
+    problems = [f"tensor {name!r:.200} occurs {n} times" for name, n in times.items() if n > 1]
+    for info in infos:
+        try:
+            rows.append(_row(info, start, gguf))
+        except ValueError as error:
+            problems.append(f"tensor {info[0]!r:.200}: {error}")
+    return rows, problems
+
+
 def read_header(path: Path, data: memoryview) -> Header:
     """Read and check the header of a file.
 
@@ -184,15 +198,7 @@ def read_header(path: Path, data: memoryview) -> Header:
         ) from error
     # The bytes of tensors begin at the next multiple of the alignment.
     start = -(-cursor.place // alignment) * alignment
-    gguf = import_extra("gguf")
-    rows = []
-    times = Counter(name for name, *_ in infos)
-    problems = [f"tensor {name!r:.200} occurs {n} times" for name, n in times.items() if n > 1]
-    for info in infos:
-        try:
-            rows.append(_row(info, start, gguf))
-        except ValueError as error:
-            problems.append(f"tensor {info[0]!r:.200}: {error}")
+    rows, problems = _rows(infos, start)
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
     if problems:
         raise CheckpointError.listing(

@@ -193,13 +193,9 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
         return (
             f"{len(calls)} of {layers} layers call their attention through transformers' registry"
         )
-    usual = None if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [usual] * len(calls)
-    for (path, call), kind in zip(calls.items(), kinds, strict=True):
-        if kind not in _KINDS:
-            return f"{path} is of the kind {kind!r}"
-        if kind and (kind == "sliding_attention") != (call.sliding_window is not None):
-            return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
+    fault = _fault_of_kinds(config, calls)
+    if fault:
+        return fault
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             return f"{path} is a convolution over tokens"
@@ -207,6 +203,19 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
         if _FITTED_ROPES & set(ropes.values() if isinstance(ropes, dict) else [ropes]):
             return f"{path} rotates for the longest sequence of a batch"
     return "" if _takes_positions(model) else "it takes no positions"
+
+
+def _fault_of_kinds(config: Any, calls: Mapping[str, AttentionCall]) -> str:
+    """Return a reason if a layer has an unknown kind, or a window against its kind."""
+    usual = None if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * len(calls)
+    for (path, call), kind in zip(calls.items(), kinds, strict=True):
+        if kind not in _KINDS:
+            return f"{path} is of the kind {kind!r}"
+        slides = kind == "sliding_attention"
+        if kind and slides != (call.sliding_window is not None):
+            return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
+    return ""
 
 
 def _refused(model: nn.Module, reason: str) -> ModelError:
@@ -275,19 +284,15 @@ class TransformersModel(Model):
     def _adapt(self, model: Any) -> TransformersReport:
         """Replace layers, give memory to the rest, graft, and attach attention."""
         model.tie_weights()
-        found = self.examination
+        calls = self.examination.calls
         plan = self._plan(model)
-        whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
+        # A sink is a number of one head, and the plan does not cut sinks.
+        whole = {path: "attention has sinks" for path, call in calls.items() if call.sinks}
         quantization = quantization_config(self.opgraft_config, self)
         replacer = Replacer(model, plan, whole, quantization, self.prefix)
-        ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
+        ranks = {path: self._ranks(replacer, path, call) for path, call in calls.items()}
         replacer.embeddings(*self._cut(model))
-        sharing = expert_sharing(self.opgraft_config)
-        replacer.experts(found.experts, ExpertLayers(quantization, sharing))
-        here = {path for path, _ in model.named_modules()}
-        elsewhere = found.experts.keys() - here
-        # A module that stays takes the one tensor of transformers.
-        self.weights_mapper = replace(found.names, experts={*replacer.experts_paths, *elsewhere})
+        self._replace_experts(model, replacer, quantization)
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
@@ -296,6 +301,16 @@ class TransformersModel(Model):
         grafted = graft(model)
         kept = (*replacer.left, *self._kept_whole(model, plan))
         return TransformersReport(tuple(replacer.cuts), kept, attached, grafted)
+
+    def _replace_experts(self, model: Any, replacer: Replacer, quantization: Any) -> None:
+        """Replace modules of experts, and have their weights loaded one by one."""
+        found = self.examination
+        sharing = expert_sharing(self.opgraft_config)
+        replacer.experts(found.experts, ExpertLayers(quantization, sharing))
+        here = {path for path, _ in model.named_modules()}
+        elsewhere = found.experts.keys() - here
+        # A module that stays takes the one tensor of transformers.
+        self.weights_mapper = replace(found.names, experts={*replacer.experts_paths, *elsewhere})
 
     def _plan(self, model: Any) -> dict[str, str]:
         """Return the plan of the config, with the paths of the whole model."""
@@ -349,18 +364,10 @@ class TransformersModel(Model):
         head = model.get_output_embeddings()
         if get_pp_group().world_size == 1:
             return embedding, head
-        chain = self.examination.chain
-        if chain.uncut:
-            raise DistributedError(
-                f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. "
-                "Use parallel.tensor"
-            )
         paths = {module: path for path, module in model.named_modules()}
-        layers = model.get_submodule(chain.path)
         heads = [f"{paths[each]}.weight" for each in (head, embedding) if each in paths]
-        stage = Stage.of(self, chain.path, len(layers), heads)
-        self.stage = stage
-        self.gate = leave_out(layers, stage, chain.results, embedding.weight.shape[1])
+        others = self._cut_layers(model, heads, embedding.weight.shape[1])
+        stage = self.stage
         is_tied = head is not None and head.weight is embedding.weight
         has_embedding = stage.is_first or (stage.is_last and is_tied)
         absent = []
@@ -369,10 +376,31 @@ class TransformersModel(Model):
         if not stage.is_last and head in paths:
             absent.append(paths[head])
         _replace_by_nothing(model, absent)
-        numbers = [number for number in range(len(layers)) if number not in stage.layers]
-        others = [f"{chain.path}.{number}" for number in numbers]
         self._elsewhere = [*others, *absent]
         return (embedding if has_embedding else None), (head if stage.is_last else None)
+
+    def _cut_layers(self, model: Any, heads: Sequence[str], width: int) -> list[str]:
+        """Leave out the layers of other stages, and return their paths.
+
+        Args:
+            model: the whole model.
+            heads: the names of weights of embedding and head.
+            width: elements of a hidden state.
+
+        Raises:
+            DistributedError: the model cannot be cut into stages.
+        """
+        chain = self.examination.chain
+        if chain.uncut:
+            raise DistributedError(
+                f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. "
+                "Use parallel.tensor"
+            )
+        layers = model.get_submodule(chain.path)
+        self.stage = Stage.of(self, chain.path, len(layers), heads)
+        self.gate = leave_out(layers, self.stage, chain.results, width)
+        numbers = [number for number in range(len(layers)) if number not in self.stage.layers]
+        return [f"{chain.path}.{number}" for number in numbers]
 
     def parts_elsewhere(self) -> Collection[str]:
         """Return the names of the parts that other stages have."""

@@ -27,6 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 _GATHERED = (ColumnParallelLinear, {"gather_output": True})
 _SPLITTING = (RowParallelLinear, {"input_is_parallel": False})
+_TIED_TO_ANOTHER_KIND = (
+    "embedding and output layer share a weight, and one of them is of another kind: whole"
+)
 STYLES: Mapping[str, tuple[type[nn.Module], Mapping[str, Any]]] = MappingProxyType(
     {
         "colwise": (ColumnParallelLinear, {}),
@@ -213,12 +216,8 @@ class Replacer:
         is_plain = type(embedding) is nn.Embedding
         is_outer = type(head) is nn.Linear and "." not in paths[head]
         if are_tied and not (is_plain and is_outer):
-            reason = (
-                "embedding and output layer share a weight, and one of them is of another kind: "
-                "whole"
-            )
-            self.untouched[head] = reason
-            self.untouched[embedding] = reason
+            self.untouched[head] = _TIED_TO_ANOTHER_KIND
+            self.untouched[embedding] = _TIED_TO_ANOTHER_KIND
         self._report_untouched(paths, embedding, head)
         replaced = None
         if is_plain and embedding not in self.untouched:
@@ -226,10 +225,15 @@ class Replacer:
             replaced = self._over_vocabulary(VocabParallelEmbedding, path, embedding.weight)
             self.put(path, embedding, replaced)
         if is_outer and head not in self.untouched:
-            path = paths[head]
-            has_bias = head.bias is not None
-            made: Any = self._over_vocabulary(ParallelLMHead, path, head.weight, bias=has_bias)
-            self.put(path, head, made.tie_weights(replaced) if are_tied else made)
+            self._replace_head(paths[head], head, replaced if are_tied else None)
+
+    def _replace_head(self, path: str, head: Any, tied: Any) -> None:
+        """Replace the output layer, with the weight of the embedding ``tied`` if there is one."""
+        has_bias = head.bias is not None
+        made: Any = self._over_vocabulary(ParallelLMHead, path, head.weight, bias=has_bias)
+        if tied is not None:
+            made = made.tie_weights(tied)
+        self.put(path, head, made)
 
     def _report_untouched(self, paths: Mapping[Any, str], *modules: nn.Module | None) -> None:
         for module in modules:

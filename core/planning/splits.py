@@ -218,26 +218,26 @@ class Planner:
     def _fitting(self, split: Split, wanted: PlanRequest) -> Fitting:
         """Return the figures of a split that fits."""
         layout = split.layout
+        # Stages compute different requests at the same time.
         rows = ceil(wanted.batch / (layout.data * layout.pipeline))
         sequences = ceil(wanted.batch / layout.data)
-        shards = []
+        weights = []
         stages = []
         tokens = []
         sent = []
         for rank in self._ranks(layout):
             shard = self._shard(split, rank)
             step = shard.step(rows, wanted.context)
-            shards.append(shard)
+            weights.append(shard.weight_bytes)
             stages.append(seconds_of(shard, step, layout, rank, self.device))
             tokens.append(self._cache_tokens(shard, wanted, sequences))
             sent.append(sent_bytes(step.transfers, layout))
-        totals = [stage.total for stage in stages]
         # The slowest stage limits a full pipeline.
-        seconds = max(sum(totals), layout.pipeline * max(totals))
+        seconds = layout.pipeline * max(stage.total for stage in stages)
         return Fitting(
             layout,
             split.expert,
-            weight_bytes=max(shard.weight_bytes for shard in shards),
+            weight_bytes=max(weights),
             cache_tokens=min(tokens),
             sent=max(sent, key=lambda each: sum(each.values())),
             stages=tuple(stages),

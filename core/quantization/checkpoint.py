@@ -361,14 +361,7 @@ class Scales:
             groups = -(-inputs // width)
         else:
             groups = expect_groups(layer, inputs, width)
-        *inner, last = outputs
-        has_rest = sum(outputs) == layer.output_size
-        if any(size % height for size in inner) or (last % height and not has_rest):
-            raise QuantizationError(
-                f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} "
-                f"outputs on this rank, which the checkpoint's blocks of {height} do not divide: "
-                "take fewer ranks"
-            )
+        _expect_whole_blocks(layer, outputs, height)
         if width != -1:
             attributes = {"input_dim": 1, "input_unit": width, **attributes}
         shape = (-(-sum(outputs) // height), groups)
@@ -382,3 +375,20 @@ class Scales:
             return scales
         times = torch.tensor(list(outputs), device=scales.device)
         return scales.repeat_interleave(times)[:, None]
+
+
+def _expect_whole_blocks(layer: Any, outputs: Sequence[int], height: int) -> None:
+    """Check that a rank's part of a weight cuts no blocks.
+
+    Raises:
+        QuantizationError: the part cuts blocks.
+    """
+    *inner, last = outputs
+    # The last block of the whole layer may be smaller.
+    has_rest = sum(outputs) == layer.output_size
+    if any(size % height for size in inner) or (last % height and not has_rest):
+        raise QuantizationError(
+            f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} "
+            f"outputs on this rank, which the checkpoint's blocks of {height} do not divide: "
+            "take fewer ranks"
+        )

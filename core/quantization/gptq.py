@@ -275,21 +275,7 @@ class GPTQLinearMethod(GroupLinearMethod):
             **cut,
             **extra_weight_attrs,
         )
-        parts = len(output_partition_sizes)
-        if parts == 1:
-            create_parameter(
-                layer, "g_idx", (inputs,), torch.int32, input_dim=0, **extra_weight_attrs
-            )
-            return
-        # Each layer inside a merged layer has a list.
-        create_parameter(
-            layer,
-            "g_idx",
-            (parts, inputs),
-            torch.int32,
-            needs_scalar_to_array=True,
-            **extra_weight_attrs,
-        )
+        _create_index(layer, len(output_partition_sizes), inputs, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Repack the weight with the inputs of each group side by side.
@@ -387,3 +373,13 @@ def _scattered(layer: Any) -> QuantizationError:
         "activations (desc_act), which are scattered over the ranks that share the inputs, or not "
         "of one size: take one rank, or a checkpoint without desc_act"
     )
+
+
+def _create_index(layer: Any, parts: int, inputs: int, attributes: Mapping[str, Any]) -> None:
+    """Give a layer the list of the group of each input."""
+    if parts == 1:
+        create_parameter(layer, "g_idx", (inputs,), torch.int32, input_dim=0, **attributes)
+        return
+    # Each layer inside a merged layer has a list.
+    shape = (parts, inputs)
+    create_parameter(layer, "g_idx", shape, torch.int32, needs_scalar_to_array=True, **attributes)

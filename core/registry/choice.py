@@ -108,6 +108,12 @@ class ReplacementChoice:
         return f"priority {row.priority} is below {self.winner.priority}"
 
 
+def _best(eligible: Sequence[Replacement]) -> list[Replacement]:
+    """Return the replacements of the highest priority."""
+    highest = max((each.priority for each in eligible), default=0)
+    return [each for each in eligible if each.priority == highest]
+
+
 def choose_replacement(
     target: type,
     *,
@@ -143,9 +149,7 @@ def choose_replacement(
     wanted = settings.chosen_provider(op_name)
     of_target = [each for each in active if each.target is target]
     rows = tuple((each, objection_to(each, platform, wanted)) for each in of_target)
-    eligible = [each for each, objection in rows if objection is None]
-    highest = max((each.priority for each in eligible), default=0)
-    best = [each for each in eligible if each.priority == highest]
+    best = _best([each for each, objection in rows if objection is None])
     # The order of loading must not decide.
     if len(best) > 1:
         raise _conflict(best, target, op_name, platform, settings)

@@ -37,9 +37,8 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
             f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op "
             "class it stands in for"
         )
-    if not (
-        isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)
-    ):
+    is_op = isinstance(target, type) and any("__op_base__" in vars(b) for b in target.__mro__)
+    if not is_op:
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no "
             "opgraft.CustomOp: only ops, and classes that derive from opgraft.PluggableClass, have "
@@ -51,6 +50,15 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
             "a subclass of it, so isinstance checks and inherited state would break. Derive it "
             f"from {target.__name__}."
         )
+    return _findings(target, cls)
+
+
+def _findings(target: type, cls: type) -> tuple[str, ...]:
+    """Return the findings about a subclass of ``target``.
+
+    Raises:
+        RegistrationError: the subclass overrides nothing, has an async method, or refuses a call.
+    """
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base)}
     methods = [method for method in ("__init__", *called_methods(target)) if method in defined]

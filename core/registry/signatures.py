@@ -162,27 +162,31 @@ def _form_of_signature(signature: Signature) -> list[tuple[str, Any, bool]]:
 
 def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, str]]]:
     """Yield the smallest and largest calls of a signature. Each value is a parameter's name."""
-    parameters = list(signature.parameters.values())
-    positional = [
-        p
-        for p in parameters
-        if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    keyword_only = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
-    takes_more = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
-    takes_any_keyword = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    of_kind: dict[Any, list[Parameter]] = {}
+    for parameter in signature.parameters.values():
+        of_kind.setdefault(parameter.kind, []).append(parameter)
+    either = of_kind.get(Parameter.POSITIONAL_OR_KEYWORD, [])
+    positional = [*of_kind.get(Parameter.POSITIONAL_ONLY, []), *either]
+    keyword_only = of_kind.get(Parameter.KEYWORD_ONLY, [])
     for count in range(len(positional) + 1):
-        args = [p.name for p in positional[:count]]
-        by_name = [
-            p for p in positional[count:] if p.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ] + keyword_only
-        yield args, {p.name: p.name for p in by_name if p.default is Parameter.empty}
-        most = {p.name: p.name for p in by_name}
+        args = _names(positional[:count])
+        by_name = [each for each in positional[count:] if each in either] + keyword_only
+        required = [each for each in by_name if each.default is Parameter.empty]
+        yield args, _by_name(required)
+        most = _by_name(by_name)
         yield args, most
-        if takes_any_keyword:
+        if Parameter.VAR_KEYWORD in of_kind:
             yield args, {**most, _EXTRA_KEYWORD: _EXTRA_KEYWORD}
-    if takes_more:
-        yield [*(p.name for p in positional), "one_more"], {p.name: p.name for p in keyword_only}
+    if Parameter.VAR_POSITIONAL in of_kind:
+        yield [*_names(positional), "one_more"], _by_name(keyword_only)
+
+
+def _names(parameters: Sequence[Parameter]) -> list[str]:
+    return [each.name for each in parameters]
+
+
+def _by_name(parameters: Sequence[Parameter]) -> dict[str, str]:
+    return {each.name: each.name for each in parameters}
 
 
 def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opgraft.errors import CheckpointError, RequestError, close_matches
+from opgraft.errors import CheckpointError, OpgraftError, RequestError, close_matches
 from opgraft.serving.template_answer import AnswerKind
 from opgraft.serving.template_renderer import TemplateRenderer
 from opgraft.serving.tokenizer import Tokenizer
@@ -69,6 +69,7 @@ class ChatTemplate:
         chat = [_message(message, index) for index, message in enumerate(messages)]
         given = {"tools": tools, "documents": documents, **(values or {})}
         further = {key: _as_plain_data(value, key) for key, value in given.items()}
+        # Messages come last: no value of a request takes their place.
         known = {
             **self._tokenizer.special_tokens,
             **further,
@@ -81,23 +82,30 @@ class ChatTemplate:
             kind, text = AnswerKind.REFUSED, "they are nested too deeply"
         if kind is AnswerKind.TEXT:
             return _up_to_final_message(text, chat[-1]) if continue_final_message else text
-        if kind is AnswerKind.INVALID and source is not None:
-            raise RequestError(f"the given chat template{text}. Correct it, or leave it out.")
-        file = self._tokenizer.template_file
         if kind is AnswerKind.INVALID:
-            raise CheckpointError(
-                f"the chat template {chosen!r} of {self._tokenizer.path}{text}. Download it again, "
-                "or pass prompts as text."
-            )
-        origin = f"the chat template {chosen!r} of the model"
-        if source is not None:
-            origin = "the given chat template"
-        elif file is not None:
-            origin = f"the chat template of the file {Path(file).name}"
+            raise self._invalid(chosen, source, text)
         raise RequestError(
-            f"{origin} cannot make a text of these {len(chat)} "
+            f"{self._origin(chosen, source)} cannot make a text of these {len(chat)} "
             f"messages: {text}. Change the messages, or pass a prompt as text."
         )
+
+    def _invalid(self, name: str, source: str | None, fault: str) -> OpgraftError:
+        """Make the error about a template that cannot be compiled."""
+        if source is not None:
+            return RequestError(f"the given chat template{fault}. Correct it, or leave it out.")
+        return CheckpointError(
+            f"the chat template {name!r} of {self._tokenizer.path}{fault}. Download it again, "
+            "or pass prompts as text."
+        )
+
+    def _origin(self, name: str, source: str | None) -> str:
+        """Return words for the place of a template."""
+        if source is not None:
+            return "the given chat template"
+        file = self._tokenizer.template_file
+        if file is not None:
+            return f"the chat template of the file {Path(file).name}"
+        return f"the chat template {name!r} of the model"
 
     def _default(self, tools: object) -> str:
         """Return the name of the template for a call without a name."""

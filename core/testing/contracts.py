@@ -225,6 +225,16 @@ def _sequences(heads: int, kv_heads: int, cache: Tensor) -> list[list[Tensor]]:
     return sequences
 
 
+def _inputs_between(
+    sequences: Sequence[Sequence[Tensor]], starts: Sequence[int], ends: Sequence[int]
+) -> list[Tensor]:
+    """Return queries, keys and values of some tokens, each for all sequences one after another."""
+    pieces = []
+    for sequence, start, end in zip(sequences, starts, ends, strict=True):
+        pieces.append([x[start:end] for x in sequence])
+    return [torch.cat(part) for part in zip(*pieces, strict=True)]
+
+
 def _in_chunks(
     layer: Attention, cache: Tensor, sequences: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
@@ -242,15 +252,11 @@ def _in_chunks(
             block_size=BLOCK,
             device=cache.device,
         )
-        spans = map(slice, done, so_far)
-        pieces = [
-            [x[span] for x in sequence] for sequence, span in zip(sequences, spans, strict=True)
-        ]
-        # The batch has the queries of all sequences one after the other, then keys, then values.
-        inputs = [torch.cat(part) for part in zip(*pieces, strict=True)]
+        inputs = _inputs_between(sequences, done, so_far)
         with torch.inference_mode(), attending(batch):
             attended = layer(*inputs)
-        for result, part in zip(results, attended.split(chunks), strict=True):
+        parts = attended.split(chunks)
+        for result, part in zip(results, parts, strict=True):
             result.append(part)
         done = so_far
     return list(map(torch.cat, results))

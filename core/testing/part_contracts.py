@@ -152,6 +152,31 @@ def _check_failures(sampler: Sampler, logits: Tensor, right: list[int]) -> None:
     raise AssertionError("three rows of logits for two requests were taken: that is a RequestError")
 
 
+def _expect_same_in_other_steps(
+    hand: _Hand, whole: Mapping[str, Sequence[int]], *, copies: bool
+) -> None:
+    """Check that prompts in chunks, and behind a copied prefix, have the tokens of whole prompts.
+
+    Args:
+        hand: computes steps.
+        whole: the tokens of each prompt alone.
+        copies: try the copied prefix. States are not in blocks, so a copy of blocks has no state.
+    """
+    # Chunks of 4 tokens end within the prompts.
+    together = hand.answer(PROMPTS, chunk=4)
+    _expect(
+        together == whole,
+        f"prompts in chunks beside each other have the tokens {together}, alone {whole}",
+    )
+    if not copies:
+        return
+    copied = hand.answer_behind_copy(PROMPTS["long"])
+    _expect(
+        copied == whole["long"],
+        f"behind a prefix that was copied the tokens are {copied}, not {whole['long']}",
+    )
+
+
 def check_model_runner(
     given: OpgraftConfig, expected: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, list[int]]:
@@ -176,19 +201,7 @@ def check_model_runner(
     runner.compile_model()
     hand = _Hand(runner.execute, len(runner.layout.groups), runner.layout.block_size)
     whole = {name: hand.answer({name: prompt})[name] for name, prompt in PROMPTS.items()}
-    # Chunks of 4 tokens end within the prompts.
-    together = hand.answer(PROMPTS, chunk=4)
-    _expect(
-        together == whole,
-        f"prompts in chunks beside each other have the tokens {together}, alone {whole}",
-    )
-    # States are not in blocks, so that a copy of blocks has no state.
-    if not runner.layout.states:
-        copied = hand.answer_behind_copy(PROMPTS["long"])
-        _expect(
-            copied == whole["long"],
-            f"behind a prefix that was copied the tokens are {copied}, not {whole['long']}",
-        )
+    _expect_same_in_other_steps(hand, whole, copies=not runner.layout.states)
     if expected is not None:
         wanted = {name: [*tokens] for name, tokens in expected.items()}
         _expect(whole == wanted, f"tokens are {whole}, not {expected}")
@@ -243,24 +256,27 @@ class _Hand:
         )
         return found
 
+    def _all_new(self, prompts: Mapping[str, Sequence[int]]) -> tuple[NewSequence, ...]:
+        places = enumerate(prompts.items())
+        return tuple(self._new(name, prompt, place) for place, (name, prompt) in places)
+
     def answer(
         self, prompts: Mapping[str, Sequence[int]], chunk: int = 1 << 30
     ) -> dict[str, list[int]]:
         """Compute prompts beside each other, in chunks of some tokens, and the next tokens."""
-        places = enumerate(prompts.items())
-        added = tuple(self._new(name, prompt, place) for place, (name, prompt) in places)
+        added = self._all_new(prompts)
         states = tuple((None, each.state) for each in added)
         done = dict.fromkeys(prompts, 0)
         outputs: dict[str, list[int]] = {name: [] for name in prompts}
-        while any(len(tokens) < NEW for tokens in outputs.values()):
+        while unfinished := [name for name, tokens in outputs.items() if len(tokens) < NEW]:
             batch = []
-            for name, prompt in prompts.items():
-                if len(outputs[name]) < NEW:
-                    part = self._part(name, len(prompt), done[name], chunk, outputs[name])
-                    done[name] += part.count
-                    batch.append(part)
-            step = Step((), added, (), tuple(batch), states)
-            for name, token in self._computed(step).items():
+            for name in unfinished:
+                length = len(prompts[name])
+                part = self._part(name, length, done[name], chunk, outputs[name])
+                done[name] += part.count
+                batch.append(part)
+            computed = self._computed(Step((), added, (), tuple(batch), states))
+            for name, token in computed.items():
                 outputs[name].append(token)
             # Sequences are new in the first step only.
             added = ()

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -210,6 +210,17 @@ def _moved(values: Tensor, requires_grad: bool, attributes: Mapping[str, Any]) -
     return made
 
 
+def _run_and_follow(run: Callable[[], Any], ours: Sequence[SimulatedTensor]) -> Any:
+    """Run an operator, and have tensors of the device follow numbers of another form."""
+    before = [(each, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
+    result = run()
+    # An operator such as resize_ changes a tensor in place.
+    for each, form, memory in before:
+        if _form(each.numbers) != form:
+            _follow(each, form, memory)
+    return result
+
+
 def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator of torch on the device.
 
@@ -226,32 +237,38 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return run_without_device(operator, *args, **kwargs)
     _expect_one_device(name, given, ours)
     stream = current_stream()
-    is_on_device = ours and len(ours) == len(given)
     run = functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs))
     graph = recording_graph()
     if graph is not None:
         _expect_no_host(name, given, ours, kwargs)
-    elif is_on_device and ours[0] is args[0] and _only_writes(operator):
+    elif _can_wait(operator, args, given, ours):
         stream.put(run)
         return ours[0]
     # An operator that makes tensors, or takes those of the host, waits for queued work.
     stream.synchronize()
     # An operator that returns an argument must return the same object.
     known = {id(_on_host(each)): each for each in given}
-    before = [(each, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
-    result = run()
+    result = _run_and_follow(run, ours)
     if graph is not None:
         numbers = [each.numbers for each in ours]
-        graph.add(name, run, numbers, result, writes_to_arguments(operator))
-    # An operator such as resize_ changes a tensor in place.
-    for each, form, memory in before:
-        if _form(each.numbers) != form:
-            _follow(each, form, memory)
-    # A copy to another device leaves this one.
-    target = kwargs.get("device")
-    if target is not None and torch.device(target).type != DEVICE_TYPE:
+        writes = writes_to_arguments(operator)
+        graph.add(name, run, numbers, result, writes)
+    if _leaves_device(kwargs.get("device")):
         return result
     return _on_device(result, known, name)
+
+
+def _can_wait(
+    operator: Any, args: Sequence[Any], given: Sequence[Tensor], ours: Sequence[SimulatedTensor]
+) -> bool:
+    """Return True if a call may run later: it only writes to its first argument, on the device."""
+    is_on_device = ours and len(ours) == len(given)
+    return bool(is_on_device and ours[0] is args[0] and _only_writes(operator))
+
+
+def _leaves_device(target: Any) -> bool:
+    """Return True for a copy to another device."""
+    return target is not None and torch.device(target).type != DEVICE_TYPE
 
 
 def _expect_one_device(name: str, given: list[Tensor], ours: list[SimulatedTensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from opgraft.machine.evidence import Device, Evidence, Fact
@@ -29,6 +29,21 @@ HIERARCHY = "ZE_FLAT_DEVICE_HIERARCHY"
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/xpu"
 
 
+def _all_units(machine: Machine, cards: Sequence[Device], tiles: Mapping[str, int]) -> list[Device]:
+    """Return the devices of cards: their tiles, or one device for each composite card.
+
+    Args:
+        machine: the machine.
+        cards: the cards in reach.
+        tiles: the number of tiles by PCI address.
+    """
+    units: list[Device] = []
+    for card in cards:
+        parts = 1 if _composite(machine) else tiles[card.pci_address or ""]
+        units += _units(card, parts)
+    return units
+
+
 def probe(machine: Machine) -> Evidence:
     """Return evidence for XPUs. A GPU within a processor is none: it has no memory of its own."""
     functions = pci_functions(machine, VENDOR)
@@ -41,18 +56,11 @@ def probe(machine: Machine) -> Evidence:
     found = [_found(machine, function, card) for function, card in cards.items()]
     within_reach = usable(found)
     tiles = {function.address: card.tiles for function, card in cards.items()}
-    units: list[Device] = []
-    for one in within_reach:
-        parts = tiles[one.device.pci_address or ""]
-        if _composite(machine):
-            parts = 1
-        units += _units(one.device, parts)
+    units = _all_units(machine, [one.device for one in within_reach], tiles)
     visible = _visible(machine, len(units))
-    obstacles = (
-        within_reach[0].obstacle,
-        _all_hidden(machine, visible),
-        torch_obstacle(machine, "xpu", _INSTALL),
-    )
+    all_hidden = _all_hidden(machine, visible)
+    without_torch = torch_obstacle(machine, "xpu", _INSTALL)
+    obstacles = (within_reach[0].obstacle, all_hidden, without_torch)
     summary = _summary_of_gpus(found, within_reach, len(units))
     return verdict(summary, hide(units, visible), obstacles, _facts(machine, found))
 

@@ -156,15 +156,7 @@ class RecordedSteps:
         size = next((size for size in self.sizes if size >= count), None)
         if size is None or batch.max_query_len != 1 or len(inputs.input_ids) != count:
             return None
-        slots = []
-        tables = []
-        for group in self._groups:
-            # Layers of a group share both.
-            name = next(iter(group))
-            pages = batch.pages[name]
-            slots.append(pages.slots)
-            tables.append(pages.block_table)
-        given = [inputs.input_ids, inputs.positions, batch.seq_lens, *slots, *tables]
+        given = self._given(inputs)
         graph = self._graphs[size]
         padding = self._rows_of_padding[size]
         for static, unused, x in zip(graph.inputs, padding, given, strict=True):
@@ -174,6 +166,19 @@ class RecordedSteps:
             rows.copy_(x)
         hidden: Tensor = graph.replay()[0]
         return hidden[:count]
+
+    def _given(self, inputs: Inputs) -> list[Tensor]:
+        """Return the tensors of a step in the order of a graph's inputs."""
+        batch = inputs.batch
+        slots = []
+        tables = []
+        for group in self._groups:
+            # Layers of a group share both.
+            name = next(iter(group))
+            pages = batch.pages[name]
+            slots.append(pages.slots)
+            tables.append(pages.block_table)
+        return [inputs.input_ids, inputs.positions, batch.seq_lens, *slots, *tables]
 
     def _inputs(self, size: int) -> list[Tensor]:
         """Return the inputs of a step of padding: ids, positions, lengths, slots and tables."""

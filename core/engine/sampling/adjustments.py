@@ -40,16 +40,16 @@ class Adjustments:
         self._restricted: list[tuple[int, Row]] = []
         self._processed: list[tuple[int, Row]] = []
         penalised: list[tuple[int, Row]] = []
-        for index, row in enumerate(rows):
-            params = row.params
-            if params.allowed_token_ids is not None:
-                self._allowed.append((index, self._within(params.allowed_token_ids)))
+        for place in enumerate(rows):
+            index, row = place
+            if row.params.allowed_token_ids is not None:
+                self._allowed.append((index, self._within(row.params.allowed_token_ids)))
             if row.restricted:
-                self._restricted.append((index, row))
-            if params.logits_processors:
-                self._processed.append((index, row))
+                self._restricted.append(place)
+            if row.params.logits_processors:
+                self._processed.append(place)
             if row.penalised:
-                penalised.append((index, row))
+                penalised.append(place)
         self._bias = self._bias_of(rows)
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
         listed = (self._grammars, self._allowed, self._restricted, self._processed, penalised)

@@ -128,7 +128,8 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     # The sum over the vocabulary is computed only for rows with top-p alone.
     mass = None
     total = scaled.new_zeros(len(scaled), dtype=torch.float64)
-    if bool((filters.whole & filters.top_p.isfinite()).any()):
+    has_top_p_alone = filters.whole & filters.top_p.isfinite()
+    if bool(has_top_p_alone.any()):
         mass = scaled.exp()
         total = _totals(blocks_of(mass, 0.0)).sum(-1)
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
@@ -136,16 +137,31 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
         return tokens
     has_top_k = filters.top_k[left, 0] < vocabulary
     wide = left[~has_top_k]
-    ranked = left[has_top_k]
     if len(wide):
         tokens[wide] = _draw_wide(scaled, mass, filters, wide, keys)
-    for size in (CANDIDATES[1], vocabulary):
-        if len(ranked):
-            some = filters.take(ranked)
-            drawn, later = _draw_among(size, scaled[ranked], some, total[ranked], keys[ranked])
-            tokens[ranked] = drawn
-            ranked = ranked[later]
+    _draw_ranked(tokens, left[has_top_k], scaled, filters, total, keys)
     return tokens
+
+
+def _draw_ranked(
+    tokens: Tensor, rows: Tensor, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor
+) -> None:
+    """Draw tokens for rows with top-k that few candidates did not decide, and write the tokens.
+
+    Args:
+        tokens: ``[n]``, written for ``rows``.
+        rows: the numbers of the rows.
+        scaled, filters, keys: of all rows, as for ``draw_filtered``.
+        total: of all rows, as for ``_limits``.
+    """
+    # Sorting the vocabulary takes longest, so more candidates are tried first.
+    for size in (CANDIDATES[1], scaled.shape[1]):
+        if not len(rows):
+            return
+        some = filters.take(rows)
+        drawn, later = _draw_among(size, scaled[rows], some, total[rows], keys[rows])
+        tokens[rows] = drawn
+        rows = rows[later]
 
 
 def _draw_wide(
@@ -212,12 +228,26 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
     likelier = torch.nn.functional.pad(reached[:, :-1], (1, 0))
     in_nucleus = kept & (likelier < filters.top_p * mass)
     count = in_nucleus.sum(-1, keepdim=True)
+    limit, ties = _last_of_nucleus(values, filters, least, count)
+    bound = torch.where(filters.whole, limit, least)
+    return limit, ties, bound
+
+
+def _last_of_nucleus(
+    values: Tensor, filters: Filters, least: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the least logit to keep in each row, and the number of tokens with just this logit.
+
+    Args:
+        values, filters: as for ``_limits``.
+        least: ``[n, 1]``, the limit of rows without top-p.
+        count: ``[n, 1]``, the number of tokens in the nucleus.
+    """
     has_top_p = filters.top_p.isfinite()
     limit = torch.where(has_top_p, values.gather(1, count - 1), least)
     above = (values > limit).sum(-1, keepdim=True)
-    ties = torch.where(has_top_p, count - above, candidates)
-    bound = torch.where(filters.whole, limit, least)
-    return limit, ties, bound
+    ties = torch.where(has_top_p, count - above, values.shape[1])
+    return limit, ties
 
 
 def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, keys: Tensor) -> Tensor:

@@ -37,19 +37,44 @@ def within_nucleus(scaled: Tensor, mass: Tensor, top_p: Tensor, min_p: Tensor) -
     wanted = torch.minimum(top_p, torch.ones_like(top_p)) * reached[:, -1:]
     end = torch.searchsorted(reached, wanted)
     values, ids = _descending(scaled, range_of == end, least)
+    likelier = _mass_of_likelier(values, reached, end)
+    is_kept = values.isfinite() & ((likelier < wanted) | top_p.isinf())
+    # The likeliest token stays, also if top_p is smaller than its probability.
+    count = is_kept.sum(-1, keepdim=True).clamp(min=1)
+    _keep_likeliest(scaled, mass, values, ids, count)
+    return mass
+
+
+def _mass_of_likelier(values: Tensor, reached: Tensor, end: Tensor) -> Tensor:
+    """Return the probability of all likelier tokens, for each token in the range.
+
+    Args:
+        values: logits of the tokens in the range, descending.
+        reached: probability of each range with all likelier ranges.
+        end: ``[n, 1]``, the number of the range.
+    """
     previous = reached.gather(1, (end - 1).clamp(min=0))
     before = torch.where(end > 0, previous, 0.0)
     sums = values.double().exp().cumsum(-1)
-    # The probability of all likelier tokens, for each token in the range.
-    likelier = before + torch.nn.functional.pad(sums[:, :-1], (1, 0))
-    is_kept = values.isfinite() & ((likelier < wanted) | top_p.isinf())
-    count = is_kept.sum(-1, keepdim=True).clamp(min=1)
+    return before + torch.nn.functional.pad(sums[:, :-1], (1, 0))
+
+
+def _keep_likeliest(
+    scaled: Tensor, mass: Tensor, values: Tensor, ids: Tensor, count: Tensor
+) -> None:
+    """Set the mass to 0 below the last kept token of each row.
+
+    Args:
+        scaled: the logits. Overwritten.
+        mass: of all tokens. Overwritten.
+        values, ids: logits and ids of the tokens in the range, descending.
+        count: ``[n, 1]``, kept tokens of the range.
+    """
     limit = values.gather(1, count - 1)
     # Comparing in place gives numbers. Truth values would have to be converted.
     mass *= scaled.ge_(limit)
     above = (values > limit).sum(-1, keepdim=True)
     _drop_ties(mass, values, ids, limit, count - above)
-    return mass
 
 
 def _descending(scaled: Tensor, chosen: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,13 +95,7 @@ class Sampler(PluggableClass):
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
         """Sample a token for each row of the logits, on their device."""
         plan = batch.plan(logits.shape[1], logits.device)
-        working = logits.float() if plan.drawn or plan.adjustments.any else logits
-        own: dict[int, str] = {}
-        if plan.adjustments.any:
-            # float() returns logits of float32 themselves, and the caller's must not change.
-            if working is logits:
-                working = working.clone()
-            own = plan.adjustments.apply(working)
+        working, own = _adjusted(logits, plan)
         maximum, tokens = self.likeliest(working)
         faults = _unusable(maximum, logits, working)
         errors = {row: fault.message for row, fault in faults.items()} | own
@@ -128,6 +122,20 @@ class Sampler(PluggableClass):
             logits: ``[n, vocabulary]``, of any floating dtype.
         """
         return row_maximum(logits.float())
+
+
+def _adjusted(logits: Tensor, plan: Plan) -> tuple[Tensor, dict[int, str]]:
+    """Return the logits to choose from, and row → error of the row's adjustments.
+
+    Without drawn rows and adjustments, these are the caller's logits.
+    """
+    if not plan.adjustments.any:
+        return logits.float() if plan.drawn else logits, {}
+    working = logits.float()
+    # float() returns logits of float32 themselves, and the caller's must not change.
+    if working is logits:
+        working = working.clone()
+    return working, plan.adjustments.apply(working)
 
 
 def _with_zeros(rows: Tensor, failed: Iterable[int]) -> Tensor:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from itertools import product
 from typing import Any
 
 from opgraft.base.text import described, printable
@@ -49,24 +50,14 @@ class RayExecutor(RemoteExecutor):
         ray = import_extra("ray", "ray")
         parallel = self.opgraft_config.parallel
         device = current_platform().ray_device_key
-        needs = {"CPU": float(parallel.ray_cpus)}
-        if device:
-            needs[device] = 1.0
-        environ = _variables(parallel.ray_cpus)
-        size, seconds = self.layout.world, parallel.start_seconds
+        size = self.layout.world
+        # An engine that knows its replica shares the hosts with the other replicas.
         replicas = 1 if parallel.data_rank is None else parallel.data
-        placement = Placement(ray, size, needs, environ, seconds, replicas)
+        placement = self._placement(ray, device, replicas)
         with ExitStack() as undo:
             undo.callback(placement.end)
             links = self._connected_links(ray, placement.ranks)
-            meeting = None
-            if size > 1:
-                address = ray.util.get_node_ip_address()
-                store, port = listening_store(address)
-                meeting = (address, port)
-                held = [store]
-                # The last reference closes the port.
-                undo.callback(held.clear)
+            meeting = _meeting(ray, undo) if size > 1 else None
             _log_places(placement.ranks, self.layout.tensor)
             places = [each.where for each in placement.ranks]
             reserved: tuple[str, ...] = ()
@@ -79,6 +70,16 @@ class RayExecutor(RemoteExecutor):
                 local = local_ranks(nodes, parallel.data_rank or 0, replicas)
             hosts = tuple(place.address for place in places)
             return Started(links, local, meeting, undo.pop_all().close, hosts, reserved)
+
+    def _placement(self, ray: Any, device: str | None, replicas: int) -> Placement:
+        """Have Ray place the workers, each with processors and one device."""
+        parallel = self.opgraft_config.parallel
+        needs = {"CPU": float(parallel.ray_cpus)}
+        if device:
+            needs[device] = 1.0
+        environ = _variables(parallel.ray_cpus)
+        size = self.layout.world
+        return Placement(ray, size, needs, environ, parallel.start_seconds, replicas)
 
     def _connected_links(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Let the actors connect, and return the links to the actors."""
@@ -96,6 +97,16 @@ class RayExecutor(RemoteExecutor):
             RayLink(rank, connections, ray, placed[rank], running[rank])
             for rank, connections in enumerate(found)
         ]
+
+
+def _meeting(ray: Any, undo: ExitStack) -> tuple[str, int]:
+    """Open the store by which ranks meet, and return its address and port."""
+    address = ray.util.get_node_ip_address()
+    store, port = listening_store(address)
+    held = [store]
+    # The last reference closes the port.
+    undo.callback(held.clear)
+    return address, port
 
 
 class RayLink(WorkerLink):
@@ -210,7 +221,7 @@ def _connections(
     """
     ranks = range(len(running))
     channels = range(len(CHANNELS))
-    expected = {(rank, channel) for rank in ranks for channel in channels}
+    expected = set(product(ranks, channels))
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + seconds
     with ExitStack() as undo, closing(Door(listening, token)) as door:
