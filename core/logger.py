@@ -46,14 +46,17 @@ def init_logger(name: str) -> OnceLogger:
     return cast(OnceLogger, plain)
 
 
+# Cached, so that two modules with one logger share what has been said.
 @functools.cache
 def _once(plain: logging.Logger, level: int) -> Callable[..., None]:
     said: set[tuple[str, ...]] = set()
 
     def log(msg: str, *args: object, scope: str = "process") -> None:
+        # Arguments need not be hashable.
         key = (msg, *map(repr, args))
         if key not in said:
             said.add(key)
+            # The record shows the line of the caller.
             plain.log(level, msg, *args, stacklevel=2)
 
     return log
@@ -71,6 +74,7 @@ def set_level(level: str | None) -> None:
 
     ``None`` leaves the level to the program.
     """
+    # The handler of an earlier call must not count as one of the program.
     logger.removeHandler(_stderr)
     logger.setLevel(level.upper() if level else logging.NOTSET)
     if level and not logger.hasHandlers():
@@ -110,6 +114,7 @@ class _Json(logging.Formatter):
         created = datetime.fromtimestamp(record.created, timezone.utc)
         fields = getattr(record, "fields", None)
         if not fields:
+            # opgraft's attributes have a dot, and those of logging have none.
             dotted = {name: value for name, value in vars(record).items() if "." in name}
             fields = {"message": record.getMessage(), **dotted}
         line = {
@@ -120,4 +125,5 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
+        # A line of the log must not fail because of a value.
         return json.dumps(line, default=repr)

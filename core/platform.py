@@ -15,6 +15,7 @@ from opgraft.machine.evidence import Evidence, Sighting
 from opgraft.machine.host_cpu import CPUINFO, features_of
 from opgraft.machine.machine import Machine
 
+# Probes import this module, and detection does without torch.
 if TYPE_CHECKING:
     import torch
 
@@ -56,6 +57,7 @@ class PlatformSpec:
         """
         if callable(self.platform_class):
             return self.platform_class()
+        # A path, not a class: detection must not import torch.
         module, _, name = self.platform_class.partition(":")
         found: type[Platform] = getattr(importlib.import_module(module), name)
         return found

@@ -46,8 +46,10 @@ def direct_register_custom_op(
     namespace = NAMESPACE if target_lib is None else target_lib.ns
     qualname = f"{namespace}::{op_name}"
     known = _registered[qualname][0] if qualname in _registered else None
+    # Plugins are activated again after a reset, and their modules stay imported.
     if known is op_func:
         return
+    # A notebook runs a cell again. Torch drops the old op with its library.
     if known is not None and redefines(known, op_func):
         del _registered[qualname]
     if hasattr(getattr(torch.ops, namespace), op_name):

@@ -54,6 +54,7 @@ def setting(
         variable: the environment variable, if the name does not follow the rule.
     """
     bounds = Bounds(choices, minimum, above, maximum, instead)
+    # None means "not set in this layer". The built-in default is merged in below all layers.
     return dataclasses.field(
         default=None, metadata={_DECLARED: (help, default, unset, bounds, variable)}
     )
@@ -184,6 +185,7 @@ class Section:
         for attribute, field in own_fields(type(self)).items():
             value = getattr(self, attribute)
             if value is not None:
+                # The dataclass is frozen, and the kept form may differ from the given one.
                 object.__setattr__(self, attribute, field.check(value))
         for attribute, kind in subsections(type(self)).items():
             value = getattr(self, attribute)
@@ -200,9 +202,9 @@ def own_fields(cls: type[Section]) -> Mapping[str, Field]:
     if cls not in _FIELDS:
         # Every subclass of Section is a dataclass, which the type cannot say.
         attributes = dataclasses.fields(cls)  # type: ignore[arg-type]
-        _FIELDS[cls] = {
-            a.name: _field(cls.section, a) for a in attributes if _DECLARED in a.metadata
-        }
+        # Inner sections and private fields are no settings.
+        declared = [each for each in attributes if _DECLARED in each.metadata]
+        _FIELDS[cls] = {each.name: _field(cls.section, each) for each in declared}
     return _FIELDS[cls]
 
 
@@ -285,15 +287,16 @@ def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         ValueError: a key occurs twice.
     """
     content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"{next(n for n in names if names.count(n) > 1)!r} stands in one object twice"
-        )
-    return content
+    if len(content) == len(pairs):
+        return content
+    # json would keep the last value in silence.
+    names = [name for name, _ in pairs]
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"{twice!r} stands in one object twice")
 
 
 def _parse_list(text: str, source: str) -> Any:
+    # JSON allows commas within an item.
     if text.lstrip().startswith("["):
         return _parse_json(text, source)
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -322,9 +325,9 @@ def _parse_flags(text: str, source: str) -> Any:
 
 
 def _parse_mapping(text: str, source: str) -> Any:
-    found = (
-        _parse_json(text, source) if text.lstrip().startswith("{") else _parse_pairs(text, source)
-    )
+    is_json = text.lstrip().startswith("{")
+    found = _parse_json(text, source) if is_json else _parse_pairs(text, source)
+    # An empty name or value is a typing error, such as "a=".
     if not all(isinstance(value, str) and key and value for key, value in found.items()):
         raise ConfigError(
             f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of "
@@ -334,7 +337,10 @@ def _parse_mapping(text: str, source: str) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    # Texts are sequences of characters. The check of types refuses them.
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return value
+    return tuple(value)
 
 
 def _as_dict(value: Any) -> Any:
@@ -346,6 +352,7 @@ def _as_dict(value: Any) -> Any:
 
 def _is(*types: type) -> Callable[[Any], bool]:
     """Return a test for values of the types. True and False are no numbers."""
+    # Python counts True and False as integers.
     return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
@@ -412,11 +419,10 @@ KINDS: dict[str, Kind] = {
 
 
 def _kind(name: str, annotation: Any) -> Kind:
-    text = (
-        annotation.__name__
-        if isinstance(annotation, type) and annotation in (str, bool, int, float)
-        else annotation
-    )
+    # An annotation is a text under "from __future__ import annotations", else a type.
+    is_plain = isinstance(annotation, type) and annotation in (str, bool, int, float)
+    text = annotation.__name__ if is_plain else annotation
+    # Modules may spell a type with or without a package, such as typing.Sequence.
     text = re.sub(r"\b[a-z]+(\.[a-z]+)*\.", "", str(text)).removesuffix(" | None")
     if text not in KINDS:
         raise ConfigError(

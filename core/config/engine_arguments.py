@@ -110,8 +110,10 @@ def advice_about_option(option: str) -> str | None:
     """Return the option to use instead of an option of vLLM, or ``None`` if it is not known."""
     name = option.partition("=")[0]
     argument = _ABBREVIATIONS.get(name, name.lstrip("-").replace("-", "_"))
-    if argument in FIELDS:  # with "-" for "_"
+    # Some write "-" for "_", as vLLM's options have it.
+    if argument in FIELDS:
         return f"use --{argument}"
+    # vLLM has an option --no-NAME for each flag.
     negated = argument.removeprefix("no_")
     advice = advice_about(argument)
     if advice is None and negated != argument:
@@ -145,6 +147,7 @@ def compilation_settings(given: Any) -> dict[str, Any]:
     """
     if isinstance(given, CompilationConfig):
         return {field.name: value for field, value in values_of(given) if value is not None}
+    # vLLM takes a plain number for the mode, too.
     if isinstance(given, int) and not isinstance(given, bool):
         return {f"{COMPILATION}.mode": given}
     if not isinstance(given, Mapping):

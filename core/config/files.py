@@ -53,6 +53,7 @@ def read_file(path: str) -> ConfigFile:
         raise ConfigError(f"the config file {path} cannot be read: {error}") from error
     layers: list[tuple[str, OpgraftConfig]] = []
     seen: set[str] = set()
+    # A layer for each setting, so that an error and 'opgraft env' name the line.
     for name, value in _fields(_content(path, text)):
         origin = f"{path}, line {_line(text, name)}"
         if name in seen:
@@ -75,6 +76,7 @@ def _sections() -> set[str]:
 
 def _layer(name: str, value: Any) -> OpgraftConfig:
     sections = _sections()
+    # A table with the name of a section has become fields before.
     if name in sections:
         raise ConfigError(
             f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it "
@@ -99,7 +101,9 @@ def _content(path: str, text: str) -> Mapping[str, Any]:
             raise ConfigError(
                 f"the config file {path} is neither .json nor .toml: name it by what it holds"
             )
+    # Deeply nested JSON exceeds the limit of Python's stack.
     except (ValueError, RecursionError) as error:
+        # A ConfigError is a ValueError.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the config file {path} is malformed: {error}") from error
@@ -134,6 +138,7 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _line(text: str, name: str) -> int:
     """Return the line of a setting: the line of the field's name after the section's name."""
+    # The parsers of the standard library tell no lines.
     position = 0
     for part in name.split("."):
         spelled = rf"""(?m)^[^#\n]*?(?<![\w-])["']?(?P<key>{re.escape(part)})["']?\s*[=:\].]"""

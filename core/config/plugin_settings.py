@@ -64,6 +64,7 @@ def declared_fields(
     _expect_free(section, taken)
     if len(tables) > _MOST:
         raise ConfigError(f"it declares {len(tables)} settings: declare {_MOST} at most")
+    # Two names such as a.b_c and a_b.c would have one variable.
     readers = dict.fromkeys(variables, "opgraft")
     for name, field in taken.items():
         readers[field.variable] = name
@@ -89,6 +90,7 @@ def _expect_free(section: str, taken: Mapping[str, Field]) -> None:
     """
     _expect_name(section, f"the section {section!a}")
     for name, field in taken.items():
+        # Fields of opgraft without a section, such as "strict", take a name, too.
         if name.partition(".")[0] == section:
             owner = field.provider or "opgraft"
             raise ConfigError(
@@ -172,6 +174,7 @@ def _limit(name: str, table: Mapping[str, Any], key: str, kind: str) -> Any:
     limit = table.get(key)
     if limit is None:
         return None
+    # TOML has true and false, which Python counts as integers, and inf and nan.
     is_integer = isinstance(limit, int) and not isinstance(limit, bool)
     is_finite = is_integer or (isinstance(limit, float) and math.isfinite(limit))
     fits = {"int": is_integer, "float": is_finite}

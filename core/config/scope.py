@@ -29,6 +29,7 @@ class Scope:
         self.generation = -1
 
 
+# Threads do not see the scopes of each other, and a task starts with those of its creator.
 CURRENT_SCOPE: ContextVar[Scope | None] = ContextVar("opgraft_scope", default=None)
 
 

@@ -164,6 +164,7 @@ class OpgraftConfig(Section):
 
     def _is_complete(self) -> bool:
         """Return True if no default is missing."""
+        # A plugin may have been installed since the config was made.
         if not plugin_fields().keys() <= self.of_plugins.keys():
             return False
         return all(value is not None or field.default is None for field, value in all_values(self))
@@ -308,16 +309,11 @@ class Settings:
         if op_name in setting.off:
             return False, f"'-{op_name}' in custom_ops ({origin})"
         if setting.default is not None:
-            return (
-                setting.default,
-                f"{'all' if setting.default else 'none'!r} in custom_ops ({origin})",
-            )
+            word = "all" if setting.default else "none"
+            return setting.default, f"{word!r} in custom_ops ({origin})"
         if self.leaves_to_compiler(op_name):
-            return (
-                False,
-                "custom_ops defaults to 'none': backend inductor compiles (mode "
-                f"{compilation.mode!s})",
-            )
+            mode = f"backend inductor compiles (mode {compilation.mode!s})"
+            return False, f"custom_ops defaults to 'none': {mode}"
         return True, "custom_ops defaults to 'all'"
 
     def leaves_to_compiler(self, op_name: str | None) -> bool:
@@ -334,13 +330,11 @@ def text_of(value: Any) -> str:
     """Return the value of a setting as text for the command line; empty for ``None``."""
     if value is None:
         return ""
-    return (
-        value.name
-        if isinstance(value, enum.Enum)
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, default=_named)
-    )
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=_named)
 
 
 def _named(value: Any) -> str:
@@ -366,11 +360,13 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     classes: dict[str, type[Section]] = dict(subsections(OpgraftConfig))
+    # Both loops below need the scopes.
     within = tuple(scopes)
     for origin, config in (*layers, *within):
         _take_classes(config, classes)
         _take_values(config, origin, values, origins)
 
+    # The level comes after all layers, as it fills only what no layer has set.
     _fill_by_level(values, origins)
     _leave_out_defaults(values, origins)
     _fill_by_defaults(values, origins, classes.values())
@@ -451,6 +447,7 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
 def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None:
     """Drop values of plugins and platforms for settings that the mode does not use."""
     mode = values.get("compilation_config.mode")
+    # A user's value for such a setting is an error. A plugin cannot know the mode.
     unused = () if mode is CompilationMode.FULL else OF_FULL
     if not is_packaged(mode, values.get("compilation_config.backend", "inductor")):
         unused = (*unused, "cache")

@@ -63,6 +63,7 @@ def _reduce_scatter(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
 def _padded(x: Tensor, world_size: int) -> Tensor:
     """Append rows of zeros until the number of ranks divides the number of rows."""
     missing = -x.shape[0] % world_size
+    # Most batches need no padding, and a copy of the rows would take time.
     if not missing:
         return x
     zeros = x.new_zeros((missing, *x.shape[1:]))
@@ -86,6 +87,7 @@ def _all_gather_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor
 def _rows_of_rank(x: Tensor, world_size: int, kind: str) -> Tensor:
     rows = -(-x.shape[0] // world_size)
     first = communicator_of(kind).rank * rows
+    # An op of torch must not return a view of its argument.
     return _padded(x, world_size).narrow(0, first, rows).clone()
 
 
@@ -94,6 +96,7 @@ def _summed(x: Tensor, kind: str) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
+    # A number counts as a vector of one element, as in ``Communicator.all_gather``.
     shape = list(x.shape) or [1]
     shape[dim] *= world_size
     return x.new_empty(shape)
@@ -114,6 +117,7 @@ def _all_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
     return x.new_empty((rows, *x.shape[1:]))
 
 
+# Arguments of an op are tensors, numbers and texts, so that the kind stands for the group.
 for _name, _signature, _run, _fake in (
     ("all_reduce", "(Tensor x, str kind) -> Tensor", _all_reduce, _summed),
     (

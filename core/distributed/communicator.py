@@ -51,6 +51,7 @@ class Communicator(PluggableClass):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum ``x`` over the ranks. Every rank gets the sum."""
+        # torch.distributed writes the sum to the tensor, and takes contiguous tensors only.
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=self.process_group)
         return out
@@ -67,6 +68,7 @@ class Communicator(PluggableClass):
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Join the ``x`` of all ranks along ``dim`` on rank ``dst``; else return ``None``."""
+        # A number has no dimension to join along.
         x = x if x.dim() else x.reshape(1)
         parts = [torch.empty_like(x) for _ in self.ranks] if self.rank == dst else None
         dist.gather(x.contiguous(), parts, dst=self.ranks[dst], group=self.process_group)

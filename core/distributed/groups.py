@@ -55,6 +55,7 @@ class ParallelGroup:
         if self.communicator is None:
             return x
         _refuse_gradient("all_reduce", x)
+        # An op is one node of a graph. Outside of graphs, its dispatch would only take time.
         if torch.compiler.is_compiling():
             summed: Tensor = torch.ops.opgraft.all_reduce(x, self.kind)
             return summed

@@ -22,7 +22,7 @@ def init_distributed(
     init_method: str | None = None,
     store: Any = None,
     backend: str | None = None,
-    timeout: float = 1800.0,
+    timeout: float = 1800.0,  # torch's own default for most backends
 ) -> Parallelism:
     """Join the ranks of a job, and set up the groups of this rank.
 
@@ -82,6 +82,7 @@ def _groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, ParallelGro
         return {kind: ParallelGroup(kind) for kind in KINDS}
     own = dist.get_rank()
     everyone = tuple(range(layout.world))
+    # A second group of all ranks would take connections for nothing.
     made = {everyone: dist.group.WORLD}
     found = {}
     # Each rank makes all groups, in one order: torch.distributed asks for that.

@@ -216,7 +216,9 @@ class Registry:
             RegistrationError: the class is no subclass of the target, or fails in a call that
                 callers of the target make.
         """
-        former, name = None, new.cls.__qualname__
+        former = None
+        name = new.cls.__qualname__
+        # A copy, as the loop removes the former record.
         for known in [each for each in self.replacements if each.cls.__qualname__ == name]:
             # A pending target is known by name only.
             same_target = (
@@ -254,20 +256,14 @@ class Registry:
             replacement.target = target
 
     def _check(self, replacement: Replacement, target: type) -> tuple[str, ...]:
-        above = next(
-            (
-                known
-                for known in self.replacements
-                if known.cls is target and known.target is not None
-            ),
-            None,
-        )
-        if above is not None and above.target is not None:
+        for known in self.replacements:
+            if known.cls is not target or known.target is None:
+                continue
+            hidden = known.target.__qualname__
             raise RegistrationError(
                 f"{qualified(replacement.cls)} at {replacement.location} is declared for "
-                f"{qualified(target)}, which is itself a replacement of "
-                f"{above.target.__qualname__} and would hide it: declare it for "
-                f"{above.target.__qualname__}, with a higher priority."
+                f"{qualified(target)}, which is itself a replacement of {hidden} and would hide "
+                f"it: declare it for {hidden}, with a higher priority."
             )
         return check_replacement(target, replacement.cls)
 
@@ -311,14 +307,12 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
     Replacements and specialisations are left out.
     """
     yield cls
+    package = cls.__module__.partition(".")[0]
     derived: type
     for derived in cls.__subclasses__():
-        in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
-        if (
-            in_package
-            and derived not in replacements
-            and not vars(derived).get("__specialisation__")
-        ):
+        # opgraft derives a class for each kernel that an op is bound to.
+        is_made = vars(derived).get("__specialisation__") or derived in replacements
+        if derived.__module__.partition(".")[0] == package and not is_made:
             yield from _with_variants(derived, replacements)
 
 

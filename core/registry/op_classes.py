@@ -141,6 +141,7 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     # The replacement inherits the method.
     if owner is None:
         return None
+    # A kernel of the replacement is compared with the native definition, which every op has.
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
     accepted, offered = method_signature(target, reference), method_signature(cls, method)
@@ -173,6 +174,7 @@ def _failing_call(target: type, method: str, accepted: Signature, offered: Signa
         offered: the signature of the replacement.
     """
     if _is_op(target) and method != "__init__":
+        # Nobody calls such a layer. Others read its weights.
         if not getattr(target, "called", True):
             return None
         recorded = recorded_calls(target, FORWARD)
@@ -240,9 +242,9 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
         RegistrationError: the replacement is empty, or has a name like a misspelt kernel's.
     """
     plain = {name for name in defined - _SET_BY_OPGRAFT if not name.startswith("__")}
-    if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(
-        hasattr(target, name) for name in plain
-    ):
+    has_effect = {"__init__", "__new__", "__call__", *kernel_methods()}
+    # Any attribute of the target may be used by its methods.
+    if defined & has_effect or any(hasattr(target, name) for name in plain):
         return None
     near = {name: _suggestion(name) for name in sorted(plain) if name.startswith("forward_")}
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
@@ -313,6 +315,7 @@ def location_of(thing: object) -> str:
 def _location(thing: Any) -> str:
     if isinstance(thing, (staticmethod, classmethod)):
         thing = thing.__func__
+    # A decorator that keeps the function as __wrapped__ is no place of interest.
     code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
     if code is not None:
         return (

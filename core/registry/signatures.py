@@ -80,6 +80,7 @@ def calls_of(cls: type, name: str) -> Calls:
 
 def method_signature(cls: type, name: str) -> Signature:
     """Return the signature of ``cls.name`` without ``self``."""
+    # Static, as a descriptor of a plugin's class could run code.
     raw = inspect.getattr_static(cls, name)
     if isinstance(raw, staticmethod):
         return inspect.signature(raw.__func__)
@@ -103,9 +104,9 @@ def _without_self(function: Any) -> Signature:
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
     """Describe the first call that ``target`` accepts and ``replacement`` refuses, or ``None``."""
     # Most replacements end here, without a call.
-    if _takes_whatever(replacement) or _form_of_signature(replacement) == _form_of_signature(
-        target
-    ):
+    if _takes_whatever(replacement):
+        return None
+    if _form_of_signature(replacement) == _form_of_signature(target):
         return None
     for args, kwargs in _extreme_calls(target):
         try:
@@ -175,6 +176,7 @@ def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, 
         yield args, _by_name(required)
         most = _by_name(by_name)
         yield args, most
+        # A catch-all takes names that no parameter has.
         if Parameter.VAR_KEYWORD in of_kind:
             yield args, {**most, _EXTRA_KEYWORD: _EXTRA_KEYWORD}
     if Parameter.VAR_POSITIONAL in of_kind:

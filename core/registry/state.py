@@ -192,10 +192,13 @@ class HostState:
 
     def settings(self) -> Settings:
         """Return all layers merged, from the platform's defaults to the active scope."""
-        environment, scope = self.known_environment(), CURRENT_SCOPE.get()
+        environment = self.known_environment()
+        scope = CURRENT_SCOPE.get()
         file = scope.file if scope and scope.file else environment.file
-        from_file, scopes = file.layers if file else (), scope.layers if scope else ()
+        from_file = file.layers if file else ()
+        scopes = scope.layers if scope else ()
         layers = [*self.adjustments, *from_file, *environment.layers]
+        # A platform knows less of the machine than plugins, files and users: its layer is lowest.
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return self._with_op_names(resolve(layers, scopes))
@@ -253,6 +256,7 @@ class HostState:
             key: the key of the decision.
             decide: makes the decision. May run code of plugins.
         """
+        # Without the lock: a dict gives the old value or the new one, and every call comes here.
         known: Value | None = cache(self.current_caches()).get(key)
         if known is not None:
             return known
@@ -275,6 +279,7 @@ class HostState:
     def log_fallback(self, kernel: str, reason: str) -> None:
         """Log a call of the native definition in place of ``kernel``, once for each reason."""
         logged = _LOGGED_FALLBACKS.of(self)
+        # This runs whenever a kernel gives way, so the test must be cheap.
         if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in logged:
             logged.add((kernel, reason))
             words = "%s gives way to the native definition for the first time: %s"
@@ -292,10 +297,7 @@ class HostState:
             if replacement in self.active:
                 return lambda: None
             # A new list, as readers iterate without the lock.
-            self.active = [
-                *self.active,
-                replacement,
-            ]
+            self.active = [*self.active, replacement]
             self.invalidate()
         return lambda: self.deactivate(replacement)
 
@@ -409,6 +411,7 @@ class StateValue(Generic[Value]):
         if self._key not in state.values:
             # Without the lock, as ``make`` may run code of others.
             made = self._make()
+            # Another thread may have been faster. All threads must see one value.
             with state.lock:
                 state.values.setdefault(self._key, made)
         return cast("Value", state.values[self._key])
@@ -485,6 +488,7 @@ def reset() -> None:
             "loads plugins"
         )
     with holding_the_loading_lock(_STATE):
+        # The level came from a variable, which may have changed.
         if _STATE.environment is not None and _STATE.environment.log:
             set_level(None)
         _begin_anew()
@@ -505,12 +509,14 @@ class _Fork(threading.local):
         self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
 
     def ends(self) -> None:
+        # In the reverse order of taking.
         for lock in reversed(self.held):
             lock.release()
         self.held = []
 
     def begins_child(self) -> None:
         """Go on in the child; with a new state, if another thread held a lock of the parent."""
+        # A lock that could not be taken is held by a thread that the child does not have.
         whole = len(self.held) == 2
         self.ends()
         if not whole:

@@ -29,23 +29,8 @@ HIERARCHY = "ZE_FLAT_DEVICE_HIERARCHY"
 _INSTALL = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/xpu"
 
 
-def _all_units(machine: Machine, cards: Sequence[Device], tiles: Mapping[str, int]) -> list[Device]:
-    """Return the devices of cards: their tiles, or one device for each composite card.
-
-    Args:
-        machine: the machine.
-        cards: the cards in reach.
-        tiles: the number of tiles by PCI address.
-    """
-    units: list[Device] = []
-    for card in cards:
-        parts = 1 if _composite(machine) else tiles[card.pci_address or ""]
-        units += _units(card, parts)
-    return units
-
-
 def probe(machine: Machine) -> Evidence:
-    """Return evidence for XPUs. A GPU within a processor is none: it has no memory of its own."""
+    """Return evidence for XPUs. GPUs that are a part of the processor do not count."""
     functions = pci_functions(machine, VENDOR)
     displays = [function for function in functions if function.kind == DISPLAY]
     if not displays:
@@ -86,7 +71,7 @@ def _only_integrated(displays: Sequence[PciFunction]) -> Evidence:
 
 
 def _card(machine: Machine, function: PciFunction) -> Card | None:
-    """Return the card with the id, or a card with an unknown id and memory of its own."""
+    """Return the card with the id, or a card with an unknown id that has memory."""
     known = CARDS.get(function.device)
     of_tiles = list(_tile_memory(machine, function))
     total = sum(of_tiles or _card_memory(machine, function))
@@ -95,7 +80,7 @@ def _card(machine: Machine, function: PciFunction) -> Card | None:
     if known:
         tiles = len(of_tiles) or known.tiles
         return replace(known, tiles=tiles, memory=memory or known.memory)
-    # An integrated GPU has no memory of its own.
+    # An integrated GPU uses the memory of the host.
     if not memory:
         return None
     name = f"GPU {function.device:04x}"
@@ -134,7 +119,7 @@ def _number(machine: Machine, path: str) -> Iterator[int]:
 
 
 def _found(machine: Machine, function: PciFunction, card: Card) -> FoundDevice:
-    """Return a card with the obstacle to its use."""
+    """Return a card, with the obstacle if the card cannot be used."""
     memory = None
     if card.memory:
         memory = card.memory * 2**30
@@ -172,9 +157,24 @@ def _obstacle_of_gpu(machine: Machine, function: PciFunction) -> Obstacle | None
 
 
 def _composite(machine: Machine) -> bool:
-    """Return True if the variable makes a card one device, whatever its number of tiles."""
+    """Return True if the variable makes a card one device, with any number of tiles."""
     value = machine.environ.get(HIERARCHY, "")
     return value.strip().upper() == "COMPOSITE"
+
+
+def _all_units(machine: Machine, cards: Sequence[Device], tiles: Mapping[str, int]) -> list[Device]:
+    """Return the devices of cards: their tiles, or one device for each composite card.
+
+    Args:
+        machine: the machine.
+        cards: the cards in reach.
+        tiles: the number of tiles by PCI address.
+    """
+    units: list[Device] = []
+    for card in cards:
+        parts = 1 if _composite(machine) else tiles[card.pci_address or ""]
+        units += _units(card, parts)
+    return units
 
 
 def _units(card: Device, tiles: int) -> list[Device]:
