@@ -162,6 +162,7 @@ class Plan:
 
 def _freezing_pays(op: nn.Module) -> bool:
     """Return True for a linear layer with a kernel that is faster over a copy of the weight."""
+    # A weight in training changes, and a declared weight is frozen already.
     if not isinstance(op, Linear) or op.training or declaration(op.weight):
         return False
     native = op.binding.kernel.winner.method == "forward_native"
@@ -233,8 +234,10 @@ class _Planner:
         children = set(module._modules)
 
         for provider, adapter in self.call_adapters:
+            # A copy, since known names are deleted.
             for name in list(names):
                 child = adapter.child.format(name=name)
+                # An op of this name would hide a child of the module.
                 if child in children:
                     continue
                 call = FunctionCall(module, name, forward.__globals__.get(name), self.model)
@@ -256,6 +259,7 @@ class _Planner:
         self, call: FunctionCall, path: str, adapter: CallAdapter, reason: str
     ) -> list[Entry]:
         """Report the first exception of a row, and of a row for whole modules one per module."""
+        # A row that raises for one name most likely raises for all, and one report is enough.
         key = (id(adapter), id(call.module) if adapter.whole else 0)
         if key in self.failed:
             return []
@@ -282,6 +286,7 @@ class _Planner:
                 raise LeaveAlone(f"its forward reads no {call.name} of its file")
             with self._reporting(f"class {adapter.op.__qualname__} for {row}", OpgraftError):
                 op = adapter.op(**arguments)
+                # The names in the state dict must stay.
                 _expect_no_tensors(op)
             if not adapter.native_gains:
                 _expect_kernel(op)

@@ -45,6 +45,7 @@ class NoQuestions(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         answer = func(*args, **(kwargs or {}))
+        # Code may pass a size on, but not look at it, so it gets an integer that refuses to tell.
         if func in _SIZES:
             return self._sizes(args[0].dim(), answer, *args[1:], **(kwargs or {}))
         if func == _DTYPE:
@@ -94,6 +95,7 @@ def _hidden(name: str) -> Callable[..., Any]:
 
 
 def _new_size(cls: type[int], questions: NoQuestions, size: int) -> Any:
+    # An integer, as functions of torch take no other sizes.
     made: Any = int.__new__(cls, size)
     made.questions = questions
     return made

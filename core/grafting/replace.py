@@ -77,6 +77,7 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     with kernels_told_when_late():
         plan = plan_of(model)
         if not dry_run:
+            # An exception on the way takes back all changes so far.
             with ExitStack() as undo:
                 _apply(plan, undo)
                 undo.pop_all()
@@ -91,6 +92,7 @@ def _apply(plan: Plan, undo: ExitStack) -> None:
         children[place.name] = place.op
 
     for row in plan.exchanges():
+        # The undo comes first: a hook for loaded weights may raise within install.
         undo.callback(put_back, row.op)
         install(row.op, row.module, row.path)
 
@@ -137,6 +139,7 @@ def _restore_children(
     for name, child in list(parent._modules.items()):
         if child is None:
             continue
+        # A module in several places comes back once.
         if child not in restored:
             restored[child] = put_back(child, sharing)
             _restore_children(restored[child], restored, sharing)

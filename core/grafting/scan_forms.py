@@ -67,10 +67,9 @@ class Form:
     def trials(self, function: Callable[..., Any]) -> list[Options]:
         """Return every combination of options for ``function``.
 
-        An option with the name of an optional argument is True if the call gives the argument:
-            always
-        if ``function`` requires the argument, never if ``function`` has no such argument, and both
-        otherwise.
+        An option with the name of an optional argument is True if the call gives the argument. It
+        is always True if ``function`` requires the argument, and never if ``function`` lacks the
+        argument. Otherwise both are tried.
         """
         parameters = inspect.signature(function).parameters
         choices = dict(self.options)
@@ -89,6 +88,7 @@ class Form:
     def draw(self, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> Arguments:
         """Draw the arguments of a call, the same ones each time."""
         args, kwargs = self.arguments(Random(dtype), options, batch, tokens)
+        # Drawn first and left out then, so that further arguments are the same with any options.
         given = {name: value for name, value in kwargs.items() if options.get(name) is not False}
         return args, given
 

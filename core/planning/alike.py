@@ -29,12 +29,16 @@ def computed_once(model: nn.Module, parallelism: Parallelism) -> Iterator[None]:
     """
     calls: _Calls = {}
     layers: dict[nn.Module, Any] = {}
+    noted = noted_by(parallelism)
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1:
-            layers.update((layer, _structure(layer)) for layer in module)
+        # A single layer has no equal.
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        for layer in module:
+            layers[layer] = _structure(layer)
     for layer, structure in layers.items():
         # An attribute of the object hides the method of the class until it is deleted.
-        layer.forward = partial(_forward, layer.forward, structure, calls, noted_by(parallelism))
+        layer.forward = partial(_forward, layer.forward, structure, calls, noted)
     try:
         yield
     finally:
@@ -60,13 +64,16 @@ def _forward(
         *args: arguments of the layer.
         **named: arguments of the layer by name.
     """
+    # Equal layers may be called differently: the first one gets no residual.
     shapes = tuple(_shape(value) for value in args)
     shapes_by_name = tuple((name, _shape(value)) for name, value in named.items())
     key = (structure, shapes, shapes_by_name)
     if key not in calls:
         counts = [len(transfers) for transfers in noted]
         result = forward(*args, **named)
-        added = [transfers[count:] for transfers, count in zip(noted, counts, strict=True)]
+        added = []
+        for transfers, count in zip(noted, counts, strict=True):
+            added.append(transfers[count:])
         calls[key] = (result, added)
         return result
     result, added = calls[key]

@@ -59,9 +59,11 @@ class Seconds:
 def sent_bytes(transfers: Iterable[Transfer], layout: ParallelLayout) -> dict[str, float]:
     """Return kind of group → bytes that a rank sends or receives, in the busier direction."""
     sums: dict[str, float] = {}
+    # Layers make the same collectives, so most transfers occur many times.
     for (kind, operation, nbytes), times in Counter(transfers).items():
         ranks = len(layout.groups(kind)[0])
-        sums[kind] = sums.get(kind, 0.0) + times * _SENT[operation](nbytes, ranks)
+        sent = _SENT[operation](nbytes, ranks)
+        sums[kind] = sums.get(kind, 0.0) + times * sent
     return sums
 
 
@@ -78,7 +80,9 @@ def seconds_of(
         device: the figures of each rank's device.
     """
     dtype = str(shard.dtype).removeprefix("torch.")
-    flops = device.flops.get(dtype, device.flops.get(""))
+    # Figures without a dtype are those of any dtype.
+    flops_of_any = device.flops.get("")
+    flops = device.flops.get(dtype, flops_of_any)
     collectives = 0.0
     for transfer, times in Counter(step.transfers).items():
         [group] = [each for each in layout.groups(transfer.kind) if rank in each]
@@ -111,10 +115,11 @@ def _seconds_of_transfer(transfer: Transfer, ranks: Sequence[int], device: Devic
     network_bytes: float = transfer.nbytes
     if operation in _IN_PARTS:
         network_bytes /= ranks_of_host
-    within = _seconds_in_network(
-        operation, transfer.nbytes, ranks_of_host, device.link, device.latency
-    )
-    between = _seconds_in_network(operation, network_bytes, hosts, network, device.network_latency)
+    nbytes = transfer.nbytes
+    in_host = (ranks_of_host, device.link, device.latency)
+    in_network = (hosts, network, device.network_latency)
+    within = _seconds_in_network(operation, nbytes, *in_host)
+    between = _seconds_in_network(operation, network_bytes, *in_network)
     return within + between
 
 

@@ -90,7 +90,8 @@ class ImaginedCommunicator(Communicator):
 def imagined_rank(layout: ParallelLayout, rank: int) -> Iterator[Parallelism]:
     """Give this process the groups of a rank of an imagined job within the block."""
     former = PARALLELISM.get()
-    imagined = Parallelism(layout, {kind: _group(layout, kind, rank) for kind in KINDS})
+    groups = {kind: _group(layout, kind, rank) for kind in KINDS}
+    imagined = Parallelism(layout, groups)
     PARALLELISM.set(imagined)
     try:
         yield imagined
@@ -136,8 +137,10 @@ class ExpectedExchange:
         size = group.world_size
         topk = ids.shape[1]
         # The probability that none of a token's experts is on a certain rank.
-        spared = comb(self.experts - self.local, topk) / comb(self.experts, topk)
-        rows_of_rank = [round(len(x) * (1 - spared))] * size
+        choices_elsewhere = comb(self.experts - self.local, topk)
+        spared = choices_elsewhere / comb(self.experts, topk)
+        visitors = round(len(x) * (1 - spared))
+        rows_of_rank = [visitors] * size
         rows = sum(rows_of_rank)
         # The collectives of ExpertExchange: counts, routing, rows, and the way back.
         counts = x.new_empty(size, dtype=torch.int64)

@@ -95,13 +95,18 @@ class Shard:
             self._model: Any = describe_model(config)
             self._imagine_exchange()
         self.dtype: torch.dtype = self._model.dtype
-        tensors = (*self._model.parameters(), *self._model.buffers())
-        self.weight_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.weight_bytes = 0
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self.weight_bytes += tensor.nbytes
         dtype = cache_dtype(config.cache.dtype, self.dtype)
         layers = attention_layers(self._model)
         states = state_layers(self._model)
-        self.cache = CacheLayout.of(layers, config.cache.block_size, dtype, states)
-        self.experts = max((layer.num_experts for layer in self._layers_of_experts()), default=0)
+        block_size = config.cache.block_size
+        self.cache = CacheLayout.of(layers, block_size, dtype, states)
+        # Layers may have different numbers of experts.
+        self.experts = 0
+        for layer in self._layers_of_experts():
+            self.experts = max(self.experts, layer.num_experts)
 
     def layer_bytes(self) -> list[int]:
         """Return the bytes of each layer of the stack, on a rank with all layers.
@@ -115,8 +120,10 @@ class Shard:
                 number = int(found[1])
                 sizes[number] = sizes.get(number, 0) + parameter.nbytes
         head = getattr(self._model, "lm_head", None)
+        # The last stage has both.
         if sizes and head is not None:
-            sizes[max(sizes)] += sum(parameter.nbytes for parameter in head.parameters())
+            last = max(sizes)
+            sizes[last] += sum(parameter.nbytes for parameter in head.parameters())
         return [sizes[number] for number in sorted(sizes)]
 
     @property
@@ -131,14 +138,15 @@ class Shard:
             rows: the number of sequences. Each gets a token.
             context: tokens of each sequence.
         """
+        on_weights = _work_on_weights(self._model, rows, self._layout.data)
+        on_cache = _work_on_cache(self.cache, rows, context)
         # A state is read and written.
-        states = Work(2.0 * rows * self.cache.bytes_per_state)
+        on_states = Work(2.0 * rows * self.cache.bytes_per_state)
+        # A rank alone sends nothing, so no step is run.
         transfers = self._transfers(rows) if self._layout.world > 1 else ()
-        return ShardStep(
-            weights=sum(_work_on_weights(self._model, rows, self._layout.data), Work()),
-            cache=sum(_work_on_cache(self.cache, rows, context), states),
-            transfers=transfers,
-        )
+        weights = sum(on_weights, Work())
+        cache = sum(on_cache, on_states)
+        return ShardStep(weights, cache, transfers)
 
     @torch.inference_mode()
     def _transfers(self, rows: int) -> tuple[Transfer, ...]:
@@ -174,6 +182,7 @@ def _work_on_weights(model: nn.Module, rows: int, replicas: int) -> Iterator[Wor
     """Yield the work of each module on its weights."""
     head = getattr(model, "lm_head", None)
     for module in model.modules():
+        # The parameters of children are yielded with the children.
         own = list(module.parameters(recurse=False))
         nbytes = sum(parameter.nbytes for parameter in own)
         if isinstance(module, FusedMoE):
@@ -197,7 +206,9 @@ def _work_of_experts(layer: FusedMoE, nbytes: int, rows: int, replicas: int) -> 
     moe = layer.moe_config
     tokens = rows if layer.exchange is None else rows * replicas
     # An expert that no token visits is not read.
-    visited_share = 1.0 - (1.0 - layer.top_k / layer.num_experts) ** tokens
+    share_of_token = layer.top_k / layer.num_experts
+    visited_share = 1.0 - (1.0 - share_of_token) ** tokens
+    # Copies of busy experts share the visits.
     places = layer.num_experts
     if layer.placement is not None:
         places += layer.placement.redundant
@@ -210,8 +221,13 @@ def _work_of_experts(layer: FusedMoE, nbytes: int, rows: int, replicas: int) -> 
 def _work_on_cache(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
     """Yield the work of each attention layer on its cache."""
     for layer in layout.layers.values():
-        block = prod(cache_shape(layer, 1, layout.block_size, layout.dtype))
-        elements_of_token = block / layout.block_size
-        seen = rows * min(context, layer.sliding_window or context)
+        shape = cache_shape(layer, 1, layout.block_size, layout.dtype)
+        elements_of_token = prod(shape) / layout.block_size
+        # Tokens before the window are not read.
+        window = layer.sliding_window or context
+        seen = rows * min(context, window)
         elements = seen * elements_of_token
-        yield Work(elements * layout.dtype.itemsize, 2.0 * elements * layer.num_queries_per_kv)
+        nbytes = elements * layout.dtype.itemsize
+        # All query heads of a group use the same key.
+        flops = 2.0 * elements * layer.num_queries_per_kv
+        yield Work(nbytes, flops)

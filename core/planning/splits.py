@@ -148,9 +148,8 @@ class Planner:
         """
         whole = self._whole()
         cache = whole.cache
-        bytes_of_sequence = (
-            cache.blocks(wanted.context) * cache.bytes_per_block + cache.bytes_per_state
-        )
+        bytes_of_blocks = cache.blocks(wanted.context) * cache.bytes_per_block
+        bytes_of_sequence = bytes_of_blocks + cache.bytes_per_state
         total = whole.weight_bytes + wanted.batch * bytes_of_sequence
         first = max(wanted.devices + 1, ceil(total / self.device.memory))
         for number in range(first, 4 * first):
@@ -177,6 +176,7 @@ class Planner:
                 sizes = dataclasses.asdict(layout)
                 if any(sizes[name] != size for name, size in fixed.items() if name in sizes):
                     continue
+                # Experts are shared by all ranks of a stage, or each rank has a part of each.
                 experts = {1, data * tensor} if whole.experts else {1}
                 for expert in sorted(experts):
                     if fixed.get("expert", expert) == expert:

@@ -45,4 +45,5 @@ def chip(device: int) -> tuple[str, str | None]:
     for first, last, architecture, capability in BLOCKS:
         if first <= device <= last:
             return f"NVIDIA {architecture} GPU {identity}", capability
+    # A newer chip than the table knows: the library or torch may tell more.
     return f"NVIDIA GPU {identity}", None

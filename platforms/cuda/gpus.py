@@ -37,6 +37,7 @@ def driver_version(machine: Machine) -> str | None:
     if text is None:
         return None
     pattern = r"Kernel Module[^\d\n]{0,20}(?:x86_64|aarch64)?[ ]{0,4}(\d[\d.]{2,20})"
+    # The file of a recorded machine may have any length.
     found = re.search(pattern, text[:1000])
     return found.group(1) if found else ""
 
@@ -121,6 +122,7 @@ def _obstacle_of_gpu(
         return Obstacle(f"{missing}, not to NVIDIA's", _NO_DRIVER.remedy)
     if version is None:
         return _NO_DRIVER
+    # The driver lists an excluded GPU, and gives it no device node.
     if information.get("GPU Excluded") == "Yes":
         return Obstacle(
             "the driver was told to exclude it",

@@ -42,6 +42,7 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
 
     A recorded machine has no library, and gets no fact.
     """
+    # The library answers for the machine of this process only.
     if machine.root != Path("/") or machine.version_of(PACKAGE) is None:
         return devices, ()
     try:
