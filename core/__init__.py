@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# A folder of the repository in front of the path would be a second package with a second state.
 if __name__ != "opgraft":
     raise ImportError(
         f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft"
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
     from opgraft.serving.prometheus import PrometheusExporter as PrometheusExporter
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
+# Type checkers read the imports above. A test holds this table equal to them.
 _HOME = {
     "opgraft.registry.adapter": ("Adapter", "CallAdapter", "FunctionCall", "LeaveAlone"),
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),

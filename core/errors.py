@@ -246,6 +246,7 @@ def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
     # Only a failing command needs the module.
     import difflib
 
+    # Sorted, as a message must not depend on the order of a set.
     found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
     similarity = {match: difflib.SequenceMatcher(None, match, name).ratio() for match in found}
     return [match for match in found if similarity[match] >= similarity[found[0]] - _FARTHER]
@@ -255,6 +256,7 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown ``name``: near names, or all known names."""
     names = sorted(set(known))
     near = near_matches(name, names)
+    # A list of all names would hide the likely one.
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
     listed = ", ".join(names[:_MOST_KNOWN]) or "none"
@@ -276,6 +278,7 @@ def raised_in(package: str, error: BaseException) -> str | None:
     For a file without valid Python, return the place of the parser. Return ``None`` if no code of
     the top-level package ran.
     """
+    # A file without valid Python has no frame.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
     for module, place in reversed(_places(error)):
