@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     from opgraft.serving.prometheus import PrometheusExporter as PrometheusExporter
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
-# Type checkers read the imports above. A test holds this table equal to them.
+# Type checkers read the imports above, and Python this table.
 _HOME = {
     "opgraft.registry.adapter": ("Adapter", "CallAdapter", "FunctionCall", "LeaveAlone"),
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),

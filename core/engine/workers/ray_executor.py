@@ -66,10 +66,14 @@ class RayExecutor(RemoteExecutor):
                 local = [(0, 1)] * size
                 reserved = tuple(place.devices[device][0] for place in places)
             else:
-                nodes = [place.node for place in places]
-                local = local_ranks(nodes, parallel.data_rank or 0, replicas)
+                local = self._local_ranks(placement, replicas)
             hosts = tuple(place.address for place in places)
             return Started(links, local, meeting, undo.pop_all().close, hosts, reserved)
+
+    def _local_ranks(self, placement: Placement, replicas: int) -> list[tuple[int, int]]:
+        """Return the local rank of each worker, and the number of workers on its host."""
+        nodes = [each.where.node for each in placement.ranks]
+        return local_ranks(nodes, self.opgraft_config.parallel.data_rank or 0, replicas)
 
     def _placement(self, ray: Any, device: str | None, replicas: int) -> Placement:
         """Have Ray place the workers, each with processors and one device."""
