@@ -216,7 +216,10 @@ def spec_of(offer: Offer) -> Any:
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     # Built-in platforms need not wait for these imports.
     child = importlib.import_module("opgraft.machine.child")
-    private = {name: value for name, value in os.environ.items() if name not in child.NEEDED}
+    private = {}
+    for name, value in os.environ.items():
+        if name not in child.NEEDED:
+            private[name] = value
     private |= machine.variables()
     try:
         bridge = offer.bridge.value if offer.bridge else ""

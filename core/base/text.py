@@ -72,14 +72,19 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
 
 
 def _lines_of_row(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Return the lines of a row with columns of these widths."""
     cells = []
     for cell, width in zip(row, widths, strict=True):
-        cells.append(textwrap.wrap(cell, max(width, 1), break_on_hyphens=False))
+        # A column of empty cells has the width 0, which wrap() refuses.
+        room = max(width, 1)
+        parts = textwrap.wrap(cell, room, break_on_hyphens=False)
+        cells.append(parts)
     lines = []
-    for parts in zip_longest(*cells, fillvalue=""):
-        padded = [part.ljust(width) for part, width in zip(parts, widths, strict=True)]
-        lines.append("  ".join(padded).rstrip())
+    for line in zip_longest(*cells, fillvalue=""):
+        padded = []
+        for part, width in zip(line, widths, strict=True):
+            padded.append(part.ljust(width))
+        text = "  ".join(padded)
+        lines.append(text.rstrip())
     return lines
 
 

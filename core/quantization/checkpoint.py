@@ -386,9 +386,13 @@ def _expect_whole_blocks(layer: Any, outputs: Sequence[int], height: int) -> Non
     *inner, last = outputs
     # The last block of the whole layer may be smaller.
     has_rest = sum(outputs) == layer.output_size
-    if any(size % height for size in inner) or (last % height and not has_rest):
-        raise QuantizationError(
-            f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} "
-            f"outputs on this rank, which the checkpoint's blocks of {height} do not divide: "
-            "take fewer ranks"
-        )
+    cuts_inner = any(size % height for size in inner)
+    cuts_last = last % height and not has_rest
+    if not cuts_inner and not cuts_last:
+        return
+    name = layer.prefix or type(layer).__name__
+    sizes = " + ".join(map(str, outputs))
+    raise QuantizationError(
+        f"{name} has {sizes} outputs on this rank, which the checkpoint's blocks of {height} do "
+        "not divide: take fewer ranks"
+    )

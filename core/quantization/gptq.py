@@ -381,5 +381,11 @@ def _create_index(layer: Any, parts: int, inputs: int, attributes: Mapping[str, 
         create_parameter(layer, "g_idx", (inputs,), torch.int32, input_dim=0, **attributes)
         return
     # Each layer inside a merged layer has a list.
-    shape = (parts, inputs)
-    create_parameter(layer, "g_idx", shape, torch.int32, needs_scalar_to_array=True, **attributes)
+    create_parameter(
+        layer,
+        "g_idx",
+        (parts, inputs),
+        torch.int32,
+        needs_scalar_to_array=True,
+        **attributes,
+    )

@@ -229,6 +229,7 @@ def _inputs_between(
     sequences: Sequence[Sequence[Tensor]], starts: Sequence[int], ends: Sequence[int]
 ) -> list[Tensor]:
     """Return queries, keys and values of some tokens, each for all sequences one after another."""
+    # The sequences are at different places of their chunks.
     pieces = []
     for sequence, start, end in zip(sequences, starts, ends, strict=True):
         pieces.append([x[start:end] for x in sequence])

@@ -212,6 +212,7 @@ def _moved(values: Tensor, requires_grad: bool, attributes: Mapping[str, Any]) -
 
 def _run_and_follow(run: Callable[[], Any], ours: Sequence[SimulatedTensor]) -> Any:
     """Run an operator, and have tensors of the device follow numbers of another form."""
+    # Noted before, as the call may exchange the memory of a tensor.
     before = [(each, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
     result = run()
     # An operator such as resize_ changes a tensor in place.

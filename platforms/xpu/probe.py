@@ -41,13 +41,18 @@ def probe(machine: Machine) -> Evidence:
     found = [_found(machine, function, card) for function, card in cards.items()]
     within_reach = usable(found)
     tiles = {function.address: card.tiles for function, card in cards.items()}
-    units = _all_units(machine, [one.device for one in within_reach], tiles)
+    in_reach = [one.device for one in within_reach]
+    units = _all_units(machine, in_reach, tiles)
     visible = _visible(machine, len(units))
-    all_hidden = _all_hidden(machine, visible)
-    without_torch = torch_obstacle(machine, "xpu", _INSTALL)
-    obstacles = (within_reach[0].obstacle, all_hidden, without_torch)
+    obstacles = (
+        within_reach[0].obstacle,
+        _all_hidden(machine, visible),
+        torch_obstacle(machine, "xpu", _INSTALL),
+    )
     summary = _summary_of_gpus(found, within_reach, len(units))
-    return verdict(summary, hide(units, visible), obstacles, _facts(machine, found))
+    devices = hide(units, visible)
+    facts = _facts(machine, found)
+    return verdict(summary, devices, obstacles, facts)
 
 
 def _cards(machine: Machine, displays: Sequence[PciFunction]) -> dict[PciFunction, Card]:
@@ -172,7 +177,10 @@ def _all_units(machine: Machine, cards: Sequence[Device], tiles: Mapping[str, in
     """
     units: list[Device] = []
     for card in cards:
-        parts = 1 if _composite(machine) else tiles[card.pci_address or ""]
+        address = card.pci_address or ""
+        parts = tiles[address]
+        if _composite(machine):
+            parts = 1
         units += _units(card, parts)
     return units
 
@@ -185,6 +193,7 @@ def _units(card: Device, tiles: int) -> list[Device]:
     if tiles == 1:
         return [card]
     name = f"{card.name}, 1 of {tiles} tiles"
+    # The figure is that of the whole card.
     memory = (card.memory or 0) // tiles or None
     return [replace(card, name=name, memory=memory)] * tiles
 

@@ -146,14 +146,7 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
 def _draw_ranked(
     tokens: Tensor, rows: Tensor, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor
 ) -> None:
-    """Draw tokens for rows with top-k that few candidates did not decide, and write the tokens.
-
-    Args:
-        tokens: ``[n]``, written for ``rows``.
-        rows: the numbers of the rows.
-        scaled, filters, keys: of all rows, as for ``draw_filtered``.
-        total: of all rows, as for ``_limits``.
-    """
+    """Draw for ``rows`` with top-k that few candidates did not decide; write to ``tokens``."""
     # Sorting the vocabulary takes longest, so more candidates are tried first.
     for size in (CANDIDATES[1], scaled.shape[1]):
         if not len(rows):
@@ -236,13 +229,7 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
 def _last_of_nucleus(
     values: Tensor, filters: Filters, least: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the least logit to keep in each row, and the number of tokens with just this logit.
-
-    Args:
-        values, filters: as for ``_limits``.
-        least: ``[n, 1]``, the limit of rows without top-p.
-        count: ``[n, 1]``, the number of tokens in the nucleus.
-    """
+    """Return the least logit of ``count`` tokens, or ``least`` without top-p, and its ties."""
     has_top_p = filters.top_p.isfinite()
     limit = torch.where(has_top_p, values.gather(1, count - 1), least)
     above = (values > limit).sum(-1, keepdim=True)

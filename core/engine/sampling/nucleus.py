@@ -46,13 +46,7 @@ def within_nucleus(scaled: Tensor, mass: Tensor, top_p: Tensor, min_p: Tensor) -
 
 
 def _mass_of_likelier(values: Tensor, reached: Tensor, end: Tensor) -> Tensor:
-    """Return the probability of all likelier tokens, for each token in the range.
-
-    Args:
-        values: logits of the tokens in the range, descending.
-        reached: probability of each range with all likelier ranges.
-        end: ``[n, 1]``, the number of the range.
-    """
+    # For each token in the range ``end``, with the logits ``values``.
     previous = reached.gather(1, (end - 1).clamp(min=0))
     before = torch.where(end > 0, previous, 0.0)
     sums = values.double().exp().cumsum(-1)
@@ -62,14 +56,7 @@ def _mass_of_likelier(values: Tensor, reached: Tensor, end: Tensor) -> Tensor:
 def _keep_likeliest(
     scaled: Tensor, mass: Tensor, values: Tensor, ids: Tensor, count: Tensor
 ) -> None:
-    """Set the mass to 0 below the last kept token of each row.
-
-    Args:
-        scaled: the logits. Overwritten.
-        mass: of all tokens. Overwritten.
-        values, ids: logits and ids of the tokens in the range, descending.
-        count: ``[n, 1]``, kept tokens of the range.
-    """
+    """Set the mass to 0 below the last kept token. ``count`` tokens of the range are kept."""
     limit = values.gather(1, count - 1)
     # Comparing in place gives numbers. Truth values would have to be converted.
     mass *= scaled.ge_(limit)

@@ -71,7 +71,6 @@ class RayExecutor(RemoteExecutor):
             return Started(links, local, meeting, undo.pop_all().close, hosts, reserved)
 
     def _local_ranks(self, placement: Placement, replicas: int) -> list[tuple[int, int]]:
-        """Return the local rank of each worker, and the number of workers on its host."""
         nodes = [each.where.node for each in placement.ranks]
         return local_ranks(nodes, self.opgraft_config.parallel.data_rank or 0, replicas)
 
@@ -104,7 +103,6 @@ class RayExecutor(RemoteExecutor):
 
 
 def _meeting(ray: Any, undo: ExitStack) -> tuple[str, int]:
-    """Open the store by which ranks meet, and return its address and port."""
     address = ray.util.get_node_ip_address()
     store, port = listening_store(address)
     held = [store]
