@@ -218,29 +218,37 @@ class InputBatch:
         longest = max(lengths)
         # A token is sampled after the last row of a sequence.
         sampled = [end - 1 for end in compress(ends, samples)]
+        self._tokens.write(self._numbers(sequences, starts, counts, lengths, sampled))
+        self._bounds.write([0, *ends, *lengths])
+        most_blocks = -(-longest // self.block_size)
+        shape = _Shape(ends[-1], len(sequences), len(sampled), most_blocks)
+        views = self._views(request_ids, shape)
+        batch = self._attention_batch(views, max(counts), longest, sequences, continues)
+        sampling = tuple(compress(request_ids, samples))
+        return Inputs(views.input_ids, views.positions, batch, views.sampled_rows, sampling)
+
+    def _numbers(
+        self,
+        sequences: Sequence[_Sequence],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        sampled: Sequence[int],
+    ) -> list[int]:
         ids, positions, slots = _of_tokens(sequences, starts, counts, self.block_size)
         contexts: Iterable[int] = ()
         if self.has_context_ropes:
             contexts = chain.from_iterable(map(_contexts, sequences, starts, lengths))
         rows = [each.row for each in sequences]
         # In the order of ``_tokens``. One list of Python's numbers takes less time than torch.
-        self._tokens.write(
-            [*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows]
-        )
-        self._bounds.write([0, *ends, *lengths])
-        shape = _Shape(ends[-1], len(rows), len(sampled), -(-longest // self.block_size))
-        views = self._views(request_ids, shape)
-        states = self._states(sequences) if self.states else {}
-        batch = self._attention_batch(views, max(counts), longest, states, continues)
-        sampling = tuple(compress(request_ids, samples))
-        return Inputs(views.input_ids, views.positions, batch, views.sampled_rows, sampling)
+        return [*ids, *positions, *sampled, *contexts, *chain.from_iterable(slots), *rows]
 
     def _attention_batch(
         self,
         views: _DeviceViews,
         most: int,
         longest: int,
-        states: Mapping[str, LayerStates],
+        sequences: Sequence[_Sequence],
         continues: bool,
     ) -> AttentionBatch:
         return AttentionBatch(
@@ -252,7 +260,7 @@ class InputBatch:
             self.block_size,
             context_lens=views.contexts if self.has_context_ropes else None,
             continues=continues,
-            states=states,
+            states=self._states(sequences) if self.states else {},
         )
 
     def _states(self, sequences: Sequence[_Sequence]) -> dict[str, LayerStates]:
