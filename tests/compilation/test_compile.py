@@ -60,7 +60,7 @@ def test_one_graph_serves_every_size(
 def test_ops_made_after_a_capture_are_of_the_same_classes(
     block: Block, x: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a capture notes in the classes of ops is no change by a plugin: nobody is named, and no class is made anew."""
+    """What a capture notes in classes of ops is no change by a plugin: nobody is named, no class is made anew."""
     opgraft.compile(block, EAGER, args=(x,))
     again = Block()
     assert [type(module) for module in again.modules()] == [type(each) for each in block.modules()]
