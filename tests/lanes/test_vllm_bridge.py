@@ -36,7 +36,12 @@ ROWS = [
 SETTINGS = sorted(
     name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None))
 )
-OLDER = {"vllm.utils.direct_register_custom_op"}
+OLDER = {
+    "vllm.utils.FlexibleArgumentParser",
+    "vllm.utils.STR_DTYPE_TO_TORCH_DTYPE",
+    "vllm.utils.direct_register_custom_op",
+    "vllm.utils.get_dtype_size",
+}
 """Names at which plugins for other versions find them."""
 
 
