@@ -168,7 +168,6 @@ def difference(
 def _difference_of_numbers(
     place: str, got: Tensor, expected: Tensor, tolerance: Tolerance
 ) -> tuple[float | None, str]:
-    """Return ``difference`` of two tensors with the same shape, dtype and device."""
     ours = _numbers(got)
     theirs = _numbers(expected)
     # Most calls end here: equal numbers need no tolerance.
