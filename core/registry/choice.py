@@ -158,8 +158,7 @@ def choose_replacement(
     why = ""
     if wanted:
         why = f"{_ASKS_FOR} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
-    keeps_own = wanted in (own.name, NATIVE_CHOICE)
-    if wanted and winner is None and not keeps_own:
+    if wanted and winner is None and wanted not in (own.name, NATIVE_CHOICE):
         # Without the error, the native kernel would run in silence in place of the plugin's.
         if not any(_is_of(wanted, each) for each in other_replacements):
             raise _missing(
