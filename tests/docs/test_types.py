@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 GUIDES = [
-    "how-to/build-a-model",
+    "how-to/write-a-model",
     "how-to/implement-an-op",
     "how-to/replace-an-op",
     "how-to/device-plugin",
