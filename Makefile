@@ -137,7 +137,7 @@ run.test-triton = PYTHON=$(PYTHON) tools/lane.sh triton
 help.test-jax = the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)
 run.test-jax = PYTHON=$(PYTHON) tools/lane.sh jax stack
 
-help.test-clients = clients that others wrote against one server, as their users install them (the first time 1 GB)
+help.test-clients = clients that others wrote against one server, three of them with npm (the first time 1 GB)
 needs.test-clients = .venv/opgraft
 run.test-clients = PYTHON=$(PYTHON) tools/lane.sh clients
 
@@ -159,7 +159,7 @@ needs.test-vllm-bridge = .venv/opgraft $(VLLM_WHEEL)/complete
 run.test-vllm-bridge = $(PYTEST) --quiet tests/lanes/test_vllm_names.py tests/lanes/test_vllm_bridge.py
 
 help.test-vendor-wheels = vendors' wheels of vLLM plugins through the bridge, from the package index (50 MB)
-needs.test-vendor-wheels = .venv/opgraft $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%)
+needs.test-vendor-wheels = .venv/opgraft $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete)
 run.test-vendor-wheels = $(PYTEST) --quiet -rs tests/lanes/test_vendor_wheels.py
 
 help.gpu-bundle = what tools/on_gpu.sh needs on a machine with a GPU: wheels, small checkpoints, the CPU's outputs
@@ -211,7 +211,7 @@ rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json $(
 -$(DEMO) $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
 -$(DEMO) $(BIN)/python benchmarks/engine.py --json $(FIGURES)/engine.json $(BENCH)
 -$(WITH_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --rows broadcast overhead start ray --json $(FIGURES)/parallel.json
-$(MAKE) figures
+$(run.figures)
 endef
 
 # Measurements. BENCH='--cpu-time' is for a machine that has other work; --help of each file names the rest.
@@ -331,8 +331,10 @@ $(GPU_BUNDLE)/complete: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES) $(wildcard to
 	PYTHONPATH=tools $(BIN)/python -m on_gpu.bundle $(GPU_BUNDLE)
 	touch $@
 
-$(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%): | .venv/base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ $(@F)
+$(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete): | .venv/base
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(notdir $(@D))
+	touch $@
 
 $(VLLM_WHEEL)/complete:
 	$(PYTHON) -m venv --clear $(@D)

@@ -112,7 +112,7 @@ class Platform(ABC):
     @property
     @abstractmethod
     def dispatch_chain(self) -> tuple[str, ...]:
-        """Dispatch keys of ``DISPATCH_KEYS``, best first, without ``oot`` and ``native``."""
+        """Dispatch keys of ``DISPATCH_KEYS``, best first; ``oot`` and ``native`` are optional."""
 
     @abstractmethod
     def device_count(self) -> int:

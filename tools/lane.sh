@@ -61,7 +61,7 @@ if [ "$lane" = clients ]; then # opgraft serves them from the main environment
     fi
     echo "==> Clients of the server"
     # They warn of their own future, and tests/conftest.py is for an environment with opgraft.
-    "$environment/bin/pytest" --quiet -o filterwarnings=default --confcutdir tests/clients tests/clients
+    "$environment/bin/pytest" --quiet -rs -o filterwarnings=default --confcutdir tests/clients tests/clients
     exit
 fi
 

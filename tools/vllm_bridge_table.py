@@ -25,9 +25,11 @@ def page(text: str) -> str:
         module: " ".join(f"`{name}`" for name in sorted(names))
         for module, names in sorted(NAMES.items())
     }
-    return _TABLE.sub(
-        lambda _: "".join(f"| `{module}` | {names} |\n" for module, names in rows.items()), text
-    )
+    table = "".join(f"| `{module}` | {names} |\n" for module, names in rows.items())
+    renewed, count = _TABLE.subn(lambda _: table, text)
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} tables with this head, and must have 1")
+    return renewed
 
 
 if __name__ == "__main__":

@@ -106,13 +106,23 @@ def page(text: str) -> str:
     """Return the page with the table as it must be; fetch the wheels that are not there."""
     runs = {name: run(name) for name in PLUGINS}
     rows = "".join(_row(name, found) for name, found in runs.items())
-    return _TABLE.sub(lambda _: rows + _totals(runs), text)
+    return with_table(text, rows + _totals(runs))
+
+
+def with_table(text: str, table: str) -> str:
+    """Return the page with other rows in its table."""
+    renewed, count = _TABLE.subn(lambda _: table, text)
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} tables with this head, and must have 1")
+    return renewed
 
 
 def fetched(name: str) -> Path:
     """Return the folder of a plugin's files."""
     folder = CACHE / f"{name}-{PLUGINS[name]}"
-    if not folder.is_dir():
+    complete = folder / "complete"
+    if not complete.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
         command = f"-m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --dest {CACHE}"
         platforms = (
             "--platform manylinux_2_34_x86_64 --platform manylinux2014_x86_64 --platform any"
@@ -122,6 +132,7 @@ def fetched(name: str) -> Path:
         (wheel,) = CACHE.glob(f"{name.replace('-', '_')}-{PLUGINS[name]}-*.whl")
         zipfile.ZipFile(wheel).extractall(folder)
         wheel.unlink()
+        complete.touch()
     return folder
 
 
@@ -130,14 +141,36 @@ def run(name: str) -> dict[str, Any]:
     folders = [_bridge(), str(fetched(name))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", RUN, name, *folders]
+    return outcome_of(name, command, environ)
+
+
+def outcome_of(
+    name: str, command: list[str], environ: dict[str, str], seconds: float = _SECONDS
+) -> dict[str, Any]:
+    """Return the outcomes that a process prints in its last line, or one outcome: how it has ended.
+
+    In the second case, this process prints what the process has said.
+    """
     try:
         result = subprocess.run(  # noqa: S603  # our own words
-            command, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command, env=environ, capture_output=True, text=True, timeout=seconds, check=False
         )
+    except subprocess.TimeoutExpired as error:
+        return _unanswered(name, f"no answer in {seconds} s", error.stderr)
+    if result.returncode < 0:
+        return _unanswered(name, f"ends (signal {-result.returncode})", result.stderr)
+    try:
         found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, IndexError, ValueError):
-        found = {"platforms": {}, "general": {"(the process)": "ends"}, "ops": 0, "names": [0, 0]}
+    except (IndexError, ValueError):
+        return _unanswered(name, f"ends (exit code {result.returncode})", result.stderr)
     return found
+
+
+def _unanswered(name: str, outcome: str, stderr: str | bytes | None) -> dict[str, Any]:
+    """Return the outcome of a process without an answer, and print what the process has said."""
+    said = stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr or ""
+    print(f"{name} {outcome}:\n{said}", file=sys.stderr)
+    return {"platforms": {}, "general": {"(the process)": outcome}, "ops": 0, "names": None}
 
 
 @functools.cache
@@ -153,12 +186,14 @@ def _bridge() -> str:
 
 
 def _row(name: str, found: dict[str, Any]) -> str:
-    answered, used = found["names"]
+    names = ""
+    if found["names"] is not None:
+        answered, used = found["names"]
+        names = f"{answered:,} of {used:,}"
     platforms = _told(found["platforms"])
     general = _told(found["general"])
     return (
-        f"| {name} {PLUGINS[name]} | {platforms} | {general} | {found['ops'] or ''} | "
-        f"{answered:,} of {used:,} |\n"
+        f"| {name} {PLUGINS[name]} | {platforms} | {general} | {found['ops'] or ''} | {names} |\n"
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from opgraft.base.text import described, printable
+from opgraft.logger import logger
+from opgraft.registry.state import host_state
 from torch import nn
 
 _CACHE = "__opgraft_standing__"
@@ -17,13 +20,18 @@ def standing_for(specialisation: Any, module_class: type | None) -> Any:
     """
     if module_class is None:
         return specialisation
-    cache = vars(specialisation).get(_CACHE)
-    if cache is None:
-        cache = {}
-        setattr(specialisation, _CACHE, cache)
-    if module_class not in cache:
-        cache[module_class] = _derived(specialisation, module_class)
-    return cache[module_class]
+    # vars(), as getattr() would find the classes of a base class.
+    known = vars(specialisation).get(_CACHE, {}).get(module_class)
+    if known is not None:
+        return known
+    # Made without the lock, as a metaclass of others may run. The class of the first thread stays.
+    made = _derived(specialisation, module_class)
+    with host_state().lock:
+        cache = vars(specialisation).get(_CACHE)
+        if cache is None:
+            cache = {}
+            setattr(specialisation, _CACHE, cache)
+        return cache.setdefault(module_class, made)
 
 
 def _derived(specialisation: Any, module_class: type) -> Any:
@@ -38,5 +46,10 @@ def _derived(specialisation: Any, module_class: type) -> Any:
     try:
         return type(specialisation)(specialisation.__name__, bases, namespace)
     # A metaclass or __init_subclass__ of others may raise anything.
-    except Exception:
+    except Exception as error:
+        told = (
+            f"isinstance does not find {specialisation.__qualname__} by the class "
+            f"{module_class.__module__}.{module_class.__qualname__}: {described(error)}"
+        )
+        logger.debug("%s", printable(told))
         return specialisation

@@ -37,6 +37,6 @@ def functional_all_reduce() -> tuple[Any, Any]:
 
 
 def functional_all_gather() -> tuple[Any, Any]:
-    """Return those for gathering along the first dimension."""
+    """Return the operators of torch for gathering along the first dimension, and for waiting."""
     operators = torch.ops._c10d_functional
     return operators.all_gather_into_tensor.default, operators.wait_tensor.default

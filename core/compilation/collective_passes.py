@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.functional import Functional
 from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
-from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
+from opgraft.compilation.nodes import may_replace, semantic_call, semantic_calls
 from opgraft.distributed import get_tp_group
 from opgraft.ops.fused.collectives import functional
 from torch import fx, nn
@@ -123,7 +123,7 @@ def _reason_to_leave(found: _SumAndNorm, order: Mapping[fx.Node, int]) -> str:
     for each in (*found.others, *found.settings.values()):
         if isinstance(each, fx.Node) and order[each] > order[found.reduced]:
             return LATER
-    if has_kernel(found.name) and not has_kernel(found.fused):
+    if not may_replace(found.fused, found.name):
         return PASSED_OVER
     return ""
 
@@ -317,7 +317,7 @@ class AsyncTensorParallelism(GraphPass):
             if found is None:
                 continue
             form, arguments = found
-            if has_kernel("linear") and not has_kernel(form.name):
+            if not may_replace(form.name, "linear"):
                 left.append(PASSED_OVER)
                 continue
             joined = getattr(_opgraft, form.name).default

@@ -20,7 +20,7 @@ from opgraft.compilation.collective_passes import (
 )
 from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
-from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
+from opgraft.compilation.nodes import OPERATOR, layout_of, may_replace, semantic_calls
 from opgraft.compilation.quantization_passes import (
     AttentionQuantFP8,
     RMSNormQuantFP4,
@@ -116,7 +116,7 @@ class AddRMSNorm(GraphPass):
             if any(order.get(each, -1) > order.get(summed, -1) for each in others):
                 left.append(LATER)
                 continue
-            if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
+            if not may_replace(f"fused_add_{name}", name):
                 left.append(PASSED_OVER)
                 continue
             self._join(graph, norm, summed, self._fused[name], given)

@@ -9,12 +9,19 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.compilation.graph_pass import LATER, PASSED_OVER, GraphPass, PassOutcome
-from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_call, semantic_calls
+from opgraft.compilation.nodes import (
+    OPERATOR,
+    layout_of,
+    may_replace,
+    semantic_call,
+    semantic_calls,
+)
 from torch import Tensor, fx, nn
 
 _aten = torch.ops.aten
 _opgraft = torch.ops.opgraft
 
+_JOINED = "qk_norm_rope"
 _NORMS = ("rms_norm", "gemma_rms_norm")
 _REGROUPING = frozenset(("view", "reshape", "flatten"))
 _ELEMENTWISE = frozenset(("cos", "sin", "to", "mul"))
@@ -92,7 +99,7 @@ def _join_by_position(graph: fx.Graph) -> PassOutcome:
         norms = _norms_of(heads, given["head_size"])
         if not norms:
             continue
-        if not _is_free(name, norms[0]):
+        if not may_replace(_JOINED, name, norms[0].name):
             left.append(PASSED_OVER)
             continue
         with graph.inserting_before(node):
@@ -147,7 +154,7 @@ def _join_by_row(graph: fx.Graph) -> PassOutcome:
             continue
         if max(order[key.norm.x], order[key.norm.weight]) > order[query.node]:
             left.append(LATER)
-        elif not _is_free("apply_rotary_emb", key.norm):
+        elif not may_replace(_JOINED, "apply_rotary_emb", key.norm.name):
             left.append(PASSED_OVER)
         else:
             _replace(graph, query, key, tables)
@@ -215,11 +222,6 @@ def _joined(
     }
     both = graph.call_function(_opgraft.qk_norm_rope.default, arguments, settings)
     return [graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
-
-
-def _is_free(rotation: str, norm: _Norm) -> bool:
-    """Return True if the join passes over no provider's kernel."""
-    return has_kernel("qk_norm_rope") or not (has_kernel(rotation) or has_kernel(norm.name))
 
 
 def _sizes(x: Any) -> tuple[str, ...]:

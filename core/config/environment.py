@@ -228,14 +228,16 @@ class Launch:
     Attributes:
         size: the number of processes on all hosts.
         local_rank: the number of this process on this host.
-        local_size: the number of processes on this host.
+        local_size: the number of processes on this host; ``size`` if the launcher does not tell.
         rank: the number of this process among all.
+        is_on_one_host: the launcher says that all processes are on this host.
     """
 
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
     rank: int = 0
+    is_on_one_host: bool = True
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
@@ -244,22 +246,26 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     Without such variables, this process is alone.
 
     Raises:
-        ConfigError: a value is no number.
+        ConfigError: a value is no number, or a number of processes is 0.
     """
     values = os.environ if variables is None else variables
-    size = _number(values, "WORLD_SIZE", 1)
+    size = _number(values, "WORLD_SIZE", 1, least=1)
     local_rank = _number(values, "LOCAL_RANK", 0)
-    local_size = _number(values, "LOCAL_WORLD_SIZE", size)
-    return Launch(size, local_rank, local_size, _number(values, "RANK", 0))
+    local_size = _number(values, "LOCAL_WORLD_SIZE", size, least=1)
+    # A launcher such as srun does not count the processes of a host.
+    is_counted = size == 1 or bool(values.get("LOCAL_WORLD_SIZE"))
+    rank = _number(values, "RANK", 0)
+    return Launch(size, local_rank, local_size, rank, is_counted and local_size == size)
 
 
-def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
+def _number(values: Mapping[str, str], name: str, otherwise: int, least: int = 0) -> int:
     text = values.get(name) or str(otherwise)
+    told = f"{name}={text!r:.80}"
+    advice = "unset it, or start with a launcher, such as torchrun"
     if not text.isdecimal():
-        raise ConfigError(
-            f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as "
-            "torchrun"
-        )
+        raise ConfigError(f"{told} is no number: {advice}")
+    if int(text) < least:
+        raise ConfigError(f"{told} is below {least}: {advice}")
     return int(text)
 
 

@@ -125,7 +125,8 @@ def _hosts(places: RankPlaces, environ: Mapping[str, str]) -> tuple[str, ...]:
         raise PlatformError(
             f"{size} processes with {on_each} on each host are on {count} hosts, and "
             f"{HOST_NAMES} names {len(names)}: set it to the "
-            "names of all hosts of the slice, separated by commas, in the order of their numbers"
+            "names of all hosts of the slice, separated by commas, in the order of their numbers, "
+            "and LOCAL_WORLD_SIZE to the number of processes on each host"
         )
     hosts = [name for name in names for _ in range(on_each)]
     return tuple(hosts)

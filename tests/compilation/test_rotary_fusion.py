@@ -168,3 +168,20 @@ def test_a_kernel_for_a_part_is_not_passed_over(
     CALLS.clear()
     found(*drawn(2))
     assert [ran] == CALLS
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize("is_of_the_same", [True, False])
+def test_a_kernel_of_somebody_else_is_not_replaced(is_of_the_same: bool, by_position: bool) -> None:
+    """The joined kernel of one provider replaces norms of the same provider, and no other's."""
+    provide(RotaryEmbedding, "qk_norm_rope")
+    another = {} if is_of_the_same else {"__module__": "somebody_else"}
+    provide(RMSNorm, "rms_norm", **another)
+    model = Attending(by_position=by_position).eval()
+    found = compiled(model, *drawn(3))
+    assert counts(found) == (1, int(is_of_the_same))
+    given = drawn(2)
+    CALLS.clear()
+    results = found(*given)
+    assert (["qk_norm_rope"] if is_of_the_same else ["rms_norm"] * 2) == CALLS
+    torch.testing.assert_close(results, model(*given), rtol=1e-5, atol=1e-5)

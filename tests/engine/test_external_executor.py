@@ -17,6 +17,8 @@ from opgraft.config.environment import Launch, read_launch
 from opgraft.distributed import destroy_distributed, get_tp_group, get_world_group
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from opgraft.engine.workers.executors import _places_of_launch
+from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.errors import ConfigError, DistributedError, EngineError
 from opgraft.ops import RMSNorm
 from support.ranks import Ranks
@@ -164,7 +166,34 @@ def test_a_launcher_says_the_place_of_a_process() -> None:
     """Without its variables the process is alone; what is no number is refused by name."""
     assert read_launch({}) == Launch(1, 0, 1)
     assert read_launch({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Launch(
-        4, 1, 2
+        4, 1, 2, is_on_one_host=False
     )
     with pytest.raises(ConfigError, match="LOCAL_RANK='x' is no number"):
         read_launch({"LOCAL_RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("on_each", "host", "local_ranks"),
+    [("4", "localhost", (0, 1, 2, 3)), ("2", "", (0, 1, 0, 1)), (None, "", (0, 1, 2, 3))],
+)
+def test_ranks_are_on_this_host_if_the_launcher_says_so(
+    on_each: str | None,
+    host: str,
+    local_ranks: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of several hosts, and of a launcher that does not count those of a host, have no address."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    given = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}
+    if on_each:
+        given["LOCAL_WORLD_SIZE"] = on_each
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert _places_of_launch() == RankPlaces(1, (host,) * 4, local_ranks)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_launcher_of_no_process_is_refused(name: str) -> None:
+    """A number of processes is at least one; the error names the variable."""
+    with pytest.raises(ConfigError, match=f"^{name}='0' is below 1: unset it"):
+        read_launch({"WORLD_SIZE": "4", name: "0"})

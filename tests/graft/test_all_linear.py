@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import re
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from opgraft import OpgraftConfig, graft, rebind, set_config, ungraft
+from opgraft.binding.standing import standing_for
 from opgraft.ops import TransposedLinear
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -121,11 +126,41 @@ class Odd(nn.Module, metaclass=Picky):
         return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(*x.shape[:-1], 6)
 
 
-def test_a_class_that_cannot_be_a_base() -> None:
-    """A module of a class with a metaclass of its own is replaced, and computes as before."""
+def test_a_class_that_cannot_be_a_base(caplog: pytest.LogCaptureFixture) -> None:
+    """A module of a class with a metaclass of its own is replaced, and computes as before; the log says why."""
     model = nn.Sequential(Odd())
     x = torch.randn(3, 4)
     expected = model(x)
-    graft(model)
+    with caplog.at_level(logging.DEBUG, "opgraft"):
+        graft(model)
     assert isinstance(model[0], TransposedLinear)
+    assert not isinstance(model[0], Odd)
     torch.testing.assert_close(model(x), expected)
+    (told,) = [text for text in caplog.messages if text.startswith("isinstance does not find")]
+    assert re.search(r"TransposedLinear by the class \S+\.Odd: TypeError: metaclass conflict", told)
+
+
+class Slow(nn.Module):
+    """A class whose subclasses take a while to make."""
+
+    def __init_subclass__(cls) -> None:
+        time.sleep(0.05)
+
+
+def test_threads_share_the_class_of_an_op() -> None:
+    """Threads that ask at once for the class of an op get the same one."""
+    found, barrier = [], threading.Barrier(4)
+    specialisation = TransposedLinear(4, 6).binding.specialisation
+
+    def ask() -> None:
+        barrier.wait()
+        found.append(standing_for(specialisation, Slow))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert issubclass(found[0], Slow)
+    assert len(found) == 4
+    assert len(set(found)) == 1

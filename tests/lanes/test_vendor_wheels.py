@@ -63,7 +63,7 @@ LINEAR = "libxsmmlinear_plain"
 def wheel(name: str) -> Path:
     """The folder in which a wheel is installed."""
     folder = CACHE / "opgraft/vendor-wheels" / f"{name}=={WHEELS[name]}"
-    if not folder.is_dir():
+    if not (folder / "complete").is_file():
         pytest.skip(f"{name} {WHEELS[name]} is not here; make test-vendor-wheels fetches it")
     return folder
 

@@ -27,6 +27,7 @@ try:
 finally:
     sys.path.remove(str(BRIDGE / "src"))
 
+TOOL = runpy.run_path(str(BRIDGE.parents[1] / "tools/vllm_plugins.py"))
 ROWS = [
     (module, name, home)
     for module, found in names.NAMES.items()
@@ -143,15 +144,40 @@ def test_the_wheel_of_the_bridge_runs_a_plugin(
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "ends (signal 11)"),
+        ("raise SystemExit('our own bug')", "ends (exit code 1)"),
+        ("print('[')", "ends (exit code 0)"),
+        ("import time; time.sleep(60)", "no answer in 2 s"),
+    ],
+)
+def test_a_process_without_an_answer(code: str, outcome: str, capfd: Any) -> None:
+    """The row of a plugin tells how its process has ended, and what the process has said is printed."""
+    command = [sys.executable, "-c", f"import sys; print('last words', file=sys.stderr)\n{code}"]
+    found = TOOL["outcome_of"]("acme", command, dict(os.environ), 2)
+    assert found["general"] == {"(the process)": outcome}
+    row = TOOL["_row"]("vllm-lens", found)
+    assert row == f"| vllm-lens 1.3.0 |  | {outcome} |  |  |\n"
+    said = capfd.readouterr().err
+    assert f"acme {outcome}:\nlast words\n" in said
+
+
+def test_a_page_without_the_head_of_the_table() -> None:
+    """A page that lacks the table is refused, and not returned as it is."""
+    with pytest.raises(SystemExit, match=r"README.md has 0 tables with this head"):
+        TOOL["with_table"]("# A page\n", "| a row |\n")
+
+
 @pytest.mark.slow
 @needs_vllm
 def test_public_plugins(built_plugin: Callable[[str], Path], cli: Any) -> None:
     """The README tells which entry points load, by running them; a platform that loads is chosen."""
-    tool = runpy.run_path(str(BRIDGE.parents[1] / "tools/vllm_plugins.py"))
     text = (BRIDGE / "README.md").read_text(encoding="utf-8")
-    assert tool["page"](text) == text, "renew it by 'make vllm-plugins-table'"
+    assert TOOL["page"](text) == text, "renew it by 'make vllm-plugins-table'"
     assert "| vllm-spyre-next 0.1.0 | loads |" in text
-    folders = (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next"))
+    folders = (built_plugin("opgraft-vllm-bridge"), TOOL["fetched"]("vllm-spyre-next"))
     path = os.pathsep.join(map(str, folders))
     detected = json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)
     assert detected["decision"]["chosen"] == "spyre_next"

@@ -78,7 +78,7 @@ def _default_executor(parallel: ParallelConfig) -> str:
 def _places_of_launch() -> RankPlaces:
     """Return the places of the launcher's processes, of which each host has as many."""
     launch = read_launch()
-    host = THIS_HOST if launch.local_size == launch.size else ""
+    host = THIS_HOST if launch.is_on_one_host else ""
     local_ranks = tuple(rank % launch.local_size for rank in range(launch.size))
     return RankPlaces(launch.rank, (host,) * launch.size, local_ranks)
 

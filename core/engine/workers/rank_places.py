@@ -18,7 +18,7 @@ class RankPlaces:
     Attributes:
         rank: of this process.
         hosts: the address of each rank's host; empty texts if a launcher has started processes on
-            several hosts.
+            several hosts, or does not tell how many are on one.
         local_ranks: the number of each rank on its host.
         devices: the device of each rank on its host, as Ray has reserved it; empty if the local
             rank chooses the device.

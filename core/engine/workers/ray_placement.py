@@ -93,7 +93,7 @@ class Placement:
         return actor_class.remote()
 
     def _in_order(self, seconds: float) -> list[Placed]:
-        """Return the actors with their places in the order of ranks, the engine's host first."""
+        """Return the actors with their places in the order of ranks: see ``order_of``."""
         try:
             found = self._ray.get([actor.where.remote() for actor in self._actors], timeout=seconds)
         # Ray raises the error of the actor, of any class.
