@@ -37,6 +37,6 @@ def functional_all_reduce() -> tuple[Any, Any]:
 
 
 def functional_all_gather() -> tuple[Any, Any]:
-    """Return the operators of torch for gathering along the first dimension, and for waiting."""
+    """Return the operators for gathering along dimension 0."""
     operators = torch.ops._c10d_functional
     return operators.all_gather_into_tensor.default, operators.wait_tensor.default

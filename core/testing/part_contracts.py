@@ -257,7 +257,8 @@ class _Hand:
         return found
 
     def _all_new(self, prompts: Mapping[str, Sequence[int]]) -> tuple[NewSequence, ...]:
-        """Return each prompt as a sequence, with blocks of its own by its place."""
+        """Return the sequences of all prompts."""
+        # Each gets blocks of its own, by its place.
         places = enumerate(prompts.items())
         return tuple(self._new(name, prompt, place) for place, (name, prompt) in places)
 

@@ -126,18 +126,28 @@ class Odd(nn.Module, metaclass=Picky):
         return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(*x.shape[:-1], 6)
 
 
-def test_a_class_that_cannot_be_a_base(caplog: pytest.LogCaptureFixture) -> None:
-    """A module of a class with a metaclass of its own is replaced, and computes as before; the log says why."""
-    model = nn.Sequential(Odd())
+class Final(Odd):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no class is derived from Final")
+
+
+@pytest.mark.parametrize("cls", [Odd, Final])
+def test_a_class_that_cannot_be_a_base(
+    cls: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A module is replaced and computes as before, whether its class can be a base or not. The log says why not."""
+    model = nn.Sequential(cls())
     x = torch.randn(3, 4)
     expected = model(x)
     with caplog.at_level(logging.DEBUG, "opgraft"):
         graft(model)
     assert isinstance(model[0], TransposedLinear)
-    assert not isinstance(model[0], Odd)
+    assert isinstance(model[0], cls) == (cls is Odd)
     torch.testing.assert_close(model(x), expected)
-    (told,) = [text for text in caplog.messages if text.startswith("isinstance does not find")]
-    assert re.search(r"TransposedLinear by the class \S+\.Odd: TypeError: metaclass conflict", told)
+    told = [text for text in caplog.messages if text.startswith("isinstance does not find")]
+    assert len(told) == (cls is Final)
+    for each in told:
+        assert re.search(r"TransposedLinear by the class \S+\.Final: TypeError: no class", each)
 
 
 class Slow(nn.Module):
