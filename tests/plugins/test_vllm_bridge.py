@@ -453,8 +453,10 @@ def test_a_file_that_is_no_python(bridged: Any) -> None:
 
 
 def test_the_table_of_names_is_that_of_the_code(bridged: Any) -> None:
-    """The README lists what the bridge answers; 'make vllm-bridge-table' writes it."""
+    """The README lists what the bridge answers; 'make vllm-bridge-table' writes it, into a page with such a table."""
     table = runpy.run_path(str(BRIDGE.parents[1] / "tools/vllm_bridge_table.py"))
     text = (BRIDGE / "README.md").read_text(encoding="utf-8")
     assert table["page"](text) == text
     assert text.count("| `vllm.") > 40
+    with pytest.raises(SystemExit, match=r"README.md has 0 tables with this head"):
+        table["page"]("# A page\n")

@@ -18,7 +18,7 @@ class PendingStep:
 
     Attributes:
         budget: tokens left.
-        places: running sequences that still fit in.
+        places: running sequences, at most.
         reserved_tokens: tokens left that belong to a waiting request; running requests of a worse
             priority leave them alone.
         reserved_for_priority: priority of this waiting request.
