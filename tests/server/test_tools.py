@@ -57,6 +57,11 @@ def of_deepseek(*cities: str, family: str = V31) -> str:
     return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
 
 
+def without_opening(city: str) -> str:
+    """Return a call as DeepSeek writes it if it forgets the token before all calls."""
+    return of_deepseek(city).removeprefix("<｜tool▁calls▁begin｜>")
+
+
 def of_mistral(*cities: str) -> str:
     """Return calls as Mistral's models write them since November 2024."""
     arguments = [json.dumps({"city": city}) for city in cities]
@@ -69,6 +74,7 @@ def of_mistral(*cities: str) -> str:
         (V31, of_deepseek("Rome", "Oslo"), ["Rome", "Oslo"], ""),
         (V31, f"I look.\n\n{of_deepseek('Rome')}", ["Rome"], "I look."),
         (V31, "I <｜tool▁calls▁begin｜> look.", [], "I <｜tool▁calls▁begin｜> look."),
+        (V31, f"I look.\n\n{without_opening('Rome')}", ["Rome"], "I look."),
         (V3, of_deepseek("Rome", "Oslo", family=V3), ["Rome", "Oslo"], ""),
         (GRANITE, f"<|tool_call|>{json.dumps([ROME, OSLO])}", ["Rome", "Oslo"], ""),
         (HERMES, f"<tool_call>{json.dumps([ROME])}", ["Rome"], ""),
@@ -138,6 +144,17 @@ def test_arguments_beyond_the_named_ones(more: dict[str, Any]) -> None:
     extended = {**ROME["arguments"], "mood": "good"}
     assert held.is_valid(ROME)
     assert held.is_valid({**ROME, "arguments": extended}) == bool(more)
+
+
+def test_a_demanded_argument_without_a_property() -> None:
+    """The schema of a forced call stays open then, or no call would be valid."""
+    parameters = {"type": "object", "properties": {"city": {}}, "required": ["city", "day"]}
+    function = {"name": "weather", "parameters": parameters}
+    found = tools(PLAIN, tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert found.forced is not None
+    (call,) = found.forced["anyOf"]
+    arguments = {**ROME["arguments"], "day": "today"}
+    assert jsonschema.Draft202012Validator(call).is_valid({**ROME, "arguments": arguments})
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,13 @@ class CallReader:
             return text
         if self._form is PLAIN:
             return "" if _may_be_plain_call(text.lstrip()) else text
-        begin = self._form.begin
-        found = text.find(begin)
-        if found >= 0:
-            return text[:found].rstrip()
-        return text[: len(text) - _overlap(text, begin)]
+        # Some models leave the opening out.
+        signs = {self._form.begin, self._form.marker}
+        found = [text.find(sign) for sign in signs if sign in text]
+        if found:
+            return text[: min(found)].rstrip()
+        held = max(_overlap(text, sign) for sign in signs)
+        return text[: len(text) - held]
 
     def _before_calls(self, text: str) -> str:
         if self._form is PLAIN:

@@ -221,9 +221,17 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return parameters that allow no argument beyond their properties.
 
     Small models add arguments without an end, and some clients leave ``additionalProperties`` out.
-    Parameters of another form may have more properties elsewhere, so they stay open.
+    Parameters of another form may have more properties elsewhere, so they stay open. So do
+    parameters that demand an argument without a property.
     """
-    if parameters.keys() <= _CLOSED_BY and "properties" in parameters:
+    properties = parameters.get("properties")
+    required = parameters.get("required", [])
+    are_usual = isinstance(properties, dict) and isinstance(required, list)
+    if not are_usual or not parameters.keys() <= _CLOSED_BY:
+        return parameters
+    # The names may be of any type, as nothing has checked the schema yet.
+    named = list(properties)
+    if all(name in named for name in required):
         return {**parameters, "additionalProperties": False}
     return parameters
 
