@@ -88,7 +88,8 @@ def tokenized(
         name: of the prompt, for errors.
         advice: a further remedy for a long prompt.
         truncate: cut a long text instead of refusing it.
-        keep_last: most tokens, counted from the end; None for all.
+        keep_last: most tokens, counted from the end; None for all. The tokens that usually begin
+            and end a text stay.
 
     Raises:
         RequestError: the prompt is of another kind, empty, too long, or has unknown ids or
@@ -99,8 +100,14 @@ def tokenized(
     if text is None:
         ids = _given(prompt, name)
     else:
-        longest = max_model_len if truncate else None
-        ids = _of_text(text, tokenizer, add_special_tokens, name, longest)
+        _expect_unicode(text, name)
+        if truncate:
+            ids = tokenizer.encode_truncated(text, max_model_len)
+        elif keep_last is not None and add_special_tokens:
+            ids = tokenizer.encode_truncated(text, keep_last, side="left")
+        else:
+            ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    # A list of token ids or a chat, or there is no room even for the usual tokens.
     if keep_last is not None:
         ids = ids[-keep_last:]
     if not ids:
@@ -122,10 +129,8 @@ def tokenized(
     return text, list(ids)
 
 
-def _of_text(
-    text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str, longest: int | None
-) -> Sequence[int]:
-    """Return the token ids of a text, cut to ``longest`` tokens if given."""
+def _expect_unicode(text: str, name: str) -> None:
+    """Check that a text has whole characters."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -134,9 +139,6 @@ def _of_text(
             f"{name} has half a surrogate pair, {half}, at character {error.start}, which no text "
             "may contain: remove it, or decode the text that it comes from with errors='replace'"
         ) from error
-    if longest is not None:
-        return tokenizer.encode_truncated(text, longest)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _given(prompt: object, name: str) -> Sequence[int]:

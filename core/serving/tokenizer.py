@@ -99,10 +99,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with tokens at its beginning and end."""
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         if len(text) < _LONG:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        return encoding
 
     def lower_case(self) -> None:
         """Put every text in lower case first, unless the tokenizer has such a step."""
@@ -113,11 +116,17 @@ class Tokenizer:
         steps = [normalizers.Lowercase(), *([] if former is None else [former])]
         self.backend.normalizer = normalizers.Sequence(steps)
 
-    def encode_truncated(self, text: str, most: int) -> list[int]:
-        """Return the token ids of a text, begun and ended as usual, cut to at most ``most``."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
+    def encode_truncated(self, text: str, most: int, *, side: str | None = None) -> list[int]:
+        """Return the token ids of a text, begun and ended as usual, cut to at most ``most``.
+
+        Args:
+            text: of any length.
+            most: the most token ids, with those at the beginning and end.
+            side: the end to cut off, "right" or "left". None: ``truncation_side``.
+        """
+        encoding = self._encoding(text, add_special_tokens=False)
         room = max(most - self.backend.num_special_tokens_to_add(is_pair=False), 0)
-        encoding.truncate(room, direction=self.truncation_side)
+        encoding.truncate(room, direction=side or self.truncation_side)
         return list(self.backend.post_process(encoding).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -505,15 +505,33 @@ def test_going_on_with_the_last_message(server: Server) -> None:
 
 
 def test_cuts_prompts(server: Server) -> None:
-    """The last tokens of a prompt are kept; -1 keeps the longest prompt of the model."""
+    """The last tokens of a prompt are kept; -1 leaves room for the answer."""
     prompt = "the cat and the dog"
     tokens = server.post("/tokenize", prompt=prompt).json()["tokens"]
     asked = {"prompt": prompt, "return_token_ids": True, "max_tokens": 1}
     (choice,) = server.complete(**asked, truncate_prompt_tokens=2).json()["choices"]
     assert choice["prompt_token_ids"] == tokens[-2:]
-    long = {"prompt": [5] * 600, "max_tokens": 1, "truncate_prompt_tokens": -1}
-    assert server.complete(**long).json()["usage"]["prompt_tokens"] == 511
+    for answer, kept in (({"max_tokens": 1}, 511), ({"max_tokens": 3}, 509), ({}, 512 - 16)):
+        long = {"prompt": [5] * 600, "truncate_prompt_tokens": -1, "ignore_eos": True}
+        usage = server.complete(**long, **answer).json()["usage"]
+        assert usage["prompt_tokens"] == kept
+        assert usage["completion_tokens"] == 512 - kept
+    said = [{"role": "user", "content": "the cat " * 600}]
+    chat = {"messages": said, "truncate_prompt_tokens": -1, "ignore_eos": True}
+    usage = server.chat(**chat, max_tokens=None, max_completion_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == 510
     assert server.chat(truncate_prompt_tokens=3).json()["usage"]["prompt_tokens"] == 3
+    more = "the cat " * 5000
+    (whole,) = server.complete(**{**asked, "prompt": more}, truncate_prompt_tokens=2).json()[
+        "choices"
+    ]
+    assert (
+        whole["prompt_token_ids"]
+        == server.post("/tokenize", prompt=more[-80:]).json()["tokens"][-2:]
+    )
+    said = [{"role": "user", "content": more}]
+    cut = server.chat(messages=said, truncate_prompt_tokens=3).json()
+    assert cut["usage"]["prompt_tokens"] == 3
     assert "use 1 or more" in refused(
         server.complete(**asked, truncate_prompt_tokens=0), "truncate_prompt_tokens"
     )

@@ -38,6 +38,12 @@ def test_special_tokens(write_gguf) -> None:
         for special in (True, False)
     )
     assert usual == [begin, *bare]
+    cut = {"vocab_size": 500, "max_model_len": 9, "keep_last": 3}
+    _, all_ids = tokenized("a b c d", tokenizer, vocab_size=500, max_model_len=99)
+    assert len(all_ids) > 3
+    assert tokenized("a b c d", tokenizer, **cut)[1] == [begin, *all_ids[-2:]]
+    _, of_chat = tokenized("a b c d", tokenizer, **cut, add_special_tokens=False)
+    assert of_chat == all_ids[-3:]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class Chat(Generating[ChatRequest]):
             continue_final_message=bool(self.body.continue_final_message),
             values=template_values(self.body.chat_template_kwargs),
         )
-        self.service.expect_characters(text, "messages")
         kept = sampling.kept_tokens(self.body, self.service)
+        text = self.short_text(text, kept)
         name = "the chat"
         return inputs.encode(text, add_special_tokens=False, name=name, keep_last=kept)[1]
 

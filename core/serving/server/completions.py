@@ -38,13 +38,15 @@ class Completion(Generating[CompletionRequest]):
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         encode = self.service.llm.engine.inputs.encode
-        for prompt in prompts:
-            self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
+        kept = sampling.kept_tokens(self.body, self.service)
+        short = [
+            self.short_text(prompt, kept) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
         names = ["prompt"]
         if len(prompts) > 1:
             names = [f"prompt[{place}]" for place in range(len(prompts))]
-        kept = sampling.kept_tokens(self.body, self.service)
-        named = zip(prompts, names, strict=True)
+        named = zip(short, names, strict=True)
         return [encode(prompt, name=name, keep_last=kept)[1] for prompt, name in named]
 
     def counted(self, output: RequestOutput) -> int:

@@ -63,6 +63,21 @@ class Generating(ABC, Generic[_B]):
             InputError: the model has no tokenizer.
         """
 
+    def short_text(self, text: str, kept: int | None) -> str:
+        """Return the text of a prompt, short enough to be tokenized.
+
+        Args:
+            text: of a prompt.
+            kept: tokens to keep, the last ones. None: the prompt must be short as a whole.
+
+        Raises:
+            HTTPError: the text is too long.
+        """
+        if kept is not None:
+            return self.service.last_characters(text)
+        self.service.expect_characters(text, self.prompt_field)
+        return text
+
     def structured(self) -> dict[str, Any]:
         """Return settings of sampling. They go before the settings of the body."""
         return {}

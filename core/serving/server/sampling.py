@@ -37,7 +37,10 @@ _AS_THEY_ARE = (
 """Fields with the same name in ``SamplingParams``."""
 
 _COMPLETION_TOKENS = 16
-"""Tokens of a completion by default. A chat's answer may fill the context."""
+"""Tokens of a completion by default, and of a chat beside the longest prompt.
+
+A chat's answer may fill the context otherwise.
+"""
 
 _STOP_CHARACTERS = 256
 """Most characters of a text to stop at, or of a bad word."""
@@ -72,7 +75,7 @@ def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: 
 def kept_tokens(body: Generation, service: Service) -> int | None:
     """Return the most tokens of a prompt, counted from its end, or None to keep all.
 
-    The number -1 stands for the longest prompt of the model.
+    The number -1 stands for the longest prompt that leaves room for the answer.
 
     Raises:
         HTTPError: the number is another one below 1.
@@ -80,7 +83,9 @@ def kept_tokens(body: Generation, service: Service) -> int | None:
     field = "truncate_prompt_tokens"
     wanted = body.truncate_prompt_tokens
     if wanted == -1:
-        return service.max_model_len - 1
+        _, asked = _asked_tokens(body)
+        answer = _COMPLETION_TOKENS if asked is None else max(1, asked)
+        return max(1, service.max_model_len - answer)
     if wanted is not None and wanted < 1:
         message = f"{field} is {wanted}: use 1 or more, or -1 for the longest prompt"
         raise HTTPError(400, message, field=field, code="invalid_value")
@@ -179,12 +184,15 @@ def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
 
 
-def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
-    field = "max_tokens"
-    wanted = body.max_tokens
+def _asked_tokens(body: Generation) -> tuple[str, int | None]:
+    """Return the field with the most tokens of an answer, and the number, None by default."""
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        field = "max_completion_tokens"
-        wanted = body.max_completion_tokens
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
+def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
+    field, wanted = _asked_tokens(body)
     longest = max(map(len, prompts))
     room = service.llm.engine.core.max_model_len - longest
     answers = len(prompts) * (body.n or 1)

@@ -272,8 +272,7 @@ class Service:
         Raises:
             HTTPError: the text is too long.
         """
-        # All other requests would wait for a tokenizer. Few tokens have so many characters.
-        limit = self.settings.max_prompt_characters or _CHARACTERS * self.max_model_len
+        limit = self._most_characters
         if len(text) > limit:
             raise HTTPError(
                 400,
@@ -282,6 +281,15 @@ class Service:
                 field=field,
                 code="context_length_exceeded",
             )
+
+    def last_characters(self, text: str) -> str:
+        """Return the end of a text, short enough to be tokenized."""
+        return text[-self._most_characters :]
+
+    @property
+    def _most_characters(self) -> int:
+        # All other requests would wait for a tokenizer. Few tokens have so many characters.
+        return self.settings.max_prompt_characters or _CHARACTERS * self.max_model_len
 
     async def answers(
         self, job: Job, slot: Slot
