@@ -1,7 +1,7 @@
 """A slice of two hosts with two chips each, as a Ray cluster: prints what was seen, as JSON.
 
 The engine's host is the second one of the slice. A process of its own, as Ray leaves threads and variables behind:
-``python slice_scenes.py FOLDER``, with the stand-in for torch_tpu on ``PYTHONPATH``.
+``python slice_scenes.py FOLDER CHIP CHIP CHIP CHIP``, with the stand-in for torch_tpu on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from opgraft import LLM, SamplingParams
@@ -47,27 +48,34 @@ def host(number: int, chips: str) -> dict[str, Any]:
     }
 
 
-def main(folder: str) -> None:
+def main(folder: str, chips: Sequence[str]) -> None:
     os.environ |= {"RAY_worker_niceness": "0"}
-    cluster = Cluster(initialize_head=True, head_node_args=host(1, "2,3"))
-    other = cluster.add_node(**host(0, "0,1"))
-    os.environ["RAY_ADDRESS"] = cluster.address
+    cluster = Cluster(initialize_head=True, head_node_args=host(1, ",".join(chips[2:])))
+    try:
+        other = cluster.add_node(**host(0, ",".join(chips[:2])))
+        os.environ["RAY_ADDRESS"] = cluster.address
+        out = seen_on(folder, other.node_id)
+    finally:
+        cluster.shutdown()
+    sys.stdout.write(json.dumps(out) + "\n")
+
+
+def seen_on(folder: str, first_host: str) -> dict[str, Any]:
     parallel = {"parallel.executor": "ray", "parallel.tensor": 4, "parallel.ray_cpus": 1}
     llm = LLM(folder, **SETTINGS, **parallel)
     places = [link.placed.where for link in llm.engine.core.executor.workers.links]
     out = {
         "answers": answers(llm),
         "chips": [place.devices["TPU"] for place in places],
-        "first_host": [place.node == other.node_id for place in places],
+        "first_host": [place.node == first_host for place in places],
     }
     llm.shutdown()
     try:
         LLM(folder, **SETTINGS, **{**parallel, "parallel.tensor": 3})
     except OpgraftError as error:
         out["part_of_a_slice"] = str(error)
-    cluster.shutdown()
-    sys.stdout.write(json.dumps(out) + "\n")
+    return out
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
