@@ -6,7 +6,9 @@ The clients have an environment of their own, without opgraft. The server runs i
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = REPOSITORY / ".venv" / "bin" / "python"
+PATIENCE = 300.0
+"""Seconds until the server tells its URL."""
 COMMAND = ("-m", "opgraft", "serve", "smollm2", "--port", "0")
 
 # Clients that would report to their makers, or fetch lists of prices.
@@ -24,8 +28,6 @@ os.environ.update(
     LANGSMITH_TRACING="false",
     LITELLM_LOCAL_MODEL_COST_MAP="True",
     OPENAI_AGENTS_DISABLE_TRACING="1",
-    PROMPTFOO_DISABLE_TELEMETRY="1",
-    PROMPTFOO_DISABLE_UPDATE="1",
 )
 
 
@@ -39,15 +41,21 @@ def server() -> Iterator[str]:
         yield os.environ["CLIENTS_SERVER"]
         return
     process = subprocess.Popen([PYTHON, *COMMAND], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    urls: queue.Queue[str] = queue.Queue()
+    reader = threading.Thread(target=_read_all, args=(process, urls), daemon=True)
+    reader.start()
     try:
-        urls = [line.split()[1] for line in _up_to_url(process.stdout)]
-        assert urls, "the server did not start"
-        yield urls[-1].removesuffix("/v1")
+        url = urls.get(timeout=PATIENCE)
+        assert url, "the server did not start"
+        yield url.removesuffix("/v1")
     finally:
         process.terminate()
-        process.wait(60)
-        process.stdout.close()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(60)
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +64,11 @@ def base_url(server: str) -> str:
     return f"{server}/v1"
 
 
-def _up_to_url(lines: Iterator[str]) -> Iterator[str]:
-    for line in lines:
-        if line.startswith("url"):
-            yield line
-            return
+def _read_all(process: subprocess.Popen[str], urls: queue.Queue[str]) -> None:
+    """Tell the URL, then an empty text at the end. A full pipe would stop the server."""
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if line.startswith("url"):
+                urls.put(line.split()[1])
+    urls.put("")

@@ -30,7 +30,7 @@ def _models(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def ask(*arguments: str) -> str:
     command = [sys.executable, "-m", "llm", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

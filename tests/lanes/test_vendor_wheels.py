@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from lanes.vllm_source import CACHE
 
-WHEELS = {"pace-vllm": "1.3.0", "vllm-spyre-next": "0.1.0"}
+WHEELS = {"pace-vllm": "1.3.0"}
 """Distributions, with the versions that are tested."""
 
 SERVE = """
@@ -96,6 +96,7 @@ def serve(built_plugin: Callable[[str], Path], site: Any, tmp_path: Path) -> Cal
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
+            timeout=600,
             check=False,
         )
         assert result.returncode == 0, result.stderr
