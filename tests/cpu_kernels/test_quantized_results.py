@@ -125,6 +125,48 @@ def test_heads_have_the_bits_of_two_kernels(
 
 
 @each_dtype
+def test_a_mask_has_the_bits_of_two_kernels(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """Attention with a mask is quantised as the separate kernels do it."""
+    from opgraft_cpu_kernels import dense_attention
+    from opgraft_cpu_kernels import kernels as forms
+
+    query, key, value = (torch.randn(2, 4, 37, 24).to(dtype) for _ in range(3))
+    mask, scale = (torch.randn(37, 37) > 0).fill_diagonal_(True), torch.tensor([0.02])
+    attended = dense_attention.scaled_dot_product_attention(query, key, value, mask)
+    found = dense_attention.scaled_dot_product_attention_quant_fp8_static(
+        query, key, value, scale, mask
+    )
+    same(found, forms.quant_fp8_static(attended, scale, (-1, -1)))
+
+
+@each_dtype
+def test_bounds_and_numbers_without_end_have_the_bits_of_two_kernels(
+    path: str, kernels: Any, dtype: torch.dtype
+) -> None:
+    """A largest scale holds, and rows with NaN and infinity are quantised as the separate kernels do it."""
+    from opgraft_cpu_kernels import kernels as forms
+
+    x, weight, bound = rows(5, 66, dtype), torch.randn(66).to(dtype), torch.tensor([0.5])
+    x[1, 7], x[3, 9] = torch.nan, torch.inf
+    normed = forms.rms_norm(x, weight, EPS)
+    found = forms.rms_norm_quant_fp8_dynamic(x, (1, -1), weight, EPS, bound)
+    same(found, forms.quant_fp8_dynamic(normed, (1, -1), bound))
+    assert not torch.equal(found[1][0], forms.quant_fp8_dynamic(normed, (1, -1))[1][0])
+    same(
+        forms.rms_norm_quant_fp8_dynamic(x, (1, -1), weight, EPS),
+        forms.quant_fp8_dynamic(normed, (1, -1)),
+    )
+
+
+def test_compiled_code_calls_the_kernel(kernels: Any) -> None:
+    """In one graph, with the bits of a call outside of it."""
+    x, weight = torch.randn(3, 66), torch.randn(66)
+    form = functional.rms_norm_quant_fp8_dynamic
+    compiled = torch.compile(form, fullgraph=True, backend="aot_eager")
+    same(compiled(x, (1, -1), weight, EPS), form(x, (1, -1), weight, EPS))
+
+
+@each_dtype
 def test_values_are_those_in_float64(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """Quantised numbers times their scales are within half a step of what float64 computes."""
     x, residual, weight = rows(9, 769, dtype), rows(9, 769, dtype), torch.randn(769).to(dtype)

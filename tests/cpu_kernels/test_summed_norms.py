@@ -127,6 +127,65 @@ def refused() -> list[str]:
     return messages
 
 
+def elsewhere() -> int:
+    """The calls of the kernels for arguments that are not in the memory of the host: each raises."""
+    group, x, weight = distributed.get_tp_group(), torch.randn(2, 8), torch.ones(8)
+    before = calls(group.communicator.shared)
+    far, scale = torch.ones(2, 8, device="meta"), torch.ones(1, device="meta")
+    for call in (
+        lambda: functional.all_reduce_rms_norm(x, far, weight, EPS),
+        lambda: functional.all_reduce_gemma_rms_norm(x, far, weight, EPS),
+        lambda: functional.all_reduce_rms_norm_quant_fp8_static(
+            x, None, scale, (-1, -1), weight, EPS
+        ),
+        lambda: functional.all_reduce_rms_norm_quant_fp8_dynamic(
+            x, None, (1, -1), weight, EPS, scale
+        ),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+    # Each call has summed, and has left the norm to the definition.
+    return calls(group.communicator.shared) - before
+
+
+def test_arguments_on_another_device_are_refused(ranks: Ranks) -> None:
+    """A residual or a scale without memory raises, and the ranks go on."""
+    assert len(set(ranks.run(elsewhere))) == 1
+    assert max(ranks.run(reference)) < 1.01
+
+
+def signed() -> list[str]:
+    """The forms that ignore the negative sign of a view, which its memory does not have."""
+    x, added, weight = (torch.randn(1, 1, dtype=torch.complex64).conj().imag for _ in range(3))
+    assert x.is_neg()
+    assert x.is_contiguous()
+    weight, scale = weight[0], torch.tensor([0.02])
+    given, wrong = (x, added, weight), []
+    forms = {
+        "norm": lambda x, added, weight: functional.all_reduce_rms_norm(x, added, weight, EPS),
+        "gemma": lambda x, added, weight: functional.all_reduce_gemma_rms_norm(
+            x, added, weight, EPS
+        ),
+        "static": lambda x, added, weight: functional.all_reduce_rms_norm_quant_fp8_static(
+            x, added, scale, (-1, -1), weight, EPS
+        ),
+        "dynamic": lambda x, added, weight: functional.all_reduce_rms_norm_quant_fp8_dynamic(
+            x, added, (1, -1), weight, EPS
+        ),
+    }
+    for name, form in forms.items():
+        expected = form(*(each.resolve_neg() for each in given))
+        if not alike(form(*given), expected):
+            wrong.append(name)
+    return wrong
+
+
+def test_views_with_a_negative_sign(ranks: Ranks) -> None:
+    """A view that torch negates when it is read is summed and normed with its sign."""
+    for wrong in ranks.run(signed):
+        assert wrong == []
+
+
 def test_refused_arguments_leave_ranks_in_step(ranks: Ranks) -> None:
     """Arguments that do not fit raise as the definition does on every rank, and the next collective works."""
     assert all(len(messages) == 2 for messages in ranks.run(refused))

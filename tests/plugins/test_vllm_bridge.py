@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from opgraft import OpgraftConfig, current_platform, load_plugins, ops, set_config
 from opgraft.cli.offers import plugins_of_vllm
-from opgraft.errors import PluginError
+from opgraft.errors import ConfigError, PluginError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
@@ -66,6 +66,56 @@ def test_a_plugin_runs_as_it_is(bridged: Any, caplog: pytest.LogCaptureFixture) 
     torch.testing.assert_close(silu(x), silu.forward_native(x))
     torch.testing.assert_close(norm(x, x), norm.forward_native(x, x))
     assert "meta_path" not in caplog.text
+
+
+OWN = """
+from dataclasses import dataclass
+
+from vllm.config import SchedulerConfig
+from vllm.platforms.cpu import CpuPlatform
+
+
+@dataclass
+class Own(SchedulerConfig):
+    rows: int = 3
+
+
+class AcmePlatform(CpuPlatform):
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        before = vllm_config.scheduler_config
+        vllm_config.scheduler_config = Own(
+            before.enable_chunked_prefill, 512, before.max_num_seqs, before.policy
+        )
+"""
+
+
+def test_a_platform_replaces_a_section(bridged: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings of a class of its own hold as others do, and a field that opgraft lacks is told."""
+    install_acme(bridged, platform=OWN)
+    assert current_platform().name == "acme"
+    assert host_state().settings().config.scheduler.max_num_batched_tokens == 512
+    assert "scheduler_config.rows to 3, to no effect: opgraft has no such setting" in caplog.text
+
+
+LOGGING = """
+import logging
+
+
+def register():
+    logging.getLogger("acme").warning("no device %d", "x")
+
+
+def register_ops():
+    pass
+"""
+
+
+def test_a_wrong_call_of_a_logger_fails_no_probe(bridged: Any) -> None:
+    """Arguments that do not fit a message are reported by logging alone."""
+    install_acme(bridged, __init__=LOGGING)
+    candidates = {each.name: each for each in selected_platform().decision.candidates}
+    assert "acme_vllm:register finds no device; it is told" in candidates["acme"].reason
 
 
 BY_VARIABLES = """
@@ -174,7 +224,8 @@ def test_a_missing_name_costs_nothing_until_it_is_used(bridged: Any) -> None:
     assert norm.decision.chosen == "AcmeNorm.forward_oot"
     acme = importlib.import_module("acme_vllm.ops")
     with pytest.raises(
-        PluginError, match=r"makes a AcmeWorker, which derives from .*Worker at "
+        PluginError,
+        match=r"makes an instance of AcmeWorker, a class that derives from .*Worker at ",
     ) as told:
         acme.AcmeWorker()
     assert "test_vllm_bridge.py:" in (told.value.location or "")
@@ -186,6 +237,45 @@ def test_a_missing_name_costs_nothing_until_it_is_used(bridged: Any) -> None:
     )
     with pytest.raises(PluginError, match=words):
         norm(torch.randn(2, 8))
+
+
+def test_a_missing_name_cannot_be_changed(bridged: Any) -> None:
+    """No attribute of it can be set or deleted, in a derived class only those of its own, and in a module none."""
+    install_acme(bridged, GENERAL, ops=LACKING)
+    load_plugins()
+    acme = importlib.import_module("acme_vllm.ops")
+    worker = r"vllm\.v1\.worker\.gpu_worker\.Worker at "
+    with pytest.raises(PluginError, match=f"sets 'load' of {worker}"):
+        acme.Worker.load = print
+    with pytest.raises(PluginError, match=f"deletes 'load' of {worker}"):
+        del acme.Worker.load
+    derived = f"sets 'start' of AcmeWorker, a class that derives from {worker}"
+    with pytest.raises(PluginError, match=derived):
+        acme.AcmeWorker.start = print
+    acme.AcmeWorker.load = print
+    assert vars(acme.AcmeWorker)["load"] is print
+    with pytest.raises(AttributeError, match=r"sets vllm\.envs\.VLLM_NOWHERE at "):
+        acme.envs.VLLM_NOWHERE = 1
+
+
+GUARDED = """
+try:
+    if True:
+        from a import (
+            b,
+            c,
+        )
+        def later():
+            import d
+except ImportError:
+    import e
+"""
+
+
+def test_lines_whose_imports_may_fail(bridged: Any) -> None:
+    """All lines of an import at any depth of a guarded block, but for those in functions."""
+    guards = importlib.import_module("opgraft_vllm_bridge.guards")
+    assert guards.guarded_lines(GUARDED) == {4, 5, 6, 7}
 
 
 def test_a_module_is_judged_alone(bridged: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -289,6 +379,8 @@ SHARED = (
         (("vllm>=0.11,<0.13",), "", "0.12.0"),
         (("vllm==0.18.1",), "", "0.18.1"),
         (("vllm==0.8.5",), "", "0.33.0"),
+        (("vllm==0.18.1+cpu",), "", "0.18.1"),
+        (("vllm==0.18.1; python_version<'3'",), "", "0.33.0"),
         ((), "_SUPPORTED_VLLM = '>=0.25.0,<=0.28.0'\n", "0.28.0"),
     ],
 )
@@ -310,6 +402,18 @@ def test_a_setting_names_the_version(bridged: Any) -> None:
     with set_config(OpgraftConfig(of_plugins={"vllm_bridge.vllm_version": "0.30.1"})):
         load_plugins()
     assert importlib.import_module("acme_vllm.ops").__version__.startswith("0.30.1+opgraft")
+
+
+def test_a_setting_is_a_version(bridged: Any) -> None:
+    """Its local part gives way to that of opgraft, and another word is refused."""
+    versions = importlib.import_module("opgraft_vllm_bridge.versions")
+    with set_config(OpgraftConfig(of_plugins={versions.SETTING: "0.11.0+cpu"})):
+        assert versions.announced_to("acme") == f"0.11.0+opgraft{opgraft.__version__}"
+    with (
+        set_config(OpgraftConfig(of_plugins={versions.SETTING: "abc"})),
+        pytest.raises(ConfigError, match=r"vllm_version is 'abc', expected a version of vLLM"),
+    ):
+        versions.announced_to("acme")
 
 
 def test_names_are_listed(bridged: Any) -> None:

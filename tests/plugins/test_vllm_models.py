@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from opgraft import LLM, SamplingParams
-from opgraft.errors import PluginError
+from opgraft.errors import ModelError, PluginError
 from plugins.vllm_plugin import imports_forgotten, install_bridge
 from support.small_words import word_llama
 
@@ -16,6 +16,9 @@ ENTRY = """
 def register():
     from vllm import ModelRegistry
 
+    ModelRegistry.register_model("LlamaForCausalLM", "acme_models.model:FirstForCausalLM")
+    ModelRegistry.register_model("MixedForCausalLM", "acme_models.model:MixedForCausalLM")
+    ModelRegistry.register_model("ShortForCausalLM", "acme_models.model:ShortForCausalLM")
     ModelRegistry.register_model("AcmeForCausalLM", "acme_models.model:AcmeForCausalLM")
     ModelRegistry.register_model("FirstForCausalLM", "acme_models.model:FirstForCausalLM")
     ModelRegistry.register_model("LackingForCausalLM", "acme_models.lacking:Lacking")
@@ -134,6 +137,17 @@ class AcmeForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
 
+class MixedForCausalLM(AcmeForCausalLM):
+    packed_modules_mapping = {
+        "qkv_proj": ["v_proj", "q_proj", "k_proj"], "gate_up_proj": ["gate_proj", "up_proj"],
+        "o_proj": ["o_proj"], "lm_head": ["lm_head"],
+    }
+
+
+class ShortForCausalLM(AcmeForCausalLM):
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "kv_proj"]}
+
+
 class FirstForCausalLM(AcmeForCausalLM):
     # Foretells the first token of the vocabulary, whatever comes before.
     def compute_logits(self, hidden_states):
@@ -157,7 +171,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture
 def registered(site: Any) -> Any:
-    """A plugin with three models, installed beside the bridge."""
+    """A plugin with models, installed beside the bridge."""
     install_bridge(site)
     files = {
         "acme_models/__init__.py": ENTRY,
@@ -192,8 +206,29 @@ def test_a_model_of_a_plugin_is_served(registered: Any, checkpoint: Path) -> Non
     assert answered(checkpoint, "FirstForCausalLM") == [[0] * 6, [0] * 6]
 
 
+def test_an_architecture_of_opgraft_keeps_its_model(
+    registered: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plugin's model for it is left out with a warning, and the models after it are registered."""
+    own = answered(checkpoint, "LlamaForCausalLM")
+    assert own != [[0] * 6, [0] * 6]
+    assert "a plugin for 'LlamaForCausalLM' is left out, as the architecture has one" in caplog.text
+    assert answered(checkpoint, "AcmeForCausalLM") == own
+
+
+def test_the_table_of_merged_layers(registered: Any, checkpoint: Path) -> None:
+    """Its layers of attention may have any order, a row may merge nothing, and two layers are refused."""
+    own = answered(checkpoint, "LlamaForCausalLM")
+    assert answered(checkpoint, "MixedForCausalLM") == own
+    with pytest.raises(ModelError, match="has 2 layers for 'qkv_proj', a QKVParallelLinear"):
+        answered(checkpoint, "ShortForCausalLM")
+
+
 def test_a_model_with_missing_names_says_so(registered: Any, checkpoint: Path) -> None:
     """Registered, it costs nothing. Asked for, it is an error with file and line."""
-    words = r"makes a Lacking, which derives from vllm\.model_executor\.models\.opt\.OPTForCausalLM"
+    words = (
+        r"makes an instance of Lacking, a class that derives from "
+        r"vllm\.model_executor\.models\.opt\.OPTForCausalLM"
+    )
     with pytest.raises(PluginError, match=words):
         answered(checkpoint, "LackingForCausalLM")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import json
 import logging.config
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.quantization import quantization_named
 from plugins.vllm_plugin import imports_forgotten, install_bridge
+from support.small_words import word_llama
 
 
 @pytest.fixture
@@ -145,6 +148,16 @@ def test_settings_in_terms_of_vllm(vllm: Any) -> None:
         _ = current.scheduler_config.num_speculative_tokens
     with set_config(OpgraftConfig(plugins=("vllm_plugin",), plugins_disable=())):
         assert vllm("vllm.envs").VLLM_PLUGINS == ["vllm_plugin"]
+
+
+def test_a_checkpoint_that_changes_is_read_again(vllm: Any, tmp_path: Path) -> None:
+    """A model's config is that of its folder now, although it is kept for the layers of a model."""
+    config, file = vllm("vllm.config"), word_llama(tmp_path) / "config.json"
+    with set_config(OpgraftConfig(model=opgraft.config.ModelConfig(name=str(file.parent)))):
+        before = config.get_current_vllm_config().model_config.hf_config
+        assert config.get_current_vllm_config().model_config.hf_config is before
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+        assert config.get_current_vllm_config().model_config.hf_config.rms_norm_eps == 0.5
 
 
 @pytest.mark.parametrize("replica", [0, 3])
@@ -320,12 +333,21 @@ def test_backends_are_noted_and_do_not_run(vllm: Any, caplog: pytest.LogCaptureF
         Mine()
 
 
-def test_arguments_of_an_engine(vllm: Any) -> None:
-    """Options are taken with either spelling, and make settings in vLLM's terms."""
+def test_arguments_of_an_engine(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options are taken with either spelling and their types, and make settings in vLLM's terms."""
     arguments = vllm("vllm.engine.arg_utils").EngineArgs
     parser = arguments.add_cli_args(vllm("vllm.utils.argparse_utils").FlexibleArgumentParser())
     given = parser.parse_args(["--tensor_parallel_size", "2", "--dtype=bfloat16"])
-    assert (given.tensor_parallel_size, given.dtype) == ("2", "bfloat16")
+    assert (given.tensor_parallel_size, given.dtype) == (2, "bfloat16")
+    line = "acme --block_size 64 --gpu_memory_utilization=0.5 --no-enable_chunked_prefill"
+    monkeypatch.setattr("sys.argv", line.split())
+    parsed = arguments.from_cli_args(parser.parse_args())
+    assert parsed == arguments(
+        block_size=64, gpu_memory_utilization=0.5, enable_chunked_prefill=False
+    )
+    settings = parsed.create_engine_config()
+    assert settings.cache_config.block_size == 64
+    assert settings.scheduler_config.enable_chunked_prefill is False
     made = arguments(dtype="bfloat16", block_size=64, max_num_seqs=7).create_engine_config()
     assert (made.model_config.dtype, made.cache_config.block_size) == (torch.bfloat16, 64)
     assert (made.scheduler_config.max_num_seqs, made.scheduler_config.chunked_prefill_enabled) == (

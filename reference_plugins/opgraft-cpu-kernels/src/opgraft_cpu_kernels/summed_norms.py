@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels import kernels
+from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED
 
@@ -39,14 +40,16 @@ def all_reduce_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, kind)
+    form = functional.all_reduce_rms_norm
+    shared = _shared(form, kind, x=x, residual=residual, weight=weight)
     if shared is not None:
         try:
-            return shared.all_reduce_rms_norm(x, residual, weight, eps, False)  # type: ignore[no-any-return]
+            tensors = _plain(x, residual, weight)
+            return shared.all_reduce_rms_norm(*tensors, eps, False)  # type: ignore[no-any-return]
         except REFUSED:
             pass
     if kind not in GROUPS:
-        return functional.all_reduce_rms_norm.native(x, residual, weight, eps, kind)
+        return form.native(x, residual, weight, eps, kind)
     summed = _summed(x, kind)
     if residual is None:
         return kernels.rms_norm(summed, weight, eps), summed
@@ -57,14 +60,16 @@ def all_reduce_gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, kind)
+    form = functional.all_reduce_gemma_rms_norm
+    shared = _shared(form, kind, x=x, residual=residual, weight=weight)
     if shared is not None:
         try:
-            return shared.all_reduce_rms_norm(x, residual, weight, eps, True)  # type: ignore[no-any-return]
+            tensors = _plain(x, residual, weight)
+            return shared.all_reduce_rms_norm(*tensors, eps, True)  # type: ignore[no-any-return]
         except REFUSED:
             pass
     if kind not in GROUPS:
-        return functional.all_reduce_gemma_rms_norm.native(x, residual, weight, eps, kind)
+        return form.native(x, residual, weight, eps, kind)
     summed = _summed(x, kind)
     if residual is None:
         return kernels.gemma_rms_norm(summed, weight, eps), summed
@@ -82,12 +87,14 @@ def all_reduce_rms_norm_quant_fp8_static(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, kind)
+    form = functional.all_reduce_rms_norm_quant_fp8_static
+    shared = _shared(form, kind, x=x, residual=residual, weight=weight, scale=scale)
     taken = kernels.by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and shared is not None:
+        given, added, scales, factors = _plain(x, residual, scale, weight)
         try:
             return shared.all_reduce_rms_norm_quant_fp8_static(  # type: ignore[no-any-return]
-                x, residual, scale, list(group_shape), weight, eps
+                given, added, scales, list(group_shape), factors, eps
             )
         except REFUSED:
             pass
@@ -107,12 +114,14 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the form of that name."""
-    shared = _shared(x, kind)
+    form = functional.all_reduce_rms_norm_quant_fp8_dynamic
+    shared = _shared(form, kind, x=x, residual=residual, weight=weight, scale_ub=scale_ub)
     taken = kernels.by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and shared is not None:
+        given, added, factors, bound = _plain(x, residual, weight, scale_ub)
         try:
             return shared.all_reduce_rms_norm_quant_fp8_dynamic(  # type: ignore[no-any-return]
-                x, residual, list(group_shape), weight, eps, scale_ub, use_ue8m0
+                given, added, list(group_shape), factors, eps, bound, use_ue8m0
             )
         except REFUSED:
             pass
@@ -121,13 +130,20 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     return quantised, scales, summed
 
 
-def _shared(x: Tensor, kind: str) -> Any:
+def _shared(form: Any, kind: str, *, x: Tensor, **others: Tensor | None) -> Any:
     """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call."""
     # Compilers cannot look into the object of the library.
     if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or is_dynamo_compiling():
         return None
+    if refusal(form.name, {"x": x, **others}) is not None:
+        return None
     communicator = GROUPS[kind]().communicator
     return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
+
+
+def _plain(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return tensors whose memory has their signs, which the object of the library reads as it is."""
+    return [each if each is None else each.resolve_neg() for each in tensors]
 
 
 def _summed(x: Tensor, kind: str) -> Tensor:

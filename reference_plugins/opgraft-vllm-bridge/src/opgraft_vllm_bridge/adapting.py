@@ -117,7 +117,8 @@ class BridgedPlatform(Platform):
         self.theirs.pre_register_and_update(None)
         before, settings = self._changed_settings()
         after = config.values_of(settings)
-        changed = {name: value for name, value in after.items() if before[name] != value}
+        # A section that a plugin has replaced may have fields of its own.
+        changed = {n: value for n, value in after.items() if n not in before or before[n] != value}
         # Those of the user are in a layer of their own, which comes first.
         former = before[_CUSTOM_OPS]
         after[_CUSTOM_OPS] = tuple(each for each in after[_CUSTOM_OPS] if each not in former)

@@ -50,6 +50,13 @@ class VllmModule(ModuleType):
             raise AttributeError(f"opgraft has no counterpart of {qualified}")
         return Missing(qualified, place_of(frame))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Imports set submodules, and attributes such as __spec__.
+        is_part = isinstance(value, ModuleType) or name.startswith("__")
+        if not (is_part or name in NAMES.get(self.__name__, {})):
+            raise absence(f"{self.__name__}.{name}", "sets", kind=MissingAttributeError)
+        super().__setattr__(name, value)
+
 
 class VllmFinder(MetaPathFinder, Loader):
     """Makes the modules of vLLM. Each plugin has a finder of its own, and they are all alike.

@@ -62,15 +62,10 @@ def words_in(node: ast.expr | None) -> Iterator[str]:
             yield each.attr
 
 
-def _lines_of_imports(statements: Iterable[ast.stmt]) -> Iterator[int]:
+def _lines_of_imports(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yield the lines of imports in statements, but for those in functions that are defined there."""
-    for statement in statements:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            inner = [
-                each
-                for each in ast.walk(statement)
-                if isinstance(each, ast.Import | ast.ImportFrom)
-            ]
-            yield from (each.lineno for each in inner)
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            yield from _lines_of_imports(ast.iter_child_nodes(node))

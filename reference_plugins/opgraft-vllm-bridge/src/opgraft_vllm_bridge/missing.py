@@ -81,13 +81,16 @@ def absence(
 class Missing:
     """Stands for a name of vLLM without a counterpart.
 
-    It may be imported, held, named in annotations and derived from. Every other use raises a
-    ``MissingNameError``.
+    It may be imported, held, named in annotations and derived from. ``name[...]`` and ``name | None``
+    return it, as annotations write them. Every other use raises a ``MissingNameError``.
     """
 
+    _name: str
+    _imported: str
+
     def __init__(self, name: str, imported: str) -> None:
-        self._name = name
-        self._imported = imported
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_imported", imported)
 
     def __repr__(self) -> str:
         return f"<{self._name}, missing in opgraft>"
@@ -121,6 +124,12 @@ class Missing:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         self._refuse(f"takes {name!r} of")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse(f"sets {name!r} of")
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(f"deletes {name!r} of")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse("calls")
@@ -166,14 +175,21 @@ class _MissingClass(ABCMeta):
     _missing: Missing
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        missing = cls._missing
-        raise absence(
-            missing._name, f"makes a {cls.__name__}, which derives from", missing._imported
-        )
+        raise cls._refusal(f"makes an instance of {cls.__name__}, a class that derives from")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
+        does = f"takes {name!r} of {cls.__name__}, a class that derives from"
+        raise cls._refusal(does, MissingAttributeError)
+
+    # A plugin may change what its own class defines, as decorators such as dataclass do.
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if not (name.startswith("_") or name in vars(cls)):
+            raise cls._refusal(f"sets {name!r} of {cls.__name__}, a class that derives from")
+        super().__setattr__(name, value)
+
+    def _refusal(cls, does: str, kind: type[MissingNameError] = MissingNameError) -> Exception:
+        """Return the error of a use of a class that derives from a missing name."""
         missing = cls._missing
-        does = f"takes {name!r} of {cls.__name__}, which derives from"
-        raise absence(missing._name, does, missing._imported, MissingAttributeError)
+        return absence(missing._name, does, missing._imported, kind)

@@ -176,15 +176,32 @@ def _as_installed(offer: Offer) -> Offer:
     return offer
 
 
+class _LastWarning(logging.Handler):
+    """Keeps the last warning.
+
+    Attributes:
+        told: its text, or nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # As handlers of logging do: a call with wrong arguments fails no probe.
+        try:
+            self.told[:] = [record.getMessage()]
+        except Exception:
+            self.handleError(record)
+
+
 @contextmanager
 def _last_warning() -> Iterator[list[str]]:
     """Yield a list that holds the last warning that a plugin logs within the block."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.__setitem__(slice(None), [record.getMessage()])  # type: ignore[method-assign]
+    handler = _LastWarning()
     root = logging.getLogger()
     root.addHandler(handler)
     try:
-        yield told
+        yield handler.told
     finally:
         root.removeHandler(handler)

@@ -7,13 +7,15 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import importlib_metadata
 from opgraft import __version__ as _opgraft
+from opgraft.errors import ConfigError
 from opgraft.hosts import current_config, specs_of
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from opgraft_vllm_bridge.missing import PLUGINS
 
@@ -33,9 +35,23 @@ def announced_to(plugin: str) -> str:
 
     It is that of the setting, else the newest that the plugin requires and the bridge covers, else
     the newest of all.
+
+    Raises:
+        ConfigError: the setting is no version.
     """
-    version = current_config().of_plugins.get(SETTING) or _fitting(plugin)
+    setting = current_config().of_plugins.get(SETTING)
+    version = _public(setting) if setting else _fitting(plugin)
     return f"{version}+opgraft{_opgraft}"
+
+
+def _public(setting: Any) -> str:
+    """Return the version that the setting names, without a local part such as ``+cpu``."""
+    try:
+        return Version(str(setting)).public
+    except InvalidVersion as error:
+        raise ConfigError(
+            f"{SETTING} is {setting!r:.80}, expected a version of vLLM such as '{NEWEST}'"
+        ) from error
 
 
 @functools.cache
@@ -49,7 +65,7 @@ def _fitting(plugin: str) -> str:
         for version in known
         if Version(OLDEST) <= version <= Version(NEWEST) and version in required
     ]
-    return str(max(fitting, default=NEWEST))
+    return max(fitting, default=Version(NEWEST)).public
 
 
 def _requirements(plugin: str) -> Iterator[SpecifierSet]:
@@ -63,7 +79,9 @@ def _requirements(plugin: str) -> Iterator[SpecifierSet]:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if requirement.name == _VLLM:
+        marker = requirement.marker
+        applies = marker is None or marker.evaluate({"extra": ""})
+        if requirement.name == _VLLM and applies:
             yield requirement.specifier
     for package, name in PLUGINS.items():
         if name == plugin:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from opgraft import set_config
 from opgraft.config import config_from_fields
@@ -17,10 +18,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """A parser that takes ``--max_model_len`` for ``--max-model-len``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given: Sequence[str] | None = args
-        if given is not None:
-            args = [_with_dashes(argument) for argument in given]
-        return super().parse_known_args(args, namespace)
+        given: Sequence[str] = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(each) for each in given], namespace)
 
 
 def _with_dashes(argument: str) -> str:
@@ -54,8 +53,14 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         """Return the parser, with an option for each argument."""
-        for each in fields(EngineArgs):
-            parser.add_argument(f"--{each.name.replace('_', '-')}")
+        for name, hint in get_type_hints(EngineArgs).items():
+            # Each is a type or None.
+            (taken,) = set(get_args(hint)) - {type(None)}
+            option = f"--{name.replace('_', '-')}"
+            if taken is bool:
+                parser.add_argument(option, action=argparse.BooleanOptionalAction)
+            else:
+                parser.add_argument(option, type=taken)
         return parser
 
     @classmethod

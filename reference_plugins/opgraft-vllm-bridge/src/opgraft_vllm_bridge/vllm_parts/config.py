@@ -6,6 +6,7 @@ import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class Settings:
 
     @property
     def assigned(self) -> frozenset[str]:
-        """The settings that were assigned since then."""
-        return frozenset(self._assigned)
+        """The settings that were assigned since then; none of an object that a plugin has made."""
+        return frozenset(getattr(self, "_assigned", ()))
 
     def seal(self) -> None:
         """Refuse changes from now on."""
@@ -240,7 +241,7 @@ class VllmConfig(Settings):
             rows.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
         switched = rows["compilation_config"]["custom_ops"]
         rows["compilation_config"]["custom_ops"] = _with_class_names(switched)
-        described = _described(config.model.name)
+        described = _described(config.model.name, _written_at(config.model.name))
         rows["model_config"]["hf_config"] = described
         rows["model_config"]["dtype"] = _dtype_of(config.model.dtype, described, dtype)
         rows["model_config"]["enforce_eager"] = (
@@ -278,8 +279,16 @@ def _with_class_names(custom_ops: list[str]) -> list[str]:
     return found
 
 
+def _written_at(model: str | None) -> int:
+    """Return the time of the config in the folder of a model; 0 if there is none."""
+    try:
+        return (Path(model or "") / "config.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 @functools.lru_cache(maxsize=8)
-def _described(model: str | None) -> Any:
+def _described(model: str | None, written_at: int) -> Any:
     # Cached, as the constructor of each layer may ask and a checkpoint is slow to open.
     return described_model(config_from_fields({"model.name": model}).resolved())
 

@@ -43,9 +43,9 @@ class ForwardContext:
     """The batch that is computed.
 
     Attributes:
-        attn_metadata: ``CommonAttentionMetadata`` of each attention layer with a cache, by prefix; or what a plugin
-            has given to ``set_forward_context``.
-        slot_mapping: where the new tokens of each go.
+        attn_metadata: the ``CommonAttentionMetadata`` of each attention layer with a cache, by prefix;
+            within ``set_forward_context``, the object that a plugin has given to it.
+        slot_mapping: the slots of the new tokens in the cache of each of these layers.
     """
 
     attn_metadata: Any

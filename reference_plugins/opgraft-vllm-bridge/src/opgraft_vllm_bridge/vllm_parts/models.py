@@ -5,18 +5,24 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from opgraft import OpgraftConfig, PluggableClass
-from opgraft.errors import ModelError
+from opgraft.errors import ConflictError, ModelError
+from opgraft.hosts import shortened
+from opgraft.logger import init_logger
 from opgraft.models import Model, WeightsMapper, model_classes, quantization_config
+from opgraft.ops import QKVParallelLinear
 from torch import Tensor
 
 from opgraft_vllm_bridge.vllm_parts.config import current_settings
 
 _GENERATES = re.compile("For(CausalLM|ConditionalGeneration)$")
 _PATH = re.compile(r"\w+(\.\w+)*:\w+")
+_QKV = ("q", "k", "v")
+
+logger = init_logger("opgraft.vllm_bridge")
 
 
 class VllmModel(Model):
@@ -34,12 +40,16 @@ class VllmModel(Model):
         if isinstance(cls, str):
             module, _, name = cls.partition(":")
             cls = getattr(importlib.import_module(module), name)
-        type(self).packed_modules_mapping = merged_layers(cls)
+        merged = getattr(cls, "packed_modules_mapping", {})
+        # The config of a quantization reads the names before there are layers.
+        type(self).packed_modules_mapping = merged_layers(merged, {})
         self.weights_mapper = WeightsMapper(prefixes={"": "inner."})
         settings = current_settings()
         settings.quant_config = quantization_config(opgraft_config, self)
         make: Any = cls
         self.inner = make(vllm_config=settings.sealed(), prefix=prefix)
+        layers = {path.rpartition(".")[2]: layer for path, layer in self.inner.named_modules()}
+        type(self).packed_modules_mapping = merged_layers(merged, layers)
         # In place of vLLM's table, which the loader of weights would read.
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         self._taken = frozenset(inspect.signature(self.inner.forward).parameters)
@@ -62,26 +72,46 @@ class VllmDecoder(VllmModel):
         return logits
 
 
-def merged_layers(cls: type) -> dict[str, dict[str, int | str]]:
+def merged_layers(
+    table: Mapping[str, Sequence[str]], layers: Mapping[str, Any]
+) -> dict[str, dict[str, int | str]]:
     """Return by merged layer the layers of the checkpoint, each with the id of its shard.
 
-    vLLM's table lists the layers alone. Those of attention have letters for ids.
+    Args:
+        table: vLLM's, which lists the layers alone. A row with one layer merges nothing and is left
+            out.
+        layers: of the model, by name. A ``QKVParallelLinear`` has letters for ids.
+
+    Raises:
+        ModelError: a ``QKVParallelLinear`` is made of another number of layers than three.
     """
     found: dict[str, dict[str, int | str]] = {}
-    for merged, parts in getattr(cls, "packed_modules_mapping", {}).items():
-        letters = [part.partition("_")[0] for part in parts]
-        ids: list[int | str] = list(range(len(parts)))
-        if letters == ["q", "k", "v"]:
-            ids = ["q", "k", "v"]
+    for merged, parts in table.items():
+        if len(parts) < 2:
+            continue
+        ids: Sequence[int | str] = range(len(parts))
+        if isinstance(layers.get(merged), QKVParallelLinear):
+            ids = _letters(merged, parts)
         found[merged] = dict(zip(parts, ids, strict=True))
     return found
+
+
+def _letters(merged: str, parts: Sequence[str]) -> list[str]:
+    """Return the letters of the layers of attention: those of their names, else in the order q, k, v."""
+    if len(parts) != len(_QKV):
+        raise ModelError(
+            f"packed_modules_mapping has {len(parts)} layers for {merged!r}, a QKVParallelLinear: list "
+            "those of query, key and value"
+        )
+    letters = [part[:1] for part in parts]
+    return letters if sorted(letters) == sorted(_QKV) else [*_QKV]
 
 
 class _ModelRegistry:
     """Takes models of plugins, by architecture."""
 
     def register_model(self, model_arch: str, model_cls: type | str) -> None:
-        """Register a model for an architecture.
+        """Register a model for an architecture. If it has a model, a warning says so and it stays.
 
         Args:
             model_arch: as in the config of a checkpoint.
@@ -96,7 +126,14 @@ class _ModelRegistry:
         base = VllmDecoder if _GENERATES.search(model_arch) else VllmModel
         module = model_cls.partition(":")[0] if isinstance(model_cls, str) else model_cls.__module__
         members = {"theirs": model_cls, "__module__": module}
-        PluggableClass.register(model_arch)(type(model_arch, (base,), members))
+        try:
+            PluggableClass.register(model_arch)(type(model_arch, (base,), members))
+        except ConflictError as error:
+            logger.warning(
+                "the model of a plugin for %r is left out, as the architecture has one: %s",
+                shortened(model_arch),
+                error,
+            )
 
     def get_supported_archs(self) -> Set[str]:
         """Return the architectures that have a model."""

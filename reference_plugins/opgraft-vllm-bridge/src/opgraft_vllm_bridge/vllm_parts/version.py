@@ -1,4 +1,4 @@
-"""``vllm.version``, as a plugin is told that requires no version. The finder answers each plugin."""
+"""``vllm.version`` for a plugin that requires no version. The finder answers all other plugins."""
 
 from opgraft_vllm_bridge.versions import announced_to
 
