@@ -39,7 +39,7 @@ class Completion(Generating[CompletionRequest]):
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         encode = self.service.llm.engine.inputs.encode
         kept = sampling.kept_tokens(self.body, self.service)
-        short = [
+        short: list[Prompt] = [
             self.short_text(prompt, kept) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
