@@ -226,8 +226,9 @@ def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     properties = parameters.get("properties")
     required = parameters.get("required", [])
-    are_usual = isinstance(properties, dict) and isinstance(required, list)
-    if not are_usual or not parameters.keys() <= _CLOSED_BY:
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return parameters
+    if not parameters.keys() <= _CLOSED_BY:
         return parameters
     # The names may be of any type, as nothing has checked the schema yet.
     named = list(properties)
