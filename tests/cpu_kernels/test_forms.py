@@ -126,11 +126,15 @@ def test_realistic_sizes(name: str, kernels: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_is_served(name: str, kernels: Any) -> None:
     """A form runs this plugin's function, which has its signature, and the torch op behind it is not bypassed."""
+    from opgraft_cpu_kernels import path
+
     form = getattr(functional, name)
     function = function_of(name)
     assert inspect.signature(function) == inspect.signature(form.native)
     if name not in SPECS:
         return
+    if name == "fused_experts" and path() in ("avx2", "scalar"):
+        pytest.skip("without AVX-512 experts run the native definition")
     spec = SPECS[name]
     variant = next(iter(spec.variants))
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], spec.sizes[1])
