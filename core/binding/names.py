@@ -52,8 +52,14 @@ def check_names(settings: Settings, registry: Registry) -> None:
         for name in names:
             if name in known:
                 continue
+            named = f"{field} names the op {name!r} ({settings.origins[field]})"
+            several = registry.ops_of_class(name)
+            if len(several) > 1:
+                raise ConfigError(
+                    f"{named}, but several ops have a class of that name: name one of "
+                    f"{', '.join(map(repr, several))}"
+                )
             raise ConfigError(
-                f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that "
-                f"name: {close_matches(name, known)} 'opgraft ops list' shows all; import the "
-                "package that registers an op before it is named."
+                f"{named}, but no op has that name: {close_matches(name, known)} 'opgraft ops "
+                "list' shows all; import the package that registers an op before it is named."
             )

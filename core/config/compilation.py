@@ -96,10 +96,11 @@ class CompilationConfig(Section):
     """The settings of compilation and of enabled ops.
 
     Attributes:
-        custom_ops: ``all``, ``none`` or ``auto`` (one at most), ``+op``, ``-op``. A text may hold
-            several: ``["none,+a"]`` is ``["none", "+a"]``. Without ``all`` and ``none``, the
-            default is ``none`` if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else
-            ``all``. Under ``auto``, an enabled op runs the fastest measured kernel.
+        custom_ops: ``all``, ``none`` or ``auto`` (one at most), ``+op``, ``-op``. An op is named
+            by registered name or by class: ``-rms_norm`` or ``-RMSNorm``. A text may hold several:
+            ``["none,+a"]`` is ``["none", "+a"]``. Without ``all`` and ``none``, the default is
+            ``none`` if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
+            Under ``auto``, an enabled op runs the fastest measured kernel.
         backend: the name of a ``torch.compile`` backend.
         mode: a ``CompilationMode``, a name or a number.
         user_passes: passes after opgraft's own, each as ``module:Class``, as a subclass of
@@ -130,7 +131,7 @@ class CompilationConfig(Section):
 
     custom_ops: Sequence[str] | None = setting(
         "which ops are enabled: all or none, or auto, which takes what was measured to be best; "
-        "+op and -op",
+        "+op and -op, each op by its name or its class, as -rms_norm or -RMSNorm",
         default=(),
         variable="OPGRAFT_CUSTOM_OPS",
     )
@@ -355,7 +356,8 @@ class CustomOpsSetting:
     Attributes:
         tokens: the entries of the setting.
         default: for ops without an entry: enabled or not; ``None`` without ``all`` and ``none``.
-        on, off: the ops with an entry ``+op`` or ``-op``.
+        on, off: the names in entries ``+op`` and ``-op``: registered names of ops, or names of
+            their classes before ``with_op_names``.
         auto: measurements choose for all other ops.
     """
 
@@ -386,6 +388,34 @@ class CustomOpsSetting:
         default = _DEFAULTS.get(given[0]) if given else None
         return cls(tokens, default, on, off, "auto" in tokens)
 
+    def with_op_names(self, names: Mapping[str, str], origin: str) -> tuple[str, ...]:
+        """Return the entries with registered names of ops in place of names of classes.
+
+        Example: with the names ``{"RMSNorm": "rms_norm"}``, ``-RMSNorm`` becomes ``-rms_norm``.
+
+        Args:
+            names: the name of a class → the registered name of its op.
+            origin: the origin of the setting, for the message.
+
+        Raises:
+            ConfigError: two entries contradict each other, since they name one op.
+        """
+        spellings: dict[str, str] = {}
+        for token in self.tokens:
+            if token in _FOR_ALL:
+                spellings[token] = token
+                continue
+            sign = token[0]
+            name = names.get(token[1:], token[1:])
+            opposite = spellings.get(_OPPOSITE[sign] + name)
+            if opposite is not None:
+                raise ConfigError(
+                    f"custom_ops has both {opposite!r} and {token!r} ({origin}), and both name "
+                    f"the op {name!r}: keep one of them"
+                )
+            spellings[sign + name] = token
+        return tuple(spellings)
+
     def leaves_to_measurements(self, op: str) -> bool:
         """Return True if measurements may choose for an op: no entry names the op."""
         return self.auto and op not in self.on | self.off
@@ -411,6 +441,9 @@ def _tokens(value: Sequence[str]) -> tuple[str, ...]:
 
 _FOR_ALL = ("all", "none", "auto")
 """Entries of ``custom_ops`` for all ops."""
+
+_OPPOSITE = {"+": "-", "-": "+"}
+"""Each sign of an entry with the sign that contradicts it."""
 
 _DEFAULTS = {"all": True, "none": False}
 """The entries that say whether other ops are enabled."""

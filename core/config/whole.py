@@ -46,6 +46,11 @@ from opgraft.errors import ConfigError, close_matches
 NATIVE_CHOICE = "native"
 """The choice in ``providers`` for the op's own class with the native definition."""
 
+_CUSTOM_OPS = "compilation_config.custom_ops"
+"""The setting with names of ops, of which one layer gives all entries."""
+
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class OpgraftConfig(Section):
@@ -283,15 +288,6 @@ class Settings:
         scoped.pop(name, None)
         return Settings(config, origins, scoped)
 
-    def with_custom_ops(self, tokens: Sequence[str]) -> Settings:
-        """Return the settings with other spellings of the entries in ``custom_ops``."""
-        section = copy.copy(self.config.compilation_config)
-        vars(section)["custom_ops"] = tuple(tokens)
-        config = copy.copy(self.config)
-        # Without __init__, as in made_of.
-        vars(config)["compilation_config"] = section
-        return dataclasses.replace(self, config=config)
-
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield the dotted name, the value as text for the command line, and the origin of each."""
         for field, value in all_values(self.config):
@@ -344,7 +340,9 @@ def _named(value: Any) -> str:
 
 
 def resolve(
-    layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[str, OpgraftConfig]] = ()
+    layers: Iterable[tuple[str, OpgraftConfig]],
+    scopes: Iterable[tuple[str, OpgraftConfig]] = (),
+    op_names: Mapping[str, str] = _NO_NAMES,
 ) -> Settings:
     """Merge layers over the built-in defaults.
 
@@ -353,9 +351,12 @@ def resolve(
     Args:
         layers: configs with their origins in words, lowest first.
         scopes: further configs above the others.
+        op_names: the name of a class → the registered name of its op. ``custom_ops`` of the result
+            has registered names in place of these names.
 
     Raises:
-        ConfigError: two settings contradict each other. The message names both and their origins.
+        ConfigError: two settings contradict each other. The message names both and their origins,
+            in the spelling of the layer.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -370,10 +371,13 @@ def resolve(
     _fill_by_level(values, origins)
     _leave_out_defaults(values, origins)
     _fill_by_defaults(values, origins, classes.values())
-    config = made_of(OpgraftConfig, values, classes)
+    switches = CustomOpsSetting.parse(values[_CUSTOM_OPS])
+    # A copy: messages about contradictions quote the spellings of the layers.
+    named = {**values, _CUSTOM_OPS: switches.with_op_names(op_names, origins[_CUSTOM_OPS])}
+    config = made_of(OpgraftConfig, named, classes)
     of_plugins = {name: values[name] for name in plugin_fields()}
     vars(config)["of_plugins"] = MappingProxyType(of_plugins)
-    _check_contradictions(config, origins)
+    _check_contradictions(config, values, origins)
 
     scoped: dict[str, str] = {}
     for origin, layer in within:
@@ -597,10 +601,21 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
 """Settings that can contradict each other, the test, and the reason with the way out."""
 
 
-def _check_contradictions(config: OpgraftConfig, origins: Mapping[str, str]) -> None:
+def _check_contradictions(
+    config: OpgraftConfig, values: Mapping[str, Any], origins: Mapping[str, str]
+) -> None:
+    """Check the rules about settings that can contradict each other.
+
+    Args:
+        config: the merged settings.
+        values: each setting for the message, in the spelling of the layer.
+        origins: the origin of each setting.
+
+    Raises:
+        ConfigError: a rule does not hold.
+    """
     for names, holds, reason in _RULES:
         if not holds(config):
-            values = {field.name: value for field, value in values_of(config)}
             stated = ", ".join(
                 f"{name} = {text_of(values[name])} ({origins[name]})" for name in names
             )

@@ -6,6 +6,7 @@ Declarations outlive ``reset()``. ``HostState`` knows the active replacements of
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,8 +203,26 @@ class Registry:
         return {**self.ops_by_class(), **self.ops}
 
     def ops_by_class(self) -> dict[str, OpRecord]:
-        """Return all ops by the names of their classes, such as ``RMSNorm``."""
-        return {record.cls.__name__: record for record in self.ops.values()}
+        """Return ops by the names of their classes, such as ``RMSNorm``.
+
+        A class name of several ops is left out, since it does not tell them apart.
+        """
+        records = list(self.ops.values())
+        counts = Counter(record.cls.__name__ for record in records)
+        named = {record.cls.__name__: record for record in records}
+        return {name: record for name, record in named.items() if counts[name] == 1}
+
+    def ops_of_class(self, class_name: str) -> list[str]:
+        """Return the registered names of all ops with classes of a name, sorted."""
+        return sorted(name for name, op in self.ops.items() if op.cls.__name__ == class_name)
+
+    def names_by_class(self) -> dict[str, str]:
+        """Return the registered names of ops by the names of their classes.
+
+        A class name that is also a registered name is left out: it stands for the op of that name.
+        """
+        named = self.ops_by_class().items()
+        return {name: record.name for name, record in named if name not in self.ops}
 
     def add_replacement(self, new: Replacement) -> tuple[Replacement, Replacement | None]:
         """Declare a replacement.

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from opgraft.base.caches import Caches
 from opgraft.base.text import printable
-from opgraft.config import CURRENT_SCOPE, CustomOpsSetting, OpgraftConfig, Settings, resolve
+from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.config.environment import Environment, read_environment
 from opgraft.errors import PluginError, UnknownTargetError
 from opgraft.logger import logger, set_level
@@ -201,26 +201,7 @@ class HostState:
         # A platform knows less of the machine than plugins, files and users: its layer is lowest.
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
-        return self._with_op_names(resolve(layers, scopes))
-
-    def _with_op_names(self, settings: Settings) -> Settings:
-        """Return settings whose ``custom_ops`` name ops by registered names, not by classes."""
-        custom_ops = settings.config.compilation_config.custom_ops or ()
-        given = CustomOpsSetting.parse(custom_ops)
-        ops = self.registry.ops
-        if given.on | given.off <= ops.keys():
-            return settings
-        classes = self.registry.ops_by_class()
-        tokens = []
-        for token in given.tokens:
-            sign = token[0]
-            name = token[1:]
-            if name in classes and name not in ops:
-                name = classes[name].name
-            tokens.append(sign + name)
-        # Spellings of one op may contradict each other.
-        CustomOpsSetting.parse(tokens)
-        return settings.with_custom_ops(tokens)
+        return resolve(layers, scopes, self.registry.names_by_class())
 
     def shared_settings(self) -> Settings:
         """Return the cached settings. Do not modify them."""

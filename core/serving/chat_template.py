@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ class ChatTemplate:
         chosen = name or self._default(tools)
         template = self._source(chosen) if source is None else source
         chat = [_message(message, index) for index, message in enumerate(messages)]
+        end = _EndOfMessage(chat[-1]) if continue_final_message else None
+        if end is not None:
+            chat[-1] = end.marked
         given = {"tools": tools, "documents": documents, **(values or {})}
         further = {key: _as_plain_data(value, key) for key, value in given.items()}
         # Messages come last: no value of a request takes their place.
@@ -81,7 +85,7 @@ class ChatTemplate:
         except RecursionError:
             kind, text = AnswerKind.REFUSED, "they are nested too deeply"
         if kind is AnswerKind.TEXT:
-            return _up_to_final_message(text, chat[-1]) if continue_final_message else text
+            return text if end is None else end.up_to(text)
         if kind is AnswerKind.INVALID:
             raise self._invalid(chosen, source, text)
         raise RequestError(
@@ -142,30 +146,47 @@ def _message(message: object, index: int) -> dict[str, Any]:
     return plain
 
 
-def _up_to_final_message(text: str, message: Mapping[str, Any]) -> str:
-    """Return the text of a chat up to the end of the content of the last message.
+class _EndOfMessage:
+    """The end of a message's content, which a mark shows in the text of a chat.
 
-    A template may leave blanks around the content out.
+    The content alone would not show its place: ``end`` is also in the mark ``<|im_end|>`` of a
+    template.
+
+    Args:
+        message: the last message of a chat.
 
     Raises:
-        RequestError: the content is no text, is blank, or is not in the text of the chat.
+        RequestError: the content is no text, or is blank.
     """
-    content = message.get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise RequestError(
-            "continue_final_message goes on with the last message, which has no text: give that "
-            "message a text, or leave continue_final_message out"
-        )
-    begin = text.rfind(content.strip())
-    if begin < 0:
-        raise RequestError(
-            "continue_final_message goes on with the last message, and the chat template changes "
-            "its text: leave continue_final_message out"
-        )
-    whole = content.lstrip()
-    if text.startswith(whole, begin):
-        return text[: begin + len(whole)]
-    return text[: begin + len(content.strip())]
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        content = message.get("content")
+        if not isinstance(content, str) or not content.strip():
+            raise RequestError(
+                "continue_final_message goes on with the last message, which has no text: give "
+                "that message a text, or leave continue_final_message out"
+            )
+        self._text = content.strip()
+        # No message has these random digits. The letters show a change of case.
+        self._mark = f"End{secrets.token_hex(16)}"
+        kept = content.rstrip()
+        self._blanks = content[len(kept) :]
+        # Blanks come last, as a template may leave blanks around the content out.
+        self.marked = {**message, "content": kept + self._mark + self._blanks}
+
+    def up_to(self, text: str) -> str:
+        """Return the text of the chat with the marked message up to the end of the content.
+
+        Raises:
+            RequestError: the template changes the content.
+        """
+        before, mark, behind = text.rpartition(self._mark)
+        if not mark or not before.endswith(self._text):
+            raise RequestError(
+                "continue_final_message goes on with the last message, and the chat template "
+                "changes its text: leave continue_final_message out"
+            )
+        return before + self._blanks if behind.startswith(self._blanks) else before
 
 
 def _as_plain_data(value: Any, place: str) -> Any:

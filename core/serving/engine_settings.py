@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from opgraft.config import OpgraftConfig, known_fields, set_config
@@ -33,16 +34,26 @@ def engine_config(
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
     if opgraft_config is None:
+        _load_plugins_for([(_ARGUMENTS, arguments)])
         with set_config(arguments, origin=_ARGUMENTS):
-            # Within the scope: the defaults of a platform may depend on the model.
-            load_plugins()
             return host_state().settings().handed_down()
     whole = "the opgraft_config of LLM"
-    model_settings = OpgraftConfig(model=opgraft_config.model)
-    with set_config(model_settings, origin=whole), set_config(arguments, origin=_ARGUMENTS):
-        load_plugins()
     layers = [(whole, opgraft_config), (_ARGUMENTS, arguments)]
-    return resolve((), layers).handed_down(whole)
+    _load_plugins_for(layers)
+    names = host_state().registry.names_by_class()
+    return resolve((), layers, names).handed_down(whole)
+
+
+def _load_plugins_for(layers: Sequence[tuple[str, OpgraftConfig]]) -> None:
+    """Load the plugins for the model of some layers: defaults of a platform may depend on it.
+
+    Other settings of one engine must not decide about plugins, which are the whole process's.
+    """
+    with ExitStack() as scopes:
+        for origin, layer in layers:
+            model = OpgraftConfig(model=layer.model)
+            scopes.enter_context(set_config(model, origin=origin))
+        load_plugins()
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:

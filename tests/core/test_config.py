@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import opgraft
 import pytest
-from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
+from opgraft import CompilationConfig, CompilationMode, CustomOp, OpgraftConfig, set_config
 from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, read_file, resolve
 from opgraft.config.environment import read_environment
 from opgraft.errors import ConfigError
+from opgraft.ops import RMSNorm
 from opgraft.registry.state import host_state
+from opgraft.serving.engine_settings import engine_config
 
 
 def custom_ops(*tokens: str) -> OpgraftConfig:
@@ -246,6 +249,60 @@ def test_choices_that_agree_with_switches() -> None:
     settings = resolve([("x", OpgraftConfig(providers=providers, compilation_config=level))])
     assert settings.enabled("linear") == (False, "providers asks for 'native' (x)")
     assert resolve([("x", OpgraftConfig(compilation_config=level))]).enabled("linear")[0]
+
+
+@pytest.mark.parametrize(("choice", "switch"), [("native", "+RMSNorm"), ("acme", "none,-RMSNorm")])
+def test_a_choice_and_a_switch_of_a_class(choice: str, switch: str) -> None:
+    """The name of a class contradicts a choice as the name of the op does, in the spelling of the user."""
+    config = OpgraftConfig(
+        providers={"rms_norm": choice},
+        compilation_config=CompilationConfig(custom_ops=[switch]),
+    )
+    with (
+        set_config(config, origin="a test"),
+        pytest.raises(ConfigError, match=r'custom_ops = .*"[+-]RMSNorm"\] \(a test\)'),
+    ):
+        host_state().settings()
+    with pytest.raises(ConfigError, match=r'custom_ops = .*"[+-]RMSNorm"\] \(the opgraft_config'):
+        engine_config(None, config, {})
+
+
+@pytest.mark.parametrize("text", ["+rms_norm,-RMSNorm", "-RMSNorm,+rms_norm"])
+def test_two_spellings_of_an_op_that_contradict_each_other(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has both spellings, and the variable."""
+    monkeypatch.setenv("OPGRAFT_CUSTOM_OPS", text)
+    opgraft.reset()
+    first, second = map(re.escape, text.split(","))
+    words = (
+        rf"both '{first}' and '{second}' \(OPGRAFT_CUSTOM_OPS\), and both name the op 'rms_norm'"
+    )
+    with pytest.raises(ConfigError, match=words):
+        host_state().settings()
+
+
+@pytest.mark.parametrize(("word", "name"), [("all", "ll"), ("none", "one"), ("auto", "uto")])
+def test_words_for_all_ops_are_no_names(word: str, name: str) -> None:
+    """Only ``+op`` and ``-op`` name a class: a class ``uto`` does not change ``auto``."""
+    forward = {"forward_native": lambda self, x: x}
+    CustomOp.register("acme_word")(type(name, (CustomOp,), forward))
+    with set_config(custom_ops(word, f"+{name}")):
+        found = host_state().settings().config.compilation_config.custom_ops
+    assert found == (word, "+acme_word")
+
+
+def test_a_class_name_of_several_ops_names_none() -> None:
+    """``-RMSNorm`` is an error with the names of both ops, once a plugin has an op class of that name."""
+    with set_config(custom_ops("-RMSNorm")):
+        assert not RMSNorm.enabled()
+    forward = {"forward_native": lambda self, x: x}
+    CustomOp.register("acme_norm")(type("RMSNorm", (CustomOp,), forward))
+    with (
+        set_config(custom_ops("-RMSNorm")),
+        pytest.raises(ConfigError, match=r"'RMSNorm' .*: name one of 'acme_norm', 'rms_norm'"),
+    ):
+        RMSNorm(4)
 
 
 def test_settings_are_shared_until_something_changes() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from opgraft import LLM, SamplingParams
+from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
 from opgraft.engine.workers.ray_executor import RayLink
 from opgraft.engine.workers.ray_placement import Placement
 from opgraft.errors import OpgraftError
@@ -112,7 +112,7 @@ def killed_by(end: Callable[[], None]) -> list[int]:
 
 def devices() -> dict[str, Any]:
     """Where three actors are that have a device each, in the order of ranks."""
-    placement = Placement(ray, 3, {"CPU": 0.25, "GPU": 1.0}, {}, 60)
+    placement = Placement(ray, OpgraftConfig(), 3, {"CPU": 0.25, "GPU": 1.0}, {}, 60)
     found = [(each.where.node, each.where.devices["GPU"]) for each in placement.ranks]
     own = ray.get_runtime_context().get_node_id()
     placement.end()
@@ -219,4 +219,6 @@ def main(folder: str, scenes: Callable[[str, Cluster, Any], dict[str, Any]]) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], {scenes.__name__: scenes for scenes in (few, all_others)}[sys.argv[2]])
+    # As of a server: plugins of each worker are loaded with the settings of the engine.
+    with set_config(OpgraftConfig(cpu_keep_memory=True), origin="the scenes"):
+        main(sys.argv[1], {scenes.__name__: scenes for scenes in (few, all_others)}[sys.argv[2]])

@@ -31,6 +31,12 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 BRACKETED = """\
 {%- if messages[0].role == 'system' %}
     {%- set system = messages[0].content | trim %}{% set rest = messages[1:] %}
@@ -172,10 +178,12 @@ def test_the_text_of_transformers(
     assert len(text) > 10
 
 
-@pytest.mark.parametrize("content", ["one", "one ", " one\n", "one two one"])
-@pytest.mark.parametrize("source", [MARKED, BRACKETED])
+@pytest.mark.parametrize(
+    "content", ["one", "one ", " one\n", "one two one", "end", "end ", "im", "|", "s", "a</s>"]
+)
+@pytest.mark.parametrize("source", [MARKED, BRACKETED, CHATML])
 def test_going_on_with_the_last_message(source: str, content: str) -> None:
-    """The text ends with the last message, as in transformers."""
+    """The text ends with the last message, as in transformers, also if it is a part of a template's mark."""
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
     text = chat_template(source).render(messages, continue_final_message=True)
     assert text == by_transformers(source, messages, continue_final_message=True)
@@ -187,6 +195,8 @@ def test_going_on_with_the_last_message(source: str, content: str) -> None:
     [
         (MARKED, " ", "which has no text"),
         ("{{ messages[0].content | upper }}", "one", "the chat template changes its text"),
+        ("{{ messages[0].content | upper }}", "1", "the chat template changes its text"),
+        ("{{ messages[0].content[2:] }}", "one", "the chat template changes its text"),
     ],
 )
 def test_no_message_to_go_on_with(source: str, content: str, reason: str) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from engine.engines import add, expect_empty
-from opgraft import SamplingParams
+from opgraft import OpgraftConfig, SamplingParams
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
+from opgraft.ops import RMSNorm
+from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM, Interrupted
 from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model
 from support.random_decoders import saved, transformers
@@ -352,6 +354,18 @@ def test_no_model() -> None:
         LLM()
 
 
+@pytest.mark.parametrize("whole", [None, OpgraftConfig()], ids=["arguments", "whole"])
+@pytest.mark.parametrize(
+    "settings", [{"strict": True}, {"plugins": ()}, {"cpu_keep_memory": True}], ids=str
+)
+def test_an_engine_does_not_decide_about_plugins(
+    whole: OpgraftConfig | None, settings: dict[str, Any]
+) -> None:
+    """Plugins are the whole process's: ops outside of an engine are constructed as without one."""
+    assert engine_config("smollm2", whole, settings).model.name == "smollm2"
+    assert RMSNorm(8).decision
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -440,7 +454,9 @@ def test_an_interrupt_at_any_point(
 
 INTERRUPTED = """
 import json, sys
-from opgraft import SamplingParams
+from opgraft import OpgraftConfig, SamplingParams
+from opgraft.ops import RMSNorm
+from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import Interrupted
 from serving.small_models import open_llm
 

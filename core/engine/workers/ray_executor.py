@@ -80,9 +80,15 @@ class RayExecutor(RemoteExecutor):
         needs = {"CPU": float(parallel.ray_cpus)}
         if device:
             needs[device] = 1.0
-        environ = _variables(parallel.ray_cpus)
-        size = self.layout.world
-        return Placement(ray, size, needs, environ, parallel.start_seconds, replicas)
+        return Placement(
+            ray,
+            self.opgraft_config,
+            self.layout.world,
+            needs,
+            _variables(parallel.ray_cpus),
+            parallel.start_seconds,
+            replicas,
+        )
 
     def _connected_links(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Let the actors connect, and return the links to the actors."""

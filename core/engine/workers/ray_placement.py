@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.base.text import described, printable
+from opgraft.config import OpgraftConfig
 from opgraft.engine.workers.ray_worker import RayWorker, Where
 from opgraft.errors import ConfigError, EngineError
 from opgraft.logger import logger
@@ -28,6 +29,7 @@ class Placement:
 
     Args:
         ray: the module.
+        opgraft_config: the settings of the engine, with which each actor loads plugins.
         size: the number of actors.
         needs: the resources of each actor, in Ray's units.
         environ: environment variables of each actor.
@@ -42,6 +44,7 @@ class Placement:
     def __init__(
         self,
         ray: Any,
+        opgraft_config: OpgraftConfig,
         size: int,
         needs: Mapping[str, float],
         environ: Mapping[str, str],
@@ -49,6 +52,7 @@ class Placement:
         replicas: int = 1,
     ) -> None:
         self._ray = ray
+        self._opgraft_config = opgraft_config
         _MEMBERSHIP.enter(ray, int(replicas * size * needs["CPU"]))
         self._entered = True
         self._actors: list[Any] = []
@@ -95,7 +99,8 @@ class Placement:
     def _in_order(self, seconds: float) -> list[Placed]:
         """Return the actors with their places in the order of ranks: see ``order_of``."""
         try:
-            found = self._ray.get([actor.where.remote() for actor in self._actors], timeout=seconds)
+            asked = [actor.where.remote(self._opgraft_config) for actor in self._actors]
+            found = self._ray.get(asked, timeout=seconds)
         # Ray raises the error of the actor, of any class.
         except Exception as error:
             raise EngineError(

@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from opgraft.binding.pluggable_class import choose_class
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.engine.workers.engine_digest import ENGINE
 from opgraft.engine.workers.worker import Worker
 from opgraft.engine.workers.worker_process import serve_calls
 from opgraft.engine.workers.worker_progress import Progress, thread_name
@@ -51,19 +53,26 @@ class Where(NamedTuple):
 class RayWorker:
     """An actor with one device."""
 
-    def where(self) -> Where:
-        """Return the place of the actor."""
+    def where(self, opgraft_config: OpgraftConfig) -> Where:
+        """Return the place of the actor.
+
+        Args:
+            opgraft_config: the settings of the engine. Plugins are loaded with them, once for the
+                process.
+        """
         ray: Any = importlib.import_module("ray")
         context = ray.get_runtime_context()
         found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
-        load_plugins()
-        worker: type[Worker] = choose_class(Worker).cls
+        with set_config(opgraft_config, origin=ENGINE):
+            load_plugins()
+            worker: type[Worker] = choose_class(Worker).cls
+            host_number = worker.host_number()
         return Where(
             context.get_node_id(),
             ray.util.get_node_ip_address(),
             os.getpid(),
             found,
-            worker.host_number(),
+            host_number,
         )
 
     def run(

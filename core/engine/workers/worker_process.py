@@ -20,7 +20,7 @@ from opgraft.distributed import init_distributed
 from opgraft.engine.runner.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.step import step_of
-from opgraft.engine.workers.engine_digest import engine_digest, expect_same_digest
+from opgraft.engine.workers.engine_digest import ENGINE, engine_digest, expect_same_digest
 from opgraft.engine.workers.worker import Worker
 from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
@@ -128,7 +128,7 @@ def serve_calls(
         return
     if job.writes_json:
         write_json()
-    with set_config(job.opgraft_config, origin="the process of the engine"):
+    with set_config(job.opgraft_config, origin=ENGINE):
         made = WorkerCalls(job, note)
         _answer(calls, made, made.note_end)
 
