@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from opgraft.base.caches import Caches
 from opgraft.base.text import printable
-from opgraft.config import Settings
+from opgraft.config import Settings, known_fields
 from opgraft.config.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.logger import logger
@@ -131,10 +131,11 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
     for name in ("plugins", "plugins_disable", "lockfile", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
         if state.loading.config is not None and wanted != getattr(state.loading.config, name):
+            variable = known_fields()[name].variable
             raise PluginError(
                 f"{settings.origins[name]} sets {name} to {wanted!r}, but plugins were loaded with "
-                f"{getattr(state.loading.config, name)!r}: set it before the first op is "
-                "constructed, or call opgraft.reset() first"
+                f"{getattr(state.loading.config, name)!r}: set {variable}, or begin the scope of "
+                "the setting before the first op or engine, or call opgraft.reset() first"
             )
 
 
