@@ -88,9 +88,13 @@ class ChatTemplate:
             return text if end is None else end.up_to(text)
         if kind is AnswerKind.INVALID:
             raise self._invalid(chosen, source, text)
-        raise RequestError(
-            f"{self._origin(chosen, source)} cannot make a text of these {len(chat)} "
-            f"messages: {text}. Change the messages, or pass a prompt as text."
+        raise self._refused(chosen, source, text, len(chat))
+
+    def _refused(self, name: str, source: str | None, reason: str, count: int) -> RequestError:
+        """Make the error about a template that makes no text of ``count`` messages."""
+        return RequestError(
+            f"{self._origin(name, source)} cannot make a text of these {count} "
+            f"messages: {reason}. Change the messages, or pass a prompt as text."
         )
 
     def _invalid(self, name: str, source: str | None, fault: str) -> OpgraftError:
