@@ -203,24 +203,19 @@ class Registry:
         return {**self.ops_by_class(), **self.ops}
 
     def ops_by_class(self) -> dict[str, OpRecord]:
-        """Return ops by the names of their classes, such as ``RMSNorm``.
-
-        A class name of several ops is left out, since it does not tell them apart.
-        """
+        """Return ops by class name, such as ``RMSNorm``. Names of several classes are left out."""
         records = list(self.ops.values())
         counts = Counter(record.cls.__name__ for record in records)
         named = {record.cls.__name__: record for record in records}
         return {name: record for name, record in named.items() if counts[name] == 1}
 
     def ops_of_class(self, class_name: str) -> list[str]:
-        """Return the registered names of all ops with classes of a name, sorted."""
+        """Return the registered names of the ops with a class of a name, sorted."""
         return sorted(name for name, op in self.ops.items() if op.cls.__name__ == class_name)
 
     def names_by_class(self) -> dict[str, str]:
-        """Return the registered names of ops by the names of their classes.
-
-        A class name that is also a registered name is left out: it stands for the op of that name.
-        """
+        """Return the registered names of ops by class name."""
+        # A class name that is also a registered name stands for the op of that name.
         named = self.ops_by_class().items()
         return {name: record.name for name, record in named if name not in self.ops}
 
