@@ -275,7 +275,7 @@ def test_custom_ops_name_an_op_by_its_class_too(scale) -> None:
         assert scale().decision.chosen == "Scale.forward_cpu"
         assert "'+scale' in custom_ops" in scale().decision.reason
     both = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["+Scale", "-scale"]))
-    with set_config(both), pytest.raises(ConfigError, match=r"both '\+scale' and '-scale'"):
+    with set_config(both), pytest.raises(ConfigError, match=r"both '\+Scale' and '-scale'"):
         scale()
 
 
