@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -401,9 +402,10 @@ def fault() -> None:
 
 
 def interrupt() -> None:
-    """Interrupt the process from the thread of an engine, and wait until the main thread has taken note."""
+    """Interrupt the main thread from the thread of an engine, and wait until it has taken note."""
     handler = signal.getsignal(signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    # A signal to the process may reach another thread, and then the main thread goes on waiting.
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     deadline = time.monotonic() + 30
     while signal.getsignal(signal.SIGINT) is handler:  # until the main thread has noted it
         assert time.monotonic() < deadline
