@@ -456,9 +456,7 @@ def test_an_interrupt_at_any_point(
 
 INTERRUPTED = """
 import json, sys
-from opgraft import OpgraftConfig, SamplingParams
-from opgraft.ops import RMSNorm
-from opgraft.serving.engine_settings import engine_config
+from opgraft import SamplingParams
 from opgraft.serving.llm import Interrupted
 from serving.small_models import open_llm
 
