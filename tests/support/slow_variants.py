@@ -191,7 +191,6 @@ EVERY = {
     "ops/test_weight_writes.py::test_written": 2,
     "planning/test_shards.py::test_a_shard_is_that_of_a_real_rank": 2,
     "platforms/test_broken_trees.py::test_probes_survive_broken_trees": 7,
-    "platforms/test_conformance.py::TestCpu::test_conforms": 2,
     "platforms/test_torch_cuda.py::test_a_process_may_fork_after_asking_a_platform": 3,
     "plugins/test_activation.py::test_a_hook_defines_its_classes_again": 2,
     "plugins/test_activation.py::test_a_platform_that_cannot_be_set_up": 2,

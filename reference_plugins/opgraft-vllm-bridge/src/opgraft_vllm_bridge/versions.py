@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +53,6 @@ def _public(setting: Any) -> str:
         ) from error
 
 
-@functools.cache
 def _fitting(plugin: str) -> str:
     required = SpecifierSet(",".join(map(str, _requirements(plugin))))
     named = {Version(each.version.removesuffix(".*")) for each in required}
