@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -385,14 +387,22 @@ SHARED = (
     ],
 )
 def test_the_version_fits_the_plugin(
-    bridged: Any, requires: tuple[str, ...], constant: str, told: str
+    bridged: Any, requires: tuple[str, ...], constant: str, told: str, warm_python: str
 ) -> None:
     """A plugin is told the newest version that it requires, of those that the bridge covers."""
     files = {"acme_vllm/__init__.py": ENTRY + constant, "acme_vllm/ops.py": SHARED}
     bridged.install("acme-vllm", files, GENERAL, requires=requires)
-    load_plugins()
-    found = importlib.import_module("acme_vllm.ops").__version__
-    assert found == f"{told}+opgraft{opgraft.__version__}"
+    program = (
+        "import opgraft; opgraft.load_plugins(); from acme_vllm import ops; print(ops.__version__)"
+    )
+    result = subprocess.run(
+        [warm_python, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(bridged.folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == f"{told}+opgraft{opgraft.__version__}\n", result.stderr
 
 
 def test_a_setting_names_the_version(bridged: Any) -> None:
