@@ -1,4 +1,4 @@
-"""The class of an op that other code looks for by the class of the module that it replaces."""
+"""Ops that are instances of a replaced module's class too, for code that looks for the class."""
 
 from __future__ import annotations
 

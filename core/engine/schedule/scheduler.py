@@ -278,8 +278,8 @@ class Scheduler(PluggableClass):
     def _schedule_running(self, pending: PendingStep) -> bool:
         """Add running requests to a step, and return True if there were blocks for all of them.
 
-        If blocks run out, the last running request gives up its own. If this is the request that
-        needs blocks, it keeps its own: it goes on running, and misses this step.
+        If blocks run out, the last running request gives up its blocks. A last request that lacks
+        blocks itself keeps those it has: it goes on running, and misses this step.
         """
         had_blocks = True
         # Preemption shortens the list at its end only, so the loop stays valid.
