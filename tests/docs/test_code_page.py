@@ -79,7 +79,7 @@ def test_what_is_not_there_is_found(span: str) -> None:
 
 
 def test_every_folder_is_a_row() -> None:
-    """The floors are the folders of the repository, but those that git ignores."""
+    """The table of folders has every folder of the repository that git does not ignore."""
     ignored = {
         line.strip("/")
         for line in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").splitlines()
