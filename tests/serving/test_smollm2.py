@@ -81,9 +81,7 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any]) -> None:
 @pytest.fixture(scope="module")
 def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
     """Compute in a dtype, over a cache of one, the likeliest tokens of a text's places, and its tokens' logprobs."""
-    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(
-        encoding="utf-8"
-    )[:1300]
+    text = (Path(__file__).parent / "plain_text.txt").read_text(encoding="utf-8")
 
     @functools.cache
     def judge(dtype: str, cache: str) -> tuple[Tensor, Tensor]:
