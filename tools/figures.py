@@ -64,7 +64,7 @@ ENGINES = {
 }
 """Engine of the benchmark to its label, and the class of its bars."""
 
-LABELS, ROW, BAR = 160, 24, 14
+LABELS, ROW, BAR = 200, 24, 14
 """Pixels: of the column of labels, of a row, of a bar."""
 
 
@@ -133,7 +133,7 @@ def costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figure:
     }
     machine = theirs["machine"]
     return chart(
-        "What the mechanism costs, apart from any kernel: less is better",
+        "Cost of the mechanism without kernels: less is better",
         groups,
         f"opgraft: {ours['machine']['cpu']}, {_torch(ours['machine'])}",
         f"vLLM: {machine['cpu']}, {_torch(machine)}",
@@ -237,9 +237,7 @@ def dispatch() -> Figure:
     figure.arrow(column / 2, y, dy=gap)
     y += gap
     figure.rectangle(0, y, WIDTH, 54, "chosen")
-    figure.text(
-        14, y + 22, "norm(x) runs AcmeRMSNorm.forward_oot, as any method of a module", "best-text"
-    )
+    figure.text(14, y + 22, "norm(x) runs AcmeRMSNorm.forward_oot", "best-text")
     figure.text(14, y + 43, "norm.decision", "code")
     figure.text(122, y + 43, "has every candidate, its reason and its place", "muted")
     figure.height = y + 54
@@ -302,7 +300,8 @@ def draw_tree(
         base = y + 26 * row
         figure.text(x + 14 * depth, base, name, "code")
         changed = (depth, name, kind) not in BEFORE
-        figure.text(x + width - 28, base, kind, "best-text" if changed else "muted", "end")
+        if kind:
+            figure.text(x + width - 28, base, kind, "best-text" if changed else "muted", "end")
 
 
 def figures() -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH = 560
-"""Of every figure, in pixels: text of 14 can be read where a phone shows it at 60 %."""
+"""Width of every figure, in pixels. Text of 14 can be read on a phone that shows 60 %."""
 
 THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {
@@ -29,7 +29,20 @@ THEMES: Mapping[str, Mapping[str, str]] = {
         "best": "#4fd1c5",
     },
 }
-"""Theme to colour by role. The pages behind the figures differ, so that nothing here is drawn as their background."""
+"""Theme to colour by role. Figures have no background, because pages differ."""
+
+SIZES: Mapping[str, tuple[float, float]] = {
+    "": (14, 0.62),
+    "title": (16, 0.66),
+    "strong": (14, 0.66),
+    "best-text": (14, 0.66),
+    "muted": (13, 0.62),
+    "code": (13, 0.61),
+}
+"""Style to the size of its text, and the width of a character over this size.
+
+Readers have different fonts. The widths are those of DejaVu Sans, which is wider than most.
+"""
 
 _STYLE = """\
 text {{ font: 14px system-ui, -apple-system, "Segoe UI", "Noto Sans", sans-serif; fill: {ink} }}
@@ -54,8 +67,8 @@ class Figure:
     """A drawing for every theme.
 
     Attributes:
-        title: what screen readers call it.
-        description: what it shows, in sentences, for who cannot see it.
+        title: the name for screen readers.
+        description: the content in sentences, for people who cannot see the figure.
         height: in pixels.
     """
 
@@ -65,7 +78,20 @@ class Figure:
     _elements: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, words: str, style: str = "", anchor: str = "start") -> None:
-        """Write one line whose base line is at ``y``; ``style`` names classes of the style sheet."""
+        """Write one line with its base line at ``y``.
+
+        Args:
+            x, y: of the anchor.
+            words: of the line.
+            style: class of the style sheet.
+            anchor: the part of the line at ``x``: "start", "middle" or "end".
+
+        Raises:
+            ValueError: the line may leave the figure.
+        """
+        left = x - _width(words, style) * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+        if left < 0 or left + _width(words, style) > WIDTH:
+            raise ValueError(f"no room for {words!r}: shorten the text, or move it")
         attributes = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"' + (
             f' class="{style}"' if style else ""
         )
@@ -101,3 +127,9 @@ class Figure:
                 "</svg>\n",
             ]
         )
+
+
+def _width(words: str, style: str) -> float:
+    """Return the width of a line in a wide font, in pixels."""
+    size, share = SIZES[style]
+    return len(words) * size * share

@@ -124,6 +124,14 @@ def test_a_figure_can_be_read_without_seeing_it(path: Path) -> None:
     assert words[0] == words[1]
 
 
+def test_text_that_may_leave_a_figure_is_refused() -> None:
+    """The tool has room for wide fonts, in which some readers see the figures."""
+    figure = runpy.run_path(str(REPOSITORY / "tools/svg.py"))["Figure"]("title", "description")
+    figure.text(0, 18, "w" * 60)
+    with pytest.raises(ValueError, match="no room for 'ww"):
+        figure.text(0, 18, "w" * 66)
+
+
 def test_the_figures_ask_nobody_for_anything() -> None:
     """No font, image or script comes from elsewhere, in the figures and in the site's configuration."""
     texts = [path.read_text(encoding="utf-8") for path in FIGURES.glob("*.svg")]
