@@ -206,12 +206,12 @@ def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
             largest = max(
                 largest, float((run(ids, **given).logits - model(ids, **given).logits).abs().max())
             )
-    detail = f"graphs beside the first, over the sizes 1 to {SIZES}"
+    detail = f"graphs after the first, for the sizes 1 to {SIZES}"
     yield Finding("recompilations", len(graphs) - 1, detail, most=0)
     yield Finding(
         "largest difference of logits",
         largest,
-        "from the model itself, over these sizes",
+        "from the model, for these sizes",
         most=1e-4,
     )
 
@@ -266,9 +266,7 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
                 for settings, times in sides[:: 1 if turn % 2 else -1]:
                     with Ranks(1) as ranks:
                         times += ranks.run(started, arguments.model, dtype, settings)
-            yield later(
-                f"start of the engine at -O2, warm, after -O0's, {dtype}", began[1], began[0]
-            )
+            yield later(f"warm start of the engine, -O2 minus -O0, {dtype}", began[1], began[0])
             levels = [settings for settings, _ in sides]
             yield from steps(arguments, arguments.model, dtype, levels)
             yield from steps(
@@ -276,7 +274,7 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
                 unplanned(Path(folder) / "unplanned"),
                 dtype,
                 levels,
-                ", which no plan takes",
+                ", without a plan",
             )
 
 

@@ -354,7 +354,7 @@ class Findings:
         yield Finding(
             f"attention's share at context 2,000, {dtype}",
             share,
-            "what of a token grows with the context",
+            "the part of a token's time that grows with the context",
         )
         for cache in CODES:
             of_codes = (f"opgraft, {cache} cache", dtype)

@@ -169,13 +169,11 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
         bound = medians[Wakes][1]
         for way in (Pipes, Sockets):
             sent, had = medians[way]
-            detail = (
-                f"{sent:,.0f} us until it is sent, {bound:,.0f} until each has a byte and no step; "
-            )
-            detail += f"{WORKERS} workers, all on {os.cpu_count()} processors"
+            detail = f"{sent:,.0f} us to send it, {bound:,.0f} us for a single byte; "
+            detail += f"{WORKERS} workers on {os.cpu_count()} processors"
             most = MOST_MICROSECONDS if way is Pipes else None
             yield Finding(
-                f"us until all have a step, {name}, {way.__name__}",
+                f"us until all workers have a step, {name}, {way.__name__}",
                 had,
                 detail,
                 most=most,
@@ -188,7 +186,7 @@ def overhead(arguments: argparse.Namespace) -> Iterator[Finding]:
     pairs = _steps_in_turns(
         arguments, {"parallel.executor": "processes"}, {"parallel.executor": "in_process"}
     )
-    yield _over("a process of its own over none, batch 8", pairs, most=1.05)
+    yield _over("worker in its own process / in the engine's, batch 8", pairs, most=1.05)
 
 
 def ray(arguments: argparse.Namespace) -> Iterator[Finding]:
