@@ -1,7 +1,8 @@
 """Write the lists of op families, in ``opgraft.ops`` and ``opgraft.functional``, from the folders of the families.
 
-A family whose ``__init__.py`` has an ``__all__`` exports classes. Its ``functional.py`` exports forms, and so does a
-module that registers forms itself, unless ``functional.py`` imports these. A type checker needs the lists as text.
+The ``__init__.py`` of a family imports all names from each module with classes of ops. ``functional.py`` of a family
+exports forms, and so does a module that registers forms itself, unless ``functional.py`` imports these. A type checker
+needs the lists as text.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "core"
+
+STAR_IMPORT = re.compile(r"from (opgraft\.ops\.[\w.]+) import \*\n")
 
 
 def main(package: Path = PACKAGE) -> None:
@@ -28,17 +31,16 @@ def all_lists(package: Path) -> dict[Path, str]:
         package: the folder of ``opgraft``.
     """
     listed = {
-        package / "ops/__init__.py": families(package),
+        package / "ops/__init__.py": modules_of_classes(package),
         package / "functional.py": modules_of_forms(package),
     }
     return {path: with_imports(path, modules) for path, modules in listed.items()}
 
 
-def families(package: Path) -> Iterator[str]:
-    """Yield the packages that export classes of ops."""
+def modules_of_classes(package: Path) -> Iterator[str]:
+    """Yield the modules that families take their classes of ops from."""
     for path in (package / "ops").rglob("*/__init__.py"):
-        if "__all__" in path.read_text(encoding="utf-8"):
-            yield module_name(package, path.parent)
+        yield from STAR_IMPORT.findall(path.read_text(encoding="utf-8"))
 
 
 def modules_of_forms(package: Path) -> Iterator[str]:
@@ -61,7 +63,7 @@ def with_imports(path: Path, modules: Iterator[str]) -> str:
     """Return the text of a file with one star import for each module, in place of the former imports."""
     text = path.read_text(encoding="utf-8")
     lines = "".join(f"from {name} import *\n" for name in sorted(modules))
-    return re.sub(r"(from opgraft\.ops\.[\w.]+ import \*\n)+", lines, text, count=1)
+    return re.sub(f"({STAR_IMPORT.pattern})+", lines, text, count=1)
 
 
 if __name__ == "__main__":

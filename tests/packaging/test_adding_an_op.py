@@ -72,6 +72,8 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from torch import Tensor
 
+__all__ = ["Cube"]
+
 
 @CustomOp.register("cube")
 class Cube(CustomOp):
@@ -101,9 +103,7 @@ SPECS = (
     "__init__.py": '''
 """Powers."""
 
-from opgraft.ops.powers.modules import Cube
-
-__all__ = ["Cube"]
+from opgraft.ops.powers.modules import *
 ''',
 }
 """The files of a family, by name."""
@@ -205,8 +205,7 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     append(family / "functional.py", FUNCTIONAL)
     insert(family / "functional.py", "__all__ = [", '"softsign", ')
     append(family / "modules.py", MODULE)
-    insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
-    insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
+    insert(family / "modules.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
     new_family = tmp_path / "opgraft/ops/powers"
     new_family.mkdir()

@@ -17,6 +17,25 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor, nn
 
+__all__ = [
+    "FastGELU",
+    "FatreluAndMul",
+    "GELU",
+    "GELUTanh",
+    "GeluAndMul",
+    "GeluAndMulSparse",
+    "MulAndSilu",
+    "NewGELU",
+    "QuickGELU",
+    "ReLU",
+    "ReLUSquaredActivation",
+    "SiLU",
+    "SiluAndMul",
+    "SiluAndMulWithClamp",
+    "SwigluOAIAndMul",
+    "SwigluStepAndMul",
+]
+
 TRITON = on_triton("opgraft.ops.activation.triton", "opgraft.ops.fused.quantization.triton")
 
 

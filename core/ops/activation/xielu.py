@@ -11,6 +11,8 @@ from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.activation.modules import TRITON
 from torch import Tensor, nn
 
+__all__ = ["XIELU"]
+
 
 @CustomOp.register("xielu")
 class XIELU(CustomOp):

@@ -13,6 +13,8 @@ import torch
 from opgraft.errors import LayerError
 from torch import Tensor
 
+__all__ = ["AttentionBatch", "LayerPages", "LayerStates", "attending", "current_batch"]
+
 _NO_CACHES: Mapping[str, Tensor] = MappingProxyType({})
 
 

@@ -29,6 +29,8 @@ from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+__all__ = ["Attention", "PagedAttention", "WriteKVCache"]
+
 TRITON = on_triton("opgraft.ops.attention.triton")
 
 

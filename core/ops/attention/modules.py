@@ -12,6 +12,8 @@ from opgraft.ops.attention import functional as forms
 from opgraft.ops.attention.functional import as_heads
 from torch import Tensor
 
+__all__ = ["MMEncoderAttention", "ScaledDotProductAttention"]
+
 
 def _by_flash_kernel(
     op: Any,

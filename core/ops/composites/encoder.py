@@ -25,6 +25,8 @@ from opgraft.ops.composites.composite import Composite, epilogue_of, is_observed
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
 
+__all__ = ["LinearAct", "LinearAddNorm", "MLP"]
+
 Kernel = Callable[..., Tensor]
 _COMPILED = "while a compiler traces, the layers are called one after another"
 

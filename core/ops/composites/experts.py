@@ -13,6 +13,8 @@ from opgraft.ops.moe.fused.methods import FusedMoEConfig, UnquantizedFusedMoEMet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+__all__ = ["Experts"]
+
 
 @CustomOp.register("experts")
 class Experts(Composite):

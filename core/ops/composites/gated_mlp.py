@@ -15,6 +15,8 @@ from opgraft.ops.linear import functional
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
 
+__all__ = ["GatedMLP"]
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 

@@ -1,5 +1,3 @@
 """Convolutions."""
 
-from opgraft.ops.conv.modules import Conv2dLayer, Conv3dLayer
-
-__all__ = ["Conv2dLayer", "Conv3dLayer"]
+from opgraft.ops.conv.modules import *

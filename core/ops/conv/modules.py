@@ -13,6 +13,8 @@ from opgraft.ops.conv import functional as forms
 from opgraft.ops.conv.functional import ConvSettings, same_padding
 from torch import Tensor, nn
 
+__all__ = ["Conv2dLayer", "Conv3dLayer"]
+
 Sizes = int | Sequence[int]
 
 

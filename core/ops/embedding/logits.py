@@ -11,6 +11,8 @@ from opgraft.errors import LayerError
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from torch import Tensor
 
+__all__ = ["LogitsProcessor"]
+
 
 @CustomOp.register("logits_processor")
 class LogitsProcessor(PluggableLayer):

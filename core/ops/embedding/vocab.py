@@ -25,6 +25,8 @@ from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
+__all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
+
 
 @CustomOp.register("vocab_parallel_embedding")
 class VocabParallelEmbedding(PluggableLayer):

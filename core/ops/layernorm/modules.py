@@ -13,6 +13,8 @@ from opgraft.ops.layernorm import functional as forms
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
 
+__all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm", "RMSNormGated", "UnscaledRMSNorm"]
+
 TRITON = on_triton("opgraft.ops.layernorm.triton", "opgraft.ops.fused.quantization.triton")
 
 

@@ -18,6 +18,8 @@ from opgraft.ops.linear.sharding import InputShard, OutputShard, divide
 from opgraft.ops.weights import LoadedTensor
 from torch import Tensor
 
+__all__ = ["MergedColumnParallelLinear", "QKVParallelLinear"]
+
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several column-parallel layers of one input, such as gate and up.

@@ -15,6 +15,8 @@ from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.linear.packed import PackedWeight
 from torch import Tensor, nn
 
+__all__ = ["Linear"]
+
 
 @CustomOp.register("linear")
 class Linear(CustomOp, nn.Linear):

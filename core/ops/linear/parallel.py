@@ -31,6 +31,8 @@ from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 
+__all__ = ["ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"]
+
 Output = Tensor | tuple[Tensor, nn.Parameter | None]
 """The result and a bias that was not added; without ``return_bias`` the result only."""
 

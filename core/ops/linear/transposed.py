@@ -7,6 +7,8 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.ops.linear import functional
 from torch import Tensor, nn
 
+__all__ = ["TransposedLinear"]
+
 
 @CustomOp.register("transposed_linear")
 class TransposedLinear(PluggableLayer):

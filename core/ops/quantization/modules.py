@@ -21,6 +21,8 @@ from opgraft.plugins.selection import current_platform
 from torch import Tensor
 from torch.nn import functional as F
 
+__all__ = ["GroupShape", "QuantFP4", "QuantFP8"]
+
 TMA_BYTES = 16
 """The divisor of a column's stride in bytes, for units for copies by descriptor (TMA)."""
 

@@ -12,6 +12,8 @@ from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import TRITON, cos_sin_table, expect_rotation, inverse_frequencies
 from torch import Tensor
 
+__all__ = ["DualChunkRotaryEmbedding"]
+
 
 @CustomOp.register("dual_chunk_rotary_embedding")
 class DualChunkRotaryEmbedding(CustomOp):

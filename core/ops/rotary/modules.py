@@ -18,6 +18,8 @@ from opgraft.ops.precision import compute_dtype
 from opgraft.ops.rotary import functional as forms
 from torch import Tensor
 
+__all__ = ["ApplyRotaryEmb", "RotaryEmbedding", "RotaryEmbeddingBase"]
+
 TRITON = on_triton("opgraft.ops.rotary.triton")
 
 

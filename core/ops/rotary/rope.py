@@ -27,6 +27,8 @@ from opgraft.ops.rotary.variants import (
 )
 from opgraft.ops.rotary.vision import Llama4VisionRotaryEmbedding
 
+__all__ = ["get_rope"]
+
 _TYPES: Mapping[str, Any] = MappingProxyType(
     {
         "default": RotaryEmbedding,

@@ -24,6 +24,14 @@ from opgraft.ops.rotary.modules import (
 )
 from torch import Tensor
 
+__all__ = [
+    "DynamicNTKAlphaRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "NTKScalingRotaryEmbedding",
+    "Phi3LongRoPEScaledRotaryEmbedding",
+]
+
 _OP = "rotary_embedding"
 
 

@@ -26,6 +26,14 @@ from opgraft.ops.rotary.modules import (
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
+__all__ = [
+    "DeepseekScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "MRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "apply_interleaved_rope",
+]
+
 _OF_SOME_VERSIONS = (
     "extrapolation_factor",
     "attn_factor",

@@ -12,6 +12,8 @@ from opgraft.ops.rotary.modules import TRITON, RotaryEmbeddingBase
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
+__all__ = ["Llama4VisionRotaryEmbedding"]
+
 
 class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
     """The rotary embedding of Llama 4's vision encoder: pairs turn by column or by row.

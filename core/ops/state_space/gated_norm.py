@@ -23,6 +23,8 @@ from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+__all__ = ["Mixer2RMSNormGated"]
+
 
 @CustomOp.register("mixer2_gated_rms_norm")
 class Mixer2RMSNormGated(CustomOp):

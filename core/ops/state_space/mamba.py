@@ -27,6 +27,8 @@ from opgraft.ops.state_space.modules import (
 )
 from torch import Tensor
 
+__all__ = ["MambaMixer"]
+
 
 @CustomOp.register("mamba_mixer")
 class MambaMixer(StateLayer):

@@ -29,6 +29,8 @@ from opgraft.ops.state_space.modules import (
 )
 from torch import Tensor
 
+__all__ = ["MambaMixer2"]
+
 CHUNK_SIZE = 64
 """Tokens of a chunk of a prompt; the result does not depend on the size."""
 

@@ -11,6 +11,14 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from torch import Tensor
 
+__all__ = [
+    "CausalConv1d",
+    "CausalConv1dUpdate",
+    "MambaChunkScan",
+    "SelectiveScan",
+    "SelectiveStateUpdate",
+]
+
 CHUNKS = on_triton("opgraft.ops.state_space.triton_chunks")
 SCANS = on_triton("opgraft.ops.state_space.triton_scan")
 CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")

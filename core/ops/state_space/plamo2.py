@@ -29,6 +29,8 @@ from opgraft.ops.state_space.modules import (
 from torch import Tensor
 from torch.nn import functional as F
 
+__all__ = ["Plamo2MambaMixer"]
+
 
 @CustomOp.register("plamo2_mamba_mixer")
 class Plamo2MambaMixer(StateLayer):

@@ -12,6 +12,8 @@ from opgraft.ops.state_space.layer import DepthwiseConv, StateLayer, expect_size
 from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate
 from torch import Tensor
 
+__all__ = ["ShortConv"]
+
 
 @CustomOp.register("short_conv")
 class ShortConv(StateLayer):

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+__all__ = ["MLAAttention"]
+
 
 class _Chunk(NamedTuple):
     """The tokens of one sequence in a batch.

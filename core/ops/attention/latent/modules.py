@@ -10,6 +10,8 @@ from opgraft.ops.attention.latent import functional as forms
 from opgraft.ops.on_triton import on_triton
 from torch import Tensor
 
+__all__ = ["ConcatAndCacheMLA", "MLAPagedAttention"]
+
 TRITON = on_triton("opgraft.ops.attention.latent.triton")
 
 

@@ -12,6 +12,8 @@ from opgraft.ops.attention.latent.layers import MLAAttention, result_of
 from opgraft.ops.checks import expect_last_dim
 from torch import Tensor, nn
 
+__all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
+
 
 @dataclass(frozen=True)
 class MLAModules:

@@ -12,6 +12,8 @@ from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear.quantized.storage import packed_size
 from torch import Tensor, nn
 
+__all__ = ["FP8Linear", "Int8DynamicLinear", "QuantizedLinear"]
+
 Device = torch.device | str | int | None
 
 

@@ -1,13 +1,5 @@
 """Layers of experts. Each token visits few experts."""
 
-from opgraft.ops.moe.fused.methods import UnquantizedFusedMoEMethod
-from opgraft.ops.moe.fused.modular import FusedMoEModularMethod
-from opgraft.ops.moe.fused.modules import FusedMoE, TransformersFusedMoE, TransformersMoERunner
-
-__all__ = [
-    "FusedMoE",
-    "FusedMoEModularMethod",
-    "TransformersFusedMoE",
-    "TransformersMoERunner",
-    "UnquantizedFusedMoEMethod",
-]
+from opgraft.ops.moe.fused.methods import *
+from opgraft.ops.moe.fused.modular import *
+from opgraft.ops.moe.fused.modules import *

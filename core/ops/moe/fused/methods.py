@@ -14,6 +14,8 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.weights import WeightMethod, set_weight_attrs
 from torch import Tensor, nn
 
+__all__ = ["UnquantizedFusedMoEMethod"]
+
 TRITON = on_triton("opgraft.ops.moe.fused.triton")
 
 SharedExperts = Callable[[Tensor], Tensor]

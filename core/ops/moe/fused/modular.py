@@ -15,6 +15,8 @@ from opgraft.ops.moe.fused.methods import FusedMoEMethodBase, SharedExperts, wit
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
+__all__ = ["FusedMoEModularMethod"]
+
 
 @dataclass(frozen=True)
 class PreparedTokens:

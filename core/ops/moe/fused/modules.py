@@ -35,6 +35,8 @@ from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
+__all__ = ["FusedMoE", "TransformersFusedMoE", "TransformersMoERunner"]
+
 RoutingFunction: TypeAlias = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 """Called with hidden states, logits, ``top_k`` and ``renormalize``.
 

@@ -1,6 +1,4 @@
 """Layers of experts whose weights are quantized."""
 
 from opgraft.ops.moe.quantized import functional as functional
-from opgraft.ops.moe.quantized.methods import QuantizedFusedMoEMethod
-
-__all__ = ["QuantizedFusedMoEMethod"]
+from opgraft.ops.moe.quantized.methods import *

@@ -17,6 +17,8 @@ from opgraft.ops.moe.fused.methods import (
 )
 from torch import Tensor, nn
 
+__all__ = ["QuantizedFusedMoEMethod"]
+
 
 class ExpertWeights(ABC):
     """The format of experts in a checkpoint, and the way from there to the layer's codes."""

@@ -1,5 +1,3 @@
 """Routing of tokens to experts."""
 
-from opgraft.ops.moe.routing.modules import GroupedTopk
-
-__all__ = ["GroupedTopk"]
+from opgraft.ops.moe.routing.modules import *

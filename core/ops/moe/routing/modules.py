@@ -11,6 +11,8 @@ from opgraft.ops.checks import expect_choice
 from opgraft.ops.moe.routing import functional as forms
 from torch import Tensor
 
+__all__ = ["GroupedTopk"]
+
 
 @CustomOp.register("grouped_topk")
 class GroupedTopk(CustomOp):
