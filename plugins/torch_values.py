@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from types import ModuleType
+from functools import lru_cache
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -190,24 +191,29 @@ _OF_EVERY_DEVICE = (
 """The dispatch keys of kernels for every device."""
 
 
-def kernels() -> dict[str, str]:
+def kernels() -> Mapping[str, str]:
     """Return the kernels of torch's operators from Python code, for the devices in use.
 
     torch and plugins register further kernels as they are imported: for other devices, and for
     shapes alone.
     """
-    devices = {"CPU", _device_type().upper()}
+    return _kernels_for(_device_type(), intervening.registered_kernels())
+
+
+# Python code has registered 1,800 kernels and more, and each look at the process asks.
+@lru_cache(maxsize=1)
+def _kernels_for(device_type: str, registered: frozenset[str]) -> Mapping[str, str]:
+    devices = {"CPU", device_type.upper()}
     of_devices = (f"{layer}{device}" for layer in _OF_A_DEVICE for device in devices)
     keys = {*_OF_EVERY_DEVICE, *of_devices}
     found = {}
-    for kernel in intervening.registered_kernels():
-        # Before the rest, as Python code has registered 1,800 kernels and more.
+    for kernel in registered:
         if not kernel.startswith(_ATEN):
             continue
         name, _, key = kernel.removeprefix(_ATEN).rpartition("/")
         if key in keys:
             found[f"{name} for {key}"] = kernel
-    return found
+    return MappingProxyType(found)
 
 
 def remove_kernel(key: str, former: object) -> None:
