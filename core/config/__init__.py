@@ -21,6 +21,7 @@ from opgraft.config.sections import (
     SchedulerConfig,
     ServerConfig,
     ShadowConfig,
+    SpeculationConfig,
 )
 from opgraft.config.whole import (
     FIELDS,
@@ -57,6 +58,7 @@ __all__ = [
     "ServerConfig",
     "Settings",
     "ShadowConfig",
+    "SpeculationConfig",
     "config_from_fields",
     "known_fields",
     "parse_text",

@@ -47,6 +47,7 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for "
         "weights and cache: set cache.memory_share, the cache's share of what is free when the "
         "model has been loaded",
+        "speculative_config": "set speculation.method to ngram or suffix",
         "served_model_name": "set server.model_name",
         "max_logprobs": "set server.max_logprobs",
         "allowed_origins": "set server.cors_origins",

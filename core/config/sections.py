@@ -119,6 +119,36 @@ class SchedulerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig(Section):
+    """Drafts of the next tokens, which one step verifies together."""
+
+    section: ClassVar[str] = "speculation"
+
+    method: str | None = setting(
+        "drafts tokens that followed the same ones: in the request's own prompt and answer, or "
+        "also in recent answers to requests of the same cache salt",
+        choices=("ngram", "suffix"),
+        unset="none are drafted",
+    )
+    max_tokens: int = setting(
+        "tokens that are drafted for a request in a step, at most", default=8, minimum=1
+    )
+    adaptive: bool = setting(
+        "draft as many tokens as pay by what was accepted and by the time of steps", default=True
+    )
+    remembered_tokens: int = setting(
+        "tokens of answers that the method suffix remembers, of all cache salts together, at most",
+        default=1 << 16,
+        minimum=1,
+    )
+    exact: bool = setting(
+        "the tokens and their log-probabilities have the bits that they have without drafts, for "
+        "which model.batch_invariant is needed",
+        default=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """The sizes of the groups that ranks form.
 

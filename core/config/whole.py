@@ -40,6 +40,7 @@ from opgraft.config.sections import (
     SchedulerConfig,
     ServerConfig,
     ShadowConfig,
+    SpeculationConfig,
 )
 from opgraft.errors import ConfigError, close_matches
 
@@ -71,8 +72,8 @@ class OpgraftConfig(Section):
             platform is decided.
         providers: op name → the entry-point or distribution name of a provider, or ``native``. A
             mapping, or text as on the command line.
-        compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server:
-            sections, see the classes.
+        compilation_config, model, cache, scheduler, speculation, parallel, load, quantization,
+            shadow, server: sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
             Read-only.
     """
@@ -115,6 +116,9 @@ class OpgraftConfig(Section):
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig, kw_only=True)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig, kw_only=True)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig, kw_only=True)
+    speculation: SpeculationConfig = dataclasses.field(
+        default_factory=SpeculationConfig, kw_only=True
+    )
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
     quantization: QuantizationSettings = dataclasses.field(
@@ -563,6 +567,12 @@ def _choices_agree(config: OpgraftConfig) -> bool:
     return not (native & switched.on or plugins & switched.off)
 
 
+def _drafts_change_no_bits(config: OpgraftConfig) -> bool:
+    speculation = config.speculation
+    wants_bits = speculation.method is not None and speculation.exact
+    return config.model.batch_invariant or not wants_bits
+
+
 def _level_is_of_mode(config: OpgraftConfig) -> bool:
     level, mode = config.compilation_config.level, config.compilation_config.mode
     return level is None or mode is None or mode is LEVELS[level]["mode"]
@@ -579,6 +589,13 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens"),
         _requests_fit,
         "each request takes a token of a step: raise the budget, or run fewer at once",
+    ),
+    (
+        ("speculation.method", "speculation.exact", "model.batch_invariant"),
+        _drafts_change_no_bits,
+        "a step with drafts has more rows, and kernels may round otherwise for them: set "
+        "model.batch_invariant, so that tokens have the same bits with drafts as without, or "
+        "speculation.exact to false, if they may differ where two are nearly as likely",
     ),
     (
         ("quantization.skip", "quantization.by_prefix"),

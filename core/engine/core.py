@@ -356,7 +356,7 @@ class EngineCore:
                     for request_id, error in errors.items()
                     if request_id not in left
                 }
-            ended = self.scheduler.update(step, tokens, errors)
+            ended = self.scheduler.update(step, tokens, errors, result.further)
             finished = {request.request_id: request.finish_reason for request in ended}
             if errors or left:
                 tokens = {
@@ -382,6 +382,9 @@ class EngineCore:
                 )
                 for request_id, token in tokens.items()
             ]
+            if result.further:
+                self.counters.sampled_tokens += sum(map(len, result.further.values()))
+                news = _with_further_tokens(news, result.further)
         self.counters.add_seconds(result.seconds)
         self.counters.sampled_tokens += len(result.tokens)
         return _news_of_errors(errors, result.refused) + news
@@ -439,9 +442,14 @@ class EngineCore:
     def explain(self) -> Explanation:
         """Return the kernel of each op of the model and the class of each part of the engine."""
         explained: Explanation = self.executor.call("explain")
-        return explained.within(
-            scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor
-        )
+        parts: dict[str, object] = {
+            "scheduler": self.scheduler,
+            "kv_cache_manager": self.cache,
+            "executor": self.executor,
+        }
+        if self.scheduler.drafting is not None:
+            parts["proposer"] = self.scheduler.drafting.proposer
+        return explained.within(**parts)
 
     def check_health(self) -> None:
         """Check that the engine can go on.
@@ -489,10 +497,29 @@ def _news_of_errors(
     ]
 
 
+def _with_further_tokens(
+    news: Sequence[EngineOutput], further: Mapping[str, Sequence[tuple[int, Any]]]
+) -> list[EngineOutput]:
+    """Return the news of a step with drafts: one for each token, in their order.
+
+    The last one of a request has the reason of its end.
+    """
+    found = []
+    for first in news:
+        found.append(first)
+        for token, logprobs in further.get(first.request_id, ()):
+            found[-1] = found[-1]._replace(finish_reason=None)
+            reason = first.finish_reason
+            found.append(EngineOutput(first.request_id, token, reason, logprobs=logprobs))
+    return found
+
+
 def _expect_result_of(step: Step, result: StepResult) -> None:
     """Check that a result has tokens and errors for requests of the step only."""
     sampling = {each.request_id for each in step.sequences if each.samples}
     unknown = result.tokens.keys() - sampling
+    if result.further:
+        unknown |= result.further.keys() - sampling
     if result.errors:
         unknown |= result.errors.keys() - {each.request_id for each in step.sequences}
     if unknown:

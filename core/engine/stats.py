@@ -37,11 +37,14 @@ class Counters:
         steps: computed steps, failed ones included.
         failed_steps: steps with an error.
         prompt_tokens: computed tokens of prompts, and tokens computed anew after a preemption.
-        decode_tokens: computed tokens of outputs, one for each sequence and step.
+        decode_tokens: computed tokens of outputs, one for each sequence and step, and drafts.
         sampled_tokens: tokens from the sampler.
         prefix_queries: tokens of admitted sequences.
         prefix_hits: the part of these tokens with keys and values in the cache.
         preemptions: sequences that gave their blocks to others.
+        drafts: drafts that steps have computed, one for each sequence and step.
+        draft_tokens: tokens of these drafts.
+        accepted_tokens: the part of these tokens that the sampler has chosen, too.
         finished: ended requests by ``finish_reason``. An encoder has "stop" and "error" only.
         seconds: host time by part of the step. A device may compute while the host goes on. The
             time of the device then counts under "sample", because the host waits there.
@@ -55,6 +58,9 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=_none_finished)
     seconds: dict[str, float] = field(default_factory=_no_time)
 
@@ -144,6 +150,9 @@ def _difference(now: Counters, before: Counters) -> Counters:
         now.prefix_queries - before.prefix_queries,
         now.prefix_hits - before.prefix_hits,
         now.preemptions - before.preemptions,
+        now.drafts - before.drafts,
+        now.draft_tokens - before.draft_tokens,
+        now.accepted_tokens - before.accepted_tokens,
         _subtracted(now.finished, before.finished),
         _subtracted(now.seconds, before.seconds),
     )

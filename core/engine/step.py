@@ -64,12 +64,14 @@ class Scheduled(NamedTuple):
     Attributes:
         request_id: of its request.
         start: tokens computed before, those of a reused prefix included.
-        count: tokens to compute.
+        count: tokens to compute, drafted ones included.
         new_blocks: blocks appended to the tables since the last step; empty if the sequence is
             among ``Step.added``.
         samples: True to sample from the logits of the last token. False for a chunk of a prompt
             before its last one.
         token: the token to compute, if it was sampled after the sequence was added.
+        draft: tokens that may follow ``token``. The step computes them too, and samples after each
+            one that the sampler has chosen itself.
     """
 
     request_id: str
@@ -78,6 +80,7 @@ class Scheduled(NamedTuple):
     new_blocks: Blocks
     samples: bool
     token: int | None = None
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,9 @@ class StepResult:
         prompt_logprobs: log-probabilities of a whole prompt, in the last step of the prompt, if
             asked for.
         seconds: time by part of the step. Parts that are not in ``stats.PARTS`` do not count.
+        further: for sequences with a draft, the tokens after the first one, each with its
+            log-probabilities or ``None``. All but the last are tokens of the draft. No token
+            follows one that ends the request.
     """
 
     tokens: Mapping[str, int]
@@ -142,3 +148,4 @@ class StepResult:
     prompt_logprobs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     refused: Set[str] = frozenset()
+    further: Mapping[str, Sequence[tuple[int, Any]]] = dataclasses.field(default_factory=dict)

@@ -5,6 +5,7 @@ A device replaces a part by ``opgraft.PluggableClass.register_oot(name="worker")
 """
 
 from opgraft.compilation.static_graph import StaticGraph
+from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
@@ -24,6 +25,7 @@ __all__ = [
     "KVCacheManager",
     "MemoryQuery",
     "ModelRunner",
+    "Proposer",
     "Sampler",
     "SamplingBatch",
     "Scheduler",

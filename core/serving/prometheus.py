@@ -20,6 +20,9 @@ COUNTERS = MappingProxyType(
         "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
         "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
         "num_preemptions": "Sequences that gave their blocks of the cache to others.",
+        "spec_decode_num_drafts": "Drafts of requests, one for each request and step.",
+        "spec_decode_num_draft_tokens": "Tokens that were drafted.",
+        "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
         "engine_steps": "Steps that the engine computed.",
         "engine_step_errors": "Steps that failed.",
     }
@@ -124,6 +127,9 @@ class PrometheusExporter:
         of["prefix_cache_queries"].inc(counted.prefix_queries)
         of["prefix_cache_hits"].inc(counted.prefix_hits)
         of["num_preemptions"].inc(counted.preemptions)
+        of["spec_decode_num_drafts"].inc(counted.drafts)
+        of["spec_decode_num_draft_tokens"].inc(counted.draft_tokens)
+        of["spec_decode_num_accepted_tokens"].inc(counted.accepted_tokens)
         of["engine_steps"].inc(counted.steps)
         of["engine_step_errors"].inc(counted.failed_steps)
         of["num_requests_running"].set(stats.running)

@@ -203,7 +203,9 @@ class TextEngine(RequestEngine):
             if logprobs is not None:
                 self._take_logprobs(output, logprobs)
             if self._show(answer, token, reason) and reason is None:
-                self.core.abort(request_id, "stop")
+                # A later token of the same step may have ended the request already.
+                with suppress(RequestError):
+                    self.core.abort(request_id, "stop")
                 reason = "stop"
         if reason is not None:
             output.error = error

@@ -1,4 +1,4 @@
-"""Contracts of executor, worker, model runner, sampler, memory query and step graph.
+"""Contracts of executor, worker, model runner, sampler, proposer, memory query and step graph.
 
 Tests of a plugin call the checks, with the plugin active, like those of ``contracts``. A broken
 contract is an ``AssertionError``.
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from opgraft.config import OpgraftConfig
+from opgraft.engine.drafting.drafting import proposer_of
+from opgraft.engine.request import Request
 from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
@@ -421,6 +423,35 @@ def check_executor(given: OpgraftConfig) -> None:
     except EngineError:
         return
     raise AssertionError("a call after the shutdown was made: that is an EngineError")
+
+
+def check_proposer(given: OpgraftConfig) -> None:
+    """Check that the proposer of the settings guesses tokens, and leaves requests as they are.
+
+    Args:
+        given: names a ``speculation.method``.
+    """
+    proposer = proposer_of(given.resolved())
+    requests = [Request(name, prompt * 3, GREEDY) for name, prompt in PROMPTS.items()]
+    for most in (1, 3, 8):
+        for request in requests:
+            before = request.tokens()
+            guess = proposer.propose(request, most)
+            _expect(len(guess) <= most, f"{len(guess)} tokens were proposed, {most} asked for")
+            are_tokens = all(type(token) is int and token >= 0 for token in guess)
+            _expect(are_tokens, f"{guess} was proposed: tokens are integers of at least 0")
+            _expect(request.tokens() == before, "the proposer changed the tokens of a request")
+            request.append(before[0], 1 << 20)
+    # Tokens of a step that was interrupted are dropped.
+    proposer.forget_all()
+    for request in requests:
+        request.drop_output(len(request.prompt))
+        request.start_anew()
+        proposer.propose(request, 2)
+        # A request may end before anything is proposed, and its id may come again.
+        proposer.forget(request)
+        proposer.forget(request)
+        proposer.propose(request, 2)
 
 
 def check_memory_query(query: MemoryQuery, most: int = 1 << 28) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opgraft import SamplingParams
-from opgraft.config import OpgraftConfig, SchedulerConfig
+from opgraft.config import OpgraftConfig, SchedulerConfig, SpeculationConfig
+from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.schedule.scheduler import Scheduler
@@ -42,10 +43,19 @@ def next_token(state: int) -> int:
 class Known:
     """What the runner knows of a sequence: made of what steps say, and of nothing else."""
 
+    new: NewSequence
     tokens: list[int]
     tables: list[list[int]]
     states: list[int]
     computed: int
+
+    def append(self, token: int) -> bool:
+        """Add a sampled token, and tell whether it ends the sequence."""
+        self.tokens.append(token)
+        self.states.append(digest(self.states[-1], token))
+        params = self.new.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.new.eos)}
+        return token in ends and len(self.tokens) > self.new.prompt_length + params.min_tokens
 
 
 @dataclass
@@ -57,6 +67,7 @@ class Runner:
     salts: Mapping[int, str | None]
     cells: dict[tuple[int, int, int], int] = field(default_factory=dict)
     sequences: dict[str, Known] = field(default_factory=dict)
+    further: dict[str, list[tuple[int, None]]] = field(default_factory=dict)
 
     def execute(self, step: Step) -> dict[str, int]:
         for request_id in step.removed:
@@ -74,6 +85,7 @@ class Runner:
                 self.cells[kind, target, offset] = value
         for scheduled in step.sequences:
             self._write(scheduled)
+        self.further = {}
         return {
             s.request_id: token for s in step.sequences if (token := self._attend(s)) is not None
         }
@@ -84,38 +96,47 @@ class Runner:
         for token in new.tokens:
             states.append(digest(states[-1], token))
         tables = [list(blocks) for blocks in new.blocks]
-        self.sequences[new.request_id] = Known(list(new.tokens), tables, states[1:], -1)
+        self.sequences[new.request_id] = Known(new, list(new.tokens), tables, states[1:], -1)
 
     def _write(self, scheduled: Scheduled) -> None:
         sequence = self.sequences[scheduled.request_id]
         assert sequence.computed in (-1, scheduled.start)
-        sequence.computed = scheduled.start + scheduled.count
+        end = scheduled.start + scheduled.count
+        sequence.computed = end - len(scheduled.draft)
         assert scheduled.samples == (sequence.computed == len(sequence.tokens))
         assert scheduled.token in (None, *sequence.tokens[scheduled.start : sequence.computed])
+        states = list(sequence.states)
+        for token in scheduled.draft:
+            states.append(digest(states[-1], token))
         for kind, (table, new) in enumerate(
             zip(sequence.tables, scheduled.new_blocks, strict=True)
         ):
             table += new
-            assert len(table) == -(-sequence.computed // self.block_size)
-            for position in range(scheduled.start, sequence.computed):
+            assert len(table) >= -(-end // self.block_size)
+            for position in range(scheduled.start, end):
                 cell = kind, table[position // self.block_size], position % self.block_size
-                self.cells[cell] = sequence.states[position]
+                self.cells[cell] = states[position]
 
     def _attend(self, scheduled: Scheduled) -> int | None:
         sequence = self.sequences[scheduled.request_id]
-        end = sequence.computed
         for kind, table in enumerate(sequence.tables):
             window = self.kinds[kind].sliding_window
             first = 0 if window is None else max(scheduled.start + 1 - window, 0)
-            for position in range(first, end):
+            for position in range(first, sequence.computed):
                 cell = kind, table[position // self.block_size], position % self.block_size
                 assert self.cells[cell] == sequence.states[position], "another's keys and values"
         if not scheduled.samples:
             return None
-        token = next_token(sequence.states[-1])
-        sequence.tokens.append(token)
-        sequence.states.append(digest(sequence.states[-1], token))
-        return token
+        sampled = next_token(sequence.states[-1])
+        ended = sequence.append(sampled)
+        for guess in scheduled.draft:
+            if ended or guess != sequence.tokens[-1]:
+                break
+            sequence.computed += 1
+            token = next_token(sequence.states[-1])
+            ended = sequence.append(token)
+            self.further.setdefault(scheduled.request_id, []).append((token, None))
+        return sampled
 
 
 def expected_output(request: Request, max_model_len: int) -> list[int]:
@@ -162,7 +183,10 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
     for request in scheduler.running:
         counted = [s.count for s in _sequences(request) if s.request_id == request.request_id]
         covered = -(-(request.num_computed + sum(counted)) // cache.block_size)
-        assert all(len(table.blocks) == covered for table in tables[request.request_id])
+        # A draft that was not accepted leaves blocks for the next tokens.
+        most = covered if scheduler.drafting is None else len(tables[request.request_id][0].blocks)
+        assert most >= covered
+        assert all(len(table.blocks) == most for table in tables[request.request_id])
     if step.added:
         last = max(
             r.rank
@@ -179,6 +203,27 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
         (new,) = step.added  # for whom way was made
         better = scheduler._requests[new.request_id].rank[0]
         assert all(better < r.rank[0] for r in preempted_now), "admitted in a step that preempted"
+
+
+class Seer(Proposer):
+    """Proposes what the "model" gives, and now and then something else."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        state = first_state(request.cache_salt)
+        for token in request.tokens():
+            state = digest(state, token)
+        guess = []
+        for place in range(most - state % 2):
+            wrong = (state >> 3) % 5 == place
+            guess.append((next_token(state) + wrong) % VOCABULARY)
+            state = digest(state, guess[-1])
+        return guess
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def forget_all(self) -> None:
+        pass
 
 
 @dataclass
@@ -230,7 +275,8 @@ class Traffic:
     def _update(self) -> None:
         """Execute the first step, and have its tokens taken in."""
         step = self.steps.pop(0)
-        for request in self.scheduler.update(step, self.runner.execute(step)):
+        tokens = self.runner.execute(step)
+        for request in self.scheduler.update(step, tokens, further=self.runner.further):
             self._answer(request)
 
     def _fail(self) -> None:
@@ -308,16 +354,25 @@ def make_scheduler(
     chunked: bool = True,
     policy: str = "fcfs",
     depth: int = 1,
+    drafts: int = 0,
 ) -> Scheduler:
+    """A scheduler with tables of blocks, and drafts of so many tokens at most, some of them right."""
     config = SchedulerConfig(
         max_num_seqs=min(max_num_seqs, budget),
         max_num_batched_tokens=budget,
         chunked_prefill=chunked,
         policy=policy,
     )
-    return Scheduler(
-        OpgraftConfig(scheduler=config),
+    speculation = SpeculationConfig(
+        method="ngram" if drafts else None, max_tokens=drafts or 1, adaptive=False, exact=False
+    )
+    given = OpgraftConfig(scheduler=config, speculation=speculation).resolved()
+    scheduler = Scheduler(
+        given,
         KVCacheManager(kinds, num_blocks, block_size, prefix_reuse),
         max_model_len,
         depth=depth,
     )
+    if scheduler.drafting is not None:
+        scheduler.drafting.proposer = Seer(given)
+    return scheduler

@@ -22,22 +22,24 @@ KINDS = st.lists(st.sampled_from([None, 1, 3, 8, 13]), min_size=1, max_size=3, u
     max_model_len=st.integers(2, 40), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 40), chunked=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]), seed=st.integers(0, 2**32),
     reserve=st.booleans(), depth=st.sampled_from([1, 1, 2, 3]), faults=st.sampled_from([0.0, 0.05]),
+    drafts=st.sampled_from([0, 0, 1, 5]),
 )  # fmt: skip
 def test_random_traffic(
     windows: Sequence[int | None], block_size: int, spare: int, prefix_reuse: bool, max_model_len: int,
     max_num_seqs: int, budget: int, chunked: bool, policy: str, seed: int, reserve: bool,
-    depth: int, faults: float,
+    depth: int, faults: float, drafts: int,
 ) -> None:  # fmt: skip
     """Each request gets the output that it gets alone, once, within all limits, and every block comes back.
 
-    The cache has room for one request, and for little more. Several steps are computed at a time, and some fail.
+    The cache has room for one request, and for little more. Several steps are computed at a time, and some fail. Some
+    schedulers draft tokens, right ones and wrong ones.
     """
     kinds = [LayerKind(window) for window in windows]
     budget = budget if chunked else max(budget, max_model_len)
     least = sum(kind.most_blocks(max_model_len, budget, block_size) for kind in kinds)
     scheduler = make_scheduler(
         kinds, num_blocks=least + spare, block_size=block_size, prefix_reuse=prefix_reuse, max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs, budget=budget, chunked=chunked, policy=policy, depth=depth,
+        max_num_seqs=max_num_seqs, budget=budget, chunked=chunked, policy=policy, depth=depth, drafts=drafts,
     )  # fmt: skip
     if not reserve:
         scheduler._reserve = lambda: 0  # type: ignore[method-assign]

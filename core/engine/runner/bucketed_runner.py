@@ -207,6 +207,11 @@ class BucketedModelRunner(ModelRunner):
                 "model.batch_invariant is set, and each shape computes in an order of its own: "
                 "unset it"
             )
+        if config.speculation.method is not None:
+            return (
+                "speculation.method is set, and a program has the logits of a sequence's last "
+                "token alone: leave it out"
+            )
         if config.compilation_config.mode in _CAPTURING:
             return (
                 "compilation_config.mode, or level, has opgraft capture the model: set the mode "

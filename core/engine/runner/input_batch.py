@@ -9,6 +9,7 @@ positions ``[0, 1, 2, 5]``, and the ``query_start_loc`` ``[0, 3, 4]``.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ class Inputs:
         input_ids: ``[tokens]``, int64.
         positions: ``[tokens]``, int64, of each token in its sequence.
         batch: for attention layers.
-        sampled_rows: int64, rows of the tokens to sample after, in the order of ``sampling``.
+        sampled_rows: int64, rows of the tokens to sample after, in the order of ``sampling``; then
+            the rows of drafted tokens.
         sampling: ids of the requests to sample for.
+        drafts: of these requests, if they have one.
     """
 
     input_ids: Tensor
@@ -40,6 +43,19 @@ class Inputs:
     batch: AttentionBatch
     sampled_rows: Tensor
     sampling: tuple[str, ...]
+    drafts: Mapping[str, Draft] = dataclasses.field(default_factory=dict)
+
+
+class Draft(NamedTuple):
+    """The draft of a sequence in one step.
+
+    Attributes:
+        row: of its first token, among the rows of drafted tokens.
+        tokens: drafted ones.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
 
 
 class _Sequence:
@@ -69,7 +85,7 @@ class _Shape(NamedTuple):
     Attributes:
         tokens: of the step.
         sequences: of the step.
-        sampling: sequences to sample for.
+        sampling: rows to sample from.
         width: blocks of the longest sequence.
     """
 
@@ -150,8 +166,8 @@ class InputBatch:
         # ``inputs`` writes them. ``_sizes`` has the sizes of all but the last, and
         # ``_device_views`` cuts these apart. The rows of the tables stay on the host.
         # ``_bounds``: query_start_loc [sequences + 1] and seq_lens [sequences].
-        of_tokens = (3 + len(groups)) * max_num_batched_tokens
-        self._tokens = Staging(of_tokens + 2 * max_num_seqs, torch.int64)
+        of_tokens = (4 + len(groups)) * max_num_batched_tokens
+        self._tokens = Staging(of_tokens + max_num_seqs, torch.int64)
         self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
         self._selected = [torch.empty_like(table).flatten() for table in self._tables]
@@ -178,9 +194,13 @@ class InputBatch:
             sequence = _Sequence(self._rows.pop(), new, len(self.groups))
             self._sequences[new.request_id] = sequence
             extended.append((sequence, new.blocks))
-        for request_id, _, _, new_blocks, _, token in step.sequences:
+        for request_id, start, _, new_blocks, _, token, draft in step.sequences:
             if token is not None:
-                self._sequences[request_id].tokens.append(token)
+                tokens = self._sequences[request_id].tokens
+                # What is left of a draft that was not accepted.
+                del tokens[start:]
+                tokens.append(token)
+                tokens.extend(draft)
             if any(new_blocks):
                 extended.append((self._sequences[request_id], new_blocks))
         if extended:
@@ -211,21 +231,24 @@ class InputBatch:
 
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
-        request_ids, starts, counts, _, samples, _ = zip(*scheduled, strict=True)
+        request_ids, starts, counts, _, samples, _, drafted = zip(*scheduled, strict=True)
         sequences = [self._sequences[request_id] for request_id in request_ids]
         ends = list(accumulate(counts))
         lengths = list(map(add, starts, counts))
         longest = max(lengths)
         # A token is sampled after the last row of a sequence.
         sampled = [end - 1 for end in compress(ends, samples)]
+        sampling = tuple(compress(request_ids, samples))
+        drafts: dict[str, Draft] = {}
+        if any(drafted):
+            sampled, drafts = _with_drafts(sampling, sampled, list(compress(drafted, samples)))
         self._tokens.write(self._numbers(sequences, starts, counts, lengths, sampled))
         self._bounds.write([0, *ends, *lengths])
         most_blocks = -(-longest // self.block_size)
         shape = _Shape(ends[-1], len(sequences), len(sampled), most_blocks)
         views = self._views(request_ids, shape)
         batch = self._attention_batch(views, max(counts), longest, sequences, continues)
-        sampling = tuple(compress(request_ids, samples))
-        return Inputs(views.input_ids, views.positions, batch, views.sampled_rows, sampling)
+        return Inputs(views.input_ids, views.positions, batch, views.sampled_rows, sampling, drafts)
 
     def _numbers(
         self,
@@ -332,6 +355,31 @@ class InputBatch:
             bounds[sequences + 1 :],
             pages,
         )
+
+
+def _with_drafts(
+    sampling: Sequence[str], last_rows: Sequence[int], drafted: Sequence[tuple[int, ...]]
+) -> tuple[list[int], dict[str, Draft]]:
+    """Return the rows to sample from, those of drafted tokens last, and the drafts.
+
+    For example, sequences with the last rows 0, 3 and 4 and drafts of 0, 2 and 0 tokens have the
+    rows ``[0, 1, 4]``, then ``[2, 3]``.
+
+    Args:
+        sampling: ids of the sequences.
+        last_rows: of each sequence.
+        drafted: tokens of each sequence.
+    """
+    rows = []
+    rows_of_drafts: list[int] = []
+    drafts: dict[str, Draft] = {}
+    for request_id, last, draft in zip(sampling, last_rows, drafted, strict=True):
+        first = last - len(draft)
+        rows.append(first)
+        if draft:
+            drafts[request_id] = Draft(len(rows_of_drafts), draft)
+            rows_of_drafts += range(first + 1, last + 1)
+    return [*rows, *rows_of_drafts], drafts
 
 
 def _of_tokens(

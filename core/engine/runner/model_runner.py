@@ -30,7 +30,7 @@ from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_si
 from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.runner.expert_balancer import ExpertBalancer
-from opgraft.engine.runner.input_batch import InputBatch, Inputs
+from opgraft.engine.runner.input_batch import Draft, InputBatch, Inputs
 from opgraft.engine.runner.invariance import make_batch_invariant
 from opgraft.engine.runner.largest_step import largest_step, step_bound
 from opgraft.engine.runner.recorded_steps import (
@@ -84,7 +84,8 @@ class ModelRunner(PluggableClass):
         """Make the model and read its weights.
 
         Raises:
-            ConfigError: data replicas share experts, but do not step together.
+            ConfigError: data replicas share experts, but do not step together; or tokens are to be
+                drafted, and layers keep states.
         """
         _expect_own_steps(self.opgraft_config.parallel)
         self.model: Any = load_model(self.opgraft_config)
@@ -96,6 +97,11 @@ class ModelRunner(PluggableClass):
         layers = attention_layers(self.model)
         states = state_layers(self.model)
         self.layout = CacheLayout.of(layers, cache.block_size, dtype, states)
+        if states and self.opgraft_config.speculation.method is not None:
+            raise ConfigError(
+                "speculation.method is set, and the model has layers that keep a state of each "
+                "sequence, which cannot go back behind a token that was not accepted: leave it out"
+            )
         self.link = StageLink.of(self.model, self.device)
 
     def compile_model(self) -> None:
@@ -309,7 +315,10 @@ class ModelRunner(PluggableClass):
             self.link.pass_on(hidden)
         logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
         computed = perf_counter()
-        result = self._sample(logits, inputs.sampling)
+        if logits is not None and inputs.drafts:
+            result = self._sample_after_drafts(logits, inputs)
+        else:
+            result = self._sample(logits, inputs.sampling)
         seconds = {
             "inputs": prepared - started,
             "model": computed - arrived,
@@ -345,10 +354,20 @@ class ModelRunner(PluggableClass):
         return step_bound(
             self.model,
             limits.max_num_batched_tokens,
-            max(limits.max_num_seqs, ROWS_AT_ONCE),
+            max(self._most_rows_of_logits, ROWS_AT_ONCE),
             self.model.max_position,
             limits.max_num_seqs,
         )
+
+    @property
+    def _most_rows_of_logits(self) -> int:
+        """The rows that a step samples from, at most."""
+        limits = self.opgraft_config.scheduler
+        speculation = self.opgraft_config.speculation
+        if speculation.method is None:
+            return limits.max_num_seqs
+        most = limits.max_num_seqs * (1 + speculation.max_tokens)
+        return min(most, limits.max_num_batched_tokens)
 
     def calls_of_largest_step(self) -> int:
         """Return the approximate number of calls of modules in the largest step."""
@@ -455,7 +474,8 @@ class ModelRunner(PluggableClass):
         self._prompt_logprobs.pop(request_id, None)
 
     def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor | None:
-        if len(inputs.sampling) < len(hidden):
+        # Rows of drafted tokens come last, so the order is another one.
+        if inputs.drafts or len(inputs.sampling) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
         logits: Tensor | None = self.model.compute_logits(hidden)
         return logits
@@ -468,6 +488,41 @@ class ModelRunner(PluggableClass):
             return StepResult({})
         self.sampling.select(request_ids)
         return self._append_sampled(self.sampler(logits, self.sampling), request_ids)
+
+    def _sample_after_drafts(self, logits: Tensor, inputs: Inputs) -> StepResult:
+        """Sample a token for each sequence, and one more after each accepted token of its draft.
+
+        A drafted token is accepted if the sampler has chosen just this token. Each row is sampled
+        like the only row of a step of its own, so drafts change no token.
+        """
+        drafts = inputs.drafts
+        number = len(inputs.sampling)
+        rows_of_drafts = logits[number:]
+        first = self._sample(logits[:number], inputs.sampling)
+        further: dict[str, list[tuple[int, Any]]] = {request_id: [] for request_id in drafts}
+        newest = first.tokens
+        place = 0
+        while accepting := self._accepting(drafts, newest, place):
+            rows = [drafts[request_id].row + place for request_id in accepting]
+            # A row that fails is left out. It fails again as the first row of the next step.
+            found = self._sample(rows_of_drafts[rows], accepting)
+            newest = found.tokens
+            for request_id, token in newest.items():
+                further[request_id].append((token, found.logprobs.get(request_id)))
+            place += 1
+        return dataclasses.replace(first, further=further)
+
+    def _accepting(
+        self, drafts: Mapping[str, Draft], newest: Mapping[str, int], place: int
+    ) -> tuple[str, ...]:
+        """Return the requests that go on: their newest token is that at a place of their draft."""
+        accepting = []
+        for request_id, token in newest.items():
+            draft = drafts[request_id].tokens if request_id in drafts else ()
+            is_drafted = draft[place : place + 1] == (token,)
+            if is_drafted and not self.sampling.ends(request_id, token):
+                accepting.append(request_id)
+        return tuple(accepting)
 
     def _append_sampled(self, sampled: Sampled, request_ids: tuple[str, ...]) -> StepResult:
         """Append tokens to the sequences of the sampler, and return the result of the step."""

@@ -189,6 +189,16 @@ class SamplingBatch:
                 refused[key] = str(error)
         return refused
 
+    def ends(self, key: Hashable, token: int) -> bool:
+        """Return True if a sampled token ends the request.
+
+        Before ``min_tokens``, such tokens are banned.
+
+        Raises:
+            RequestError: the batch has no request of this key.
+        """
+        return token in self._row(key).stop
+
     def noise_keys(self, rows: Iterable[int]) -> list[int]:
         """Return the key of the random numbers for the next token of each row."""
         shown = self.rows

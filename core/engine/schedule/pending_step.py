@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter
 
 from opgraft.engine.request import Request
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, StateMove, Step
@@ -27,9 +28,11 @@ class PendingStep:
         left: ids of the requests that have left: see ``drop_result_of``.
         sequences, added, copies: as of ``Step``.
         step: the finished step.
+        began: the moment when it was finished, in seconds of ``time.perf_counter()``.
     """
 
     step: Step
+    began: float
 
     def __init__(self, budget: int, places: int) -> None:
         self.budget = budget
@@ -43,10 +46,12 @@ class PendingStep:
         self.added: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
 
-    def take(self, request: Request, count: int, new_blocks: Blocks) -> None:
-        """Add the next ``count`` tokens of a request to the step."""
+    def take(
+        self, request: Request, count: int, new_blocks: Blocks, draft: tuple[int, ...] = ()
+    ) -> None:
+        """Add the next ``count`` tokens of a request to the step, the last of them drafted ones."""
         start = request.num_computed
-        samples = start + count == request.num_tokens
+        samples = start + count >= request.num_tokens
         token = None
         # The runner received the tokens up to the admission with the sequence. Each later token
         # was sampled since, perhaps in another process, and travels with the step that computes it.
@@ -57,7 +62,7 @@ class PendingStep:
         request.computing = self
         self.batch.append(request)
         # The fields of Scheduled, in their order.
-        fields = request.request_id, start, count, new_blocks, samples, token
+        fields = request.request_id, start, count, new_blocks, samples, token, draft
         # Half the time of a call of the class.
         self.sequences.append(tuple.__new__(Scheduled, fields))
         self.budget -= count
@@ -103,7 +108,8 @@ class PendingStep:
         """Take sampled tokens off the outputs of the batch, if any, and return its requests."""
         for request, scheduled in zip(self.batch, self.sequences, strict=True):
             if request is not None and scheduled.samples:
-                request.drop_output(scheduled.start + scheduled.count)
+                known = scheduled.start + scheduled.count - len(scheduled.draft)
+                request.drop_output(known)
         return self.requests()
 
     def budget_of(self, request: Request) -> int:
@@ -143,6 +149,7 @@ class StepsUnderWay:
             tuple(pending.sequences),
             moves,
         )
+        pending.began = perf_counter()
         self._steps.append(pending)
         # Not before: after an interrupt, the next step still removes these sequences.
         self.removed = []

@@ -16,9 +16,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
 from time import monotonic
+from types import MappingProxyType
+from typing import Any
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
+from opgraft.engine.drafting.drafting import Drafting, drafting_of
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.schedule.kv_cache import KVCacheManager, Prefix
@@ -29,6 +32,7 @@ from opgraft.engine.step import Step
 from opgraft.errors import RequestError
 
 _rank = attrgetter("rank")
+_NONE_FURTHER: Mapping[str, Sequence[tuple[int, Any]]] = MappingProxyType({})
 
 # The verbs of the scheduler for requests that leave a step, or the scheduler:
 #
@@ -89,6 +93,7 @@ class Scheduler(PluggableClass):
         self._requests: dict[str, Request] = {}
         self._parked: dict[str | None, list[Request]] = {}
         self.under_way = StepsUnderWay()
+        self.drafting = drafting_of(self.opgraft_config)
         self._arrivals = itertools.count()
 
     @property
@@ -173,7 +178,11 @@ class Scheduler(PluggableClass):
         return self.under_way.make(pending, moves)
 
     def update(
-        self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()
+        self,
+        step: Step,
+        tokens: Mapping[str, int],
+        failed: Collection[str] = (),
+        further: Mapping[str, Sequence[tuple[int, Any]]] = _NONE_FURTHER,
     ) -> list[Request]:
         """Append the sampled tokens of a step to their requests. Return the requests that end so.
 
@@ -183,11 +192,15 @@ class Scheduler(PluggableClass):
             step: the oldest step under way.
             tokens: by request.
             failed: requests that end with an error of their own, and have no token.
+            further: as of ``StepResult``.
 
         Raises:
-            RequestError: a sampling sequence has no token, and has not left. Call ``recover`` then.
+            RequestError: a sampling sequence has no token, and has not left, or further tokens are
+                not those of its draft. Call ``recover`` then.
         """
         pending = self.under_way.take_first()
+        if self.drafting is not None:
+            self.drafting.observe(pending)
         finished = []
         for request, scheduled in zip(pending.batch, step.sequences, strict=True):
             # Aborted or preempted while the step was computed.
@@ -199,19 +212,50 @@ class Scheduler(PluggableClass):
                 self.cache.discard(request)
                 self._finish(request)
                 continue
+            token = tokens.get(request.request_id)
             request.num_computed += scheduled.count
+            if scheduled.draft and token is not None:
+                sampled = [token, *(each for each, _ in further.get(request.request_id, ()))]
+                token = self._accept(request, scheduled.draft, sampled)
             self.cache.computed(request, scheduled.start)
             if self._parked and request.num_computed >= len(request.prompt):
                 self._unpark(request)
             if not scheduled.samples:
                 continue
-            token = tokens.get(request.request_id)
             if token is None:
                 raise no_token(request)
             if request.append(token, self.max_model_len):
                 self._finish(request)
                 finished.append(request)
         return finished
+
+    def _accept(self, request: Request, draft: Sequence[int], sampled: list[int]) -> int:
+        """Append the accepted tokens of a draft, which the step has computed already.
+
+        Args:
+            request: of the draft.
+            draft: of the step.
+            sampled: a token after the last known one, and one after each accepted one.
+
+        Returns:
+            The last sampled token, which no step has computed.
+
+        Raises:
+            RequestError: accepted tokens are not those of the draft, or one ends the request.
+        """
+        last = sampled.pop()
+        ended = [request.append(token, self.max_model_len) for token in sampled]
+        if tuple(sampled) != tuple(draft[: len(sampled)]) or any(ended):
+            raise RequestError(
+                f"the step gave the tokens {[*sampled, last]} for request {request.request_id!r} "
+                f"with the draft {[*draft]}: give those that the draft has, as far as none ends "
+                "the request, and one more"
+            )
+        request.num_computed -= len(draft) - len(sampled)
+        self.counters.drafts += 1
+        self.counters.draft_tokens += len(draft)
+        self.counters.accepted_tokens += len(sampled)
+        return last
 
     def undo(self, step: Step | None = None) -> list[Request]:
         """Take all steps under way back, after the computation of one of them failed.
@@ -260,6 +304,8 @@ class Scheduler(PluggableClass):
         self.under_way.forget()
         self.under_way.removed += self._requests
         self.cache.clear()
+        if self.drafting is not None:
+            self.drafting.forget_all()
         self.running = []
         self._parked = {}
         for request in self._requests.values():
@@ -290,17 +336,46 @@ class Scheduler(PluggableClass):
             missing = request.num_tokens - request.num_computed
             # A decode, by far the most frequent case, needs no look at chunks.
             count = 1
+            draft: tuple[int, ...] = ()
             if missing != 1 or not budget:
                 count = self._count(request, request.num_computed, missing, budget)
+            elif self.drafting is not None:
+                draft = self._draft(self.drafting, request, budget)
+                count += len(draft)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
+                # Nobody gives up blocks for a guess.
+                if draft:
+                    draft = ()
+                    count = 1
+                    continue
                 had_blocks = False
                 if request is self.running[-1]:
                     return False
                 self._preempt(self.running[-1])
-            pending.take(request, count, new_blocks)
+            pending.take(request, count, new_blocks, draft)
         return had_blocks
+
+    def _draft(self, drafting: Drafting, request: Request, budget: int) -> tuple[int, ...]:
+        """Return tokens that may follow the last one of a running request.
+
+        The last drafted token is not the last that the request may have, because one more is
+        sampled behind it.
+        """
+        # A sequence that comes back has tokens that the runner learns with it.
+        if request.num_computed < request.num_tokens_at_admission:
+            return ()
+        longest = min(request.num_most, self.max_model_len)
+        # Each running request has its token of the step.
+        most = min(longest - request.num_tokens - 1, budget - len(self.running))
+        if most < 1:
+            return ()
+        draft = drafting.draft(request, most, len(self.running))
+        # Behind this length all keys are rotated in another way.
+        if self.context_ropes and self._is_outgrown(request, len(draft)):
+            return ()
+        return draft
 
     def _make_way(self, pending: PendingStep) -> bool:
         """Preempt requests of a worse priority than the first waiting one, and return True if any.
@@ -450,10 +525,9 @@ class Scheduler(PluggableClass):
             request.block_hashes = []
             self._requeue(request)
 
-    def _is_outgrown(self, request: Request) -> bool:
-        return any(
-            rope.outgrown(request.context, request.num_tokens) for rope in self.context_ropes
-        )
+    def _is_outgrown(self, request: Request, drafted: int = 0) -> bool:
+        length = request.num_tokens + drafted
+        return any(rope.outgrown(request.context, length) for rope in self.context_ropes)
 
     def _rotation(self, request: Request) -> tuple[int, ...]:
         return tuple(rope.way(request.context) for rope in self.context_ropes)
@@ -480,6 +554,8 @@ class Scheduler(PluggableClass):
             parked.remove(request)
         else:
             _take_out(self.waiting, request)
+        if self.drafting is not None:
+            self.drafting.forget(request)
         self.counters.finished[str(request.finish_reason)] += 1
         request.status = "finished"
         del self._requests[request.request_id]

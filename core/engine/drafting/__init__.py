@@ -1,0 +1,1 @@
+"""Drafts of the next tokens, without a model, and the choice of how many to verify."""

@@ -1,0 +1,141 @@
+"""``Drafting``: asks for guesses, and has as many verified as pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
+
+from opgraft.binding.pluggable_class import choose_class
+from opgraft.config import OpgraftConfig
+from opgraft.engine.drafting.answer_memory import SharedSuffixes
+from opgraft.engine.drafting.prompt_lookup import PromptLookup
+from opgraft.engine.drafting.proposer import Proposer
+from opgraft.engine.drafting.step_times import StepTimes
+from opgraft.engine.request import Request
+from opgraft.engine.schedule.pending_step import PendingStep
+
+_METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
+    {"ngram": PromptLookup, "suffix": SharedSuffixes}
+)
+
+_FIRST_CHANCE = 0.5
+_OF_REQUEST = 1 / 8
+"""The weight of the newest guess in the chance of a request."""
+
+_OF_ALL = 1 / 64
+"""The same in the chance that a new request begins with."""
+
+
+class _Guessed:
+    """The last guess of a request, and the chance that a guessed token is right.
+
+    Every guess is compared with the tokens that come, also one that no step has verified. So it
+    costs nothing to find out that guesses have become better.
+    """
+
+    __slots__ = ("at", "chance", "tokens")
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.at = 0
+        self.tokens: Sequence[int] = ()
+
+    def outcomes(self, request: Request) -> list[bool]:
+        """Return whether each guessed token was right, up to the first wrong one."""
+        found = []
+        came = request.tokens(self.at, self.at + len(self.tokens))
+        for guess, token in zip(self.tokens, came, strict=False):
+            found.append(guess == token)
+            if guess != token:
+                break
+        return found
+
+    def most_worth(self, share: float) -> int:
+        """Return the number of guessed tokens that pay.
+
+        A token pays if it is right more often than the share of a token that its row costs.
+        """
+        count = 0
+        chance = self.chance
+        while count < len(self.tokens) and chance > share:
+            count += 1
+            chance *= self.chance
+        return count
+
+
+class Drafting:
+    """The drafts of all requests.
+
+    Args:
+        opgraft_config: resolved, with ``speculation.method``.
+
+    Attributes:
+        proposer: guesses.
+        times: of recent steps.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+        config = opgraft_config.speculation
+        self.proposer = proposer_of(opgraft_config)
+        self.times = StepTimes()
+        self._most = config.max_tokens
+        self._adaptive = config.adaptive
+        self._chance = _FIRST_CHANCE
+        self._guessed: dict[str, _Guessed] = {}
+
+    def draft(self, request: Request, most: int, rows: int) -> tuple[int, ...]:
+        """Return the tokens that the next step is to verify for a request.
+
+        Args:
+            request: of the draft.
+            most: tokens of the draft, at most.
+            rows: tokens of the step without drafts.
+        """
+        guessed = self._guessed.get(request.request_id)
+        if guessed is None:
+            guessed = self._guessed[request.request_id] = _Guessed(self._chance)
+        for is_right in guessed.outcomes(request):
+            guessed.chance += (is_right - guessed.chance) * _OF_REQUEST
+            self._chance += (is_right - self._chance) * _OF_ALL
+        guessed.at = request.num_tokens
+        most = min(most, self._most)
+        guessed.tokens = tuple(self.proposer.propose(request, most))[:most]
+        if not self._adaptive:
+            return guessed.tokens
+        return guessed.tokens[: guessed.most_worth(self.times.share_of_row(rows))]
+
+    def observe(self, pending: PendingStep) -> None:
+        """Note the time of a step whose result has just come. Steps with prompts do not count."""
+        if not pending.prompt_tokens and pending.batch:
+            rows = sum(each.count for each in pending.sequences)
+            self.times.add(rows, perf_counter() - pending.began)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._guessed.pop(request.request_id, None)
+        self.proposer.forget(request)
+
+    def forget_all(self) -> None:
+        """Forget all requests, because tokens may have been dropped."""
+        self._guessed.clear()
+        self.proposer.forget_all()
+
+
+def proposer_of(opgraft_config: OpgraftConfig) -> Proposer:
+    """Return the proposer for ``speculation.method``. The proposer of a plugin replaces all.
+
+    Args:
+        opgraft_config: resolved, with ``speculation.method``.
+    """
+    chosen: type[Proposer] = choose_class(Proposer).cls
+    if chosen is Proposer:
+        chosen = _METHODS[str(opgraft_config.speculation.method)]
+    return chosen(opgraft_config)
+
+
+def drafting_of(opgraft_config: OpgraftConfig) -> Drafting | None:
+    """Return the drafting of an engine; ``None`` if the settings ask for none."""
+    if opgraft_config.speculation.method is None:
+        return None
+    return Drafting(opgraft_config)

@@ -1,0 +1,41 @@
+"""``Proposer``: guesses the next tokens of a request."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.engine.request import Request
+
+
+@PluggableClass.register("proposer")
+class Proposer(PluggableClass, ABC):
+    """Guesses the next tokens of requests. A wrong guess costs time, and changes no token.
+
+    ``speculation.method`` chooses one of opgraft's proposers. The proposer of a plugin replaces all
+    of them.
+
+    Args:
+        opgraft_config: resolved.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+        self.opgraft_config = opgraft_config
+
+    @abstractmethod
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Return at most ``most`` tokens that may follow the tokens of a request.
+
+        This is called between two steps, while all requests wait. Tokens that came since the last
+        call are at the end of ``Request.tokens``.
+        """
+
+    @abstractmethod
+    def forget(self, request: Request) -> None:
+        """Release everything about one request, which has ended. It may be unknown."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """Release everything about all requests, which start anew. Tokens may have been dropped."""

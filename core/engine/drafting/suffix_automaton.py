@@ -1,0 +1,95 @@
+"""``SuffixAutomaton``: finds the longest last tokens that occurred in remembered texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from opgraft.engine.drafting.prompt_lookup import NO_GUESS, Guess
+
+_ROOT = 0
+_NONE = -1
+
+
+class SuffixAutomaton:
+    """The smallest automaton that accepts all parts of some texts.
+
+    It is built token by token, in constant time on average, and has at most two states for each
+    token. Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
+
+    A state stands for parts of texts that occur at the same places.
+
+    Attributes:
+        tokens: of all texts, one behind the other.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        # By state: the states behind each next token; the state of the longest shorter suffix that
+        # occurs elsewhere; the length of the longest part; and the place in ``tokens`` behind it.
+        self._next: list[dict[int, int]] = []
+        self._link: list[int] = []
+        self._length: list[int] = []
+        self._place: list[int] = []
+        self._new_state(0, {}, _NONE, 0)
+
+    def _new_state(self, length: int, following: dict[int, int], link: int, place: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._place.append(place)
+        return len(self._next) - 1
+
+    def add(self, text: Iterable[int]) -> None:
+        """Remember one more text."""
+        state = _ROOT
+        for token in text:
+            self.tokens.append(token)
+            state = self._extend(state, token)
+
+    def _extend(self, state: int, token: int) -> int:
+        """Return the state of the text of ``state`` with one more token."""
+        if token in self._next[state]:
+            # The latest place is the best guess of what follows.
+            known = self._exact(state, token)
+            self._place[known] = len(self.tokens)
+            return known
+        new = self._new_state(self._length[state] + 1, {}, _ROOT, len(self.tokens))
+        while state != _NONE and token not in self._next[state]:
+            self._next[state][token] = new
+            state = self._link[state]
+        if state != _NONE:
+            self._link[new] = self._exact(state, token)
+        return new
+
+    def _exact(self, state: int, token: int) -> int:
+        """Return the state behind ``token`` whose longest part is one token longer than before.
+
+        A state with longer parts is split: these occur at fewer places from now on.
+        """
+        found = self._next[state][token]
+        length = self._length[state] + 1
+        if self._length[found] == length:
+            return found
+        following = dict(self._next[found])
+        split = self._new_state(length, following, self._link[found], self._place[found])
+        self._link[found] = split
+        while state != _NONE and self._next[state].get(token) == found:
+            self._next[state][token] = split
+            state = self._link[state]
+        return split
+
+    def guess(self, last: Sequence[int], most: int) -> Guess:
+        """Return what followed the longest part that ends like ``last``."""
+        state = _ROOT
+        matched = 0
+        for token in last:
+            while state != _ROOT and token not in self._next[state]:
+                state = self._link[state]
+                matched = self._length[state]
+            if token in self._next[state]:
+                state = self._next[state][token]
+                matched += 1
+        if state == _ROOT:
+            return NO_GUESS
+        place = self._place[state]
+        return Guess(matched, self.tokens[place : place + most])

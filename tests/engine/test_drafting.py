@@ -1,0 +1,180 @@
+"""Guesses of the next tokens, and how many of them are verified."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine.simulated import Traffic, make_scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+from opgraft import SamplingParams
+from opgraft.config import CacheConfig, ModelConfig, OpgraftConfig, SpeculationConfig
+from opgraft.engine.drafting.answer_memory import SharedSuffixes
+from opgraft.engine.drafting.drafting import Drafting
+from opgraft.engine.drafting.prompt_lookup import PromptLookup
+from opgraft.engine.drafting.step_times import StepTimes
+from opgraft.engine.drafting.suffix_automaton import SuffixAutomaton
+from opgraft.engine.request import Request
+from opgraft.errors import ConfigError, RequestError
+from opgraft.testing.part_contracts import check_proposer
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=4)
+
+
+def config(method: str = "ngram", **values: Any) -> OpgraftConfig:
+    speculation = SpeculationConfig(method=method, **{"exact": False, **values})
+    return OpgraftConfig(speculation=speculation).resolved()
+
+
+def request(prompt: list[int], name: str = "a", salt: str | None = None) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens=1000), cache_salt=salt)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_proposers_keep_their_contract(method: str) -> None:
+    """Both propose as many tokens as are asked for at most, and change no request."""
+    check_proposer(config(method))
+
+
+def test_a_text_goes_on_as_before() -> None:
+    """The longest known n-gram decides, its latest place counts, and a repetition goes on repeating."""
+    proposer = PromptLookup(config())
+    asked = request([1, 2, 3, 4, 5, 9, 3, 4, 7, 1, 2, 3, 4])
+    assert proposer.propose(asked, 3) == [5, 9, 3]
+    asked.append(7, 1000)
+    assert proposer.propose(asked, 4) == [1, 2, 3, 4]
+    assert proposer.propose(request([8, 6, 8, 6, 8], "b"), 5) == [6, 8, 6, 8, 6]
+    assert list(proposer.propose(request([8, 6, 5], "c"), 5)) == []
+
+
+@given(texts=TEXTS, last=st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_the_longest_part_of_any_text(texts: list[list[int]], last: list[int]) -> None:
+    """The automaton finds the longest end of the last tokens that occurs in a text, and its place, in little memory."""
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.add(text)
+    known = automaton.tokens
+    guess = automaton.guess(last, len(known))
+    expected = 0
+    for length in range(1, len(last) + 1):
+        end = last[-length:]
+        if any(end == text[at : at + length] for text in texts for at in range(len(text))):
+            expected = length
+    assert guess.matched == expected
+    if expected:
+        place = len(known) - len(guess.tokens)
+        assert known[place - expected : place] == last[-expected:]
+    assert len(automaton._next) <= 2 * len(known) + 1
+
+
+def test_answers_are_shared_within_a_salt() -> None:
+    """What one request answered is proposed to another one of the same salt, and to no other."""
+    proposer = SharedSuffixes(config("suffix"))
+    answered = request([1], salt="tenant")
+    answered.output = [5, 6, 7, 8, 9]
+    proposer.forget(answered)
+    assert proposer.propose(request([5, 6, 7], "b", "tenant"), 2) == [8, 9]
+    for salt in (None, "other"):
+        assert list(proposer.propose(request([5, 6, 7], f"to {salt}", salt), 2)) == []
+
+
+def test_memory_is_bounded() -> None:
+    """However many answers and salts there are, the memory has its limit, and the newest answer stays."""
+    proposer = SharedSuffixes(config("suffix", remembered_tokens=100))
+    draw = random.Random(1)  # noqa: S311
+    for number in range(200):
+        answered = request([1], salt=f"salt {draw.randrange(9)}")
+        answered.output = [draw.randrange(50) for _ in range(draw.randrange(1, 80))]
+        proposer.forget(answered)
+        assert sum(map(len, proposer._memories.values())) <= 100, number
+        again = request(answered.output[-4:-1] or [1], salt=answered.cache_salt)
+        if len(answered.output) > 4:
+            assert list(proposer.propose(again, 1)) == answered.output[-1:]
+        proposer._indices.clear()
+
+
+def test_times_of_steps_are_a_line() -> None:
+    """The share of a row comes from the times of steps, stays while steps are alike, and heeds no single slow step."""
+    times = StepTimes()
+    assumed = times.share_of_row(1)
+    for _ in range(100):
+        times.add(1, 0.5)
+    assert times.share_of_row(1) == assumed
+    for number in range(400):
+        rows = 1 + number % 9
+        times.add(rows, 1.0 + 0.25 * rows + 1000 * (number == 200))
+    assert times.share_of_row(1) == pytest.approx(0.2, rel=0.05)
+    for _ in range(1000):
+        times.add(1, 1.25)
+    assert times.share_of_row(1) == pytest.approx(0.2, rel=0.05)
+    assert times.share_of_row(4) == pytest.approx(0.5, rel=0.05)
+
+
+def _drafted(wrong: float, cost: float) -> list[int]:
+    """The lengths of the drafts of a text that repeats itself but for a share of its tokens."""
+    drafting = Drafting(config(max_tokens=6))
+    drafting.times.ratio = cost
+    draw = random.Random(2)  # noqa: S311
+    asked = request([1, 2, 3, 4, 5, 6, 7, 8] * 3)
+    lengths = []
+    for number in range(300):
+        lengths.append(len(drafting.draft(asked, 6, 1)))
+        token = draw.randrange(100, 999) if draw.random() < wrong else 1 + number % 8
+        asked.append(token, 10_000)
+    return lengths
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    """Right guesses are drafted in full, wrong ones not at all, and a row that costs much makes drafts shorter."""
+    assert _drafted(0, 0.1)[-1] == 6
+    assert set(_drafted(1, 0.1)[50:]) == {0}
+    cheap = sum(_drafted(0.3, 0.05)[50:])
+    dear = sum(_drafted(0.3, 0.8)[50:])
+    assert cheap > 2 * dear
+
+
+def test_guesses_that_become_right_are_drafted_again() -> None:
+    """Nothing is verified while guesses are wrong, and yet it is noticed when they are right."""
+    drafting = Drafting(config(max_tokens=6))
+    asked = request([1, 2])
+    draw = random.Random(3)  # noqa: S311
+    for _ in range(200):
+        drafting.draft(asked, 6, 1)
+        asked.append(draw.randrange(2), 10_000)
+    before = len(drafting.draft(asked, 6, 1))
+    for number in range(100):
+        drafting.draft(asked, 6, 1)
+        asked.append(10 + number % 5, 10_000)
+    assert before < 6
+    assert len(drafting.draft(asked, 6, 1)) == 6
+
+
+def test_tokens_that_are_not_those_of_the_draft_are_refused() -> None:
+    """A runner that accepts other tokens than were drafted is an error, by which no request gets them."""
+    scheduler = make_scheduler(drafts=3)
+    scheduler.add(request([1, 1, 2]))
+    driven = Traffic(scheduler, random.Random(1))  # noqa: S311
+    while True:
+        step = scheduler.schedule()
+        assert step is not None
+        tokens = driven.runner.execute(step)
+        if step.sequences[0].draft:
+            break
+        scheduler.update(step, tokens, further=driven.runner.further)
+    wrong = [(7, None), (7, None)]
+    with pytest.raises(RequestError, match=r"tokens \[\d, 7, 7\] for request 'a' with the draft"):
+        scheduler.update(step, {"a": tokens["a"]}, further={"a": wrong})
+
+
+def test_bits_are_promised_or_given_up() -> None:
+    """Drafts need kernels that compute rows alike, unless the settings say that bits may differ."""
+    with pytest.raises(ConfigError, match=r"model\.batch_invariant, so that tokens have the same"):
+        OpgraftConfig(speculation=SpeculationConfig(method="ngram")).resolved()
+    for model in ({"batch_invariant": True}, {}):
+        speculation = SpeculationConfig(method="suffix", exact=bool(model))
+        made = OpgraftConfig(
+            model=ModelConfig(**model), cache=CacheConfig(), speculation=speculation
+        )
+        assert made.resolved().speculation.method == "suffix"
