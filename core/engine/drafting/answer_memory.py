@@ -1,4 +1,4 @@
-"""``SharedSuffixes``: drafts from recent answers to requests of the same cache salt, too."""
+"""``SharedSuffixes``: drafts also from recent answers to requests of the same cache salt."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from opgraft.engine.drafting.suffix_automaton import SuffixAutomaton
 from opgraft.engine.request import Request
 
 LONGEST_MATCH = 16
-"""Last tokens that are looked for."""
+"""Last tokens to look for, at most."""
 
 LEAST_MATCH = 2
-"""Last tokens that must have occurred. A single one says little about the next."""
+"""Last tokens to match, at least. A single one says little about the next."""
 
 
 class AnswerMemory:
-    """The recent answers of one salt, in two automata: the older one is dropped as a whole.
+    """The recent answers of one salt, in two automata. The older one is dropped as a whole.
 
     Args:
         most: tokens in one automaton, at most.
@@ -33,7 +33,7 @@ class AnswerMemory:
         return len(self._older.tokens) + len(self._newer.tokens)
 
     def add(self, answer: Sequence[int]) -> None:
-        """Remember an answer; of a long one, the end."""
+        """Remember an answer, or the end of a long one."""
         kept = answer[-self._most :]
         if len(self._newer.tokens) + len(kept) > self._most:
             self._older = self._newer
@@ -41,18 +41,17 @@ class AnswerMemory:
         self._newer.add(kept)
 
     def guess(self, last: Sequence[int], most: int) -> Guess:
-        """Return what followed the longest part of an answer that ends like ``last``."""
+        """Return the continuation of the longest part of an answer with the same end."""
         guesses = [each.guess(last, most) for each in (self._newer, self._older)]
         # Of equal matches, the newer one.
         return max(guesses, key=lambda guess: guess.matched)
 
 
 class SharedSuffixes(PromptLookup):
-    """Guesses by the request's own tokens, or by recent answers if these match more tokens.
+    """Guesses by the tokens of the request, or by recent answers if these match more tokens.
 
-    Requests share the answers of their own cache salt only, as they share blocks of the cache. If
-    answers of all salts have more than ``speculation.remembered_tokens`` tokens, the salt that was
-    unused for longest is forgotten.
+    Requests share answers within their cache salt only, like blocks of the cache. If the answers of
+    all salts exceed ``speculation.remembered_tokens``, the longest unused salt is forgotten.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
@@ -61,7 +60,7 @@ class SharedSuffixes(PromptLookup):
         self._memories: OrderedDict[str | None, AnswerMemory] = OrderedDict()
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return what followed the last tokens in the request or in an answer of its salt."""
+        """Return the continuation of the last tokens in the request or in a remembered answer."""
         own = self.guess(request, most)
         memory = self._memories.get(request.cache_salt)
         if memory is None:
@@ -79,7 +78,8 @@ class SharedSuffixes(PromptLookup):
             return
         memory = self._memories.get(request.cache_salt)
         if memory is None:
-            memory = self._memories[request.cache_salt] = AnswerMemory(max(self._most // 2, 1))
+            memory = AnswerMemory(max(self._most // 2, 1))
+            self._memories[request.cache_salt] = memory
         self._memories.move_to_end(request.cache_salt)
         memory.add(request.output)
         while sum(map(len, self._memories.values())) > self._most:

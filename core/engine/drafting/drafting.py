@@ -1,4 +1,4 @@
-"""``Drafting``: asks for guesses, and has as many verified as pay."""
+"""``Drafting``: asks for guesses, and chooses the number of tokens to verify."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ _OF_REQUEST = 1 / 8
 """The weight of the newest guess in the chance of a request."""
 
 _OF_ALL = 1 / 64
-"""The same in the chance that a new request begins with."""
+"""The same in the first chance of new requests."""
 
 
 class _Guessed:
-    """The last guess of a request, and the chance that a guessed token is right.
+    """The last guess of a request, and the chance of a right token.
 
-    Every guess is compared with the tokens that come, also one that no step has verified. So it
-    costs nothing to find out that guesses have become better.
+    Every guess is compared with the next tokens, even if no step has verified the guess. So better
+    guesses are noticed at no cost.
+
+    Attributes:
+        chance: the moving average of right tokens.
+        at: number of tokens of the request at the guess.
+        tokens: guessed ones.
     """
 
     __slots__ = ("at", "chance", "tokens")
@@ -42,7 +47,7 @@ class _Guessed:
         self.tokens: Sequence[int] = ()
 
     def outcomes(self, request: Request) -> list[bool]:
-        """Return whether each guessed token was right, up to the first wrong one."""
+        """Return True for each right token, and False for the first wrong one."""
         found = []
         came = request.tokens(self.at, self.at + len(self.tokens))
         for guess, token in zip(self.tokens, came, strict=False):
@@ -52,9 +57,9 @@ class _Guessed:
         return found
 
     def most_worth(self, share: float) -> int:
-        """Return the number of guessed tokens that pay.
+        """Return the number of guessed tokens to verify.
 
-        A token pays if it is right more often than the share of a token that its row costs.
+        A token pays if the chance that it is right exceeds ``share``, the cost of its row.
         """
         count = 0
         chance = self.chance
@@ -85,7 +90,7 @@ class Drafting:
         self._guessed: dict[str, _Guessed] = {}
 
     def draft(self, request: Request, most: int, rows: int) -> tuple[int, ...]:
-        """Return the tokens that the next step is to verify for a request.
+        """Return the tokens to verify in the next step of a request.
 
         Args:
             request: of the draft.
@@ -94,22 +99,26 @@ class Drafting:
         """
         guessed = self._guessed.get(request.request_id)
         if guessed is None:
-            guessed = self._guessed[request.request_id] = _Guessed(self._chance)
+            guessed = _Guessed(self._chance)
+            self._guessed[request.request_id] = guessed
         for is_right in guessed.outcomes(request):
             guessed.chance += (is_right - guessed.chance) * _OF_REQUEST
             self._chance += (is_right - self._chance) * _OF_ALL
         guessed.at = request.num_tokens
         most = min(most, self._most)
-        guessed.tokens = tuple(self.proposer.propose(request, most))[:most]
+        guess = self.proposer.propose(request, most)
+        guessed.tokens = tuple(guess[:most])
         if not self._adaptive:
             return guessed.tokens
-        return guessed.tokens[: guessed.most_worth(self.times.share_of_row(rows))]
+        share = self.times.share_of_row(rows)
+        return guessed.tokens[: guessed.most_worth(share)]
 
     def observe(self, pending: PendingStep) -> None:
-        """Note the time of a step whose result has just come. Steps with prompts do not count."""
-        if not pending.prompt_tokens and pending.batch:
-            rows = sum(each.count for each in pending.sequences)
-            self.times.add(rows, perf_counter() - pending.began)
+        """Note the time of a step with a new result. Steps with prompts do not count."""
+        if pending.prompt_tokens or not pending.sequences:
+            return
+        rows = sum(each.count for each in pending.sequences)
+        self.times.add(rows, perf_counter() - pending.began)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -117,7 +126,7 @@ class Drafting:
         self.proposer.forget(request)
 
     def forget_all(self) -> None:
-        """Forget all requests, because tokens may have been dropped."""
+        """Forget all requests. Their last tokens may be gone."""
         self._guessed.clear()
         self.proposer.forget_all()
 

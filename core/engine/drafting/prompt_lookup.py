@@ -1,4 +1,4 @@
-"""``PromptLookup``: the tokens that followed the same tokens earlier in prompt and answer."""
+"""``PromptLookup``: drafts the continuation of an earlier place in prompt and answer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LENGTHS = (4, 2)
 
 
 class Guess(NamedTuple):
-    """The next tokens, by an earlier occurrence of the last tokens.
+    """The continuation of an earlier place of the last tokens.
 
     Attributes:
-        matched: number of last tokens that are the same.
-        tokens: which followed.
+        matched: number of equal tokens before the place.
+        tokens: after the place.
     """
 
     matched: int
@@ -36,31 +36,36 @@ class TokenIndex:
         self._places: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. Only n-grams with a token behind them are noted."""
+        """Append tokens."""
         known = self.tokens
         for token in tokens:
             place = len(known)
+            # N-grams are noted with the next token, so the last ones find earlier places.
             for length in LENGTHS:
                 if length <= place:
-                    self._places[tuple(known[place - length :])] = place
+                    ngram = tuple(known[place - length :])
+                    self._places[ngram] = place
             known.append(token)
 
     def guess(self, most: int) -> Guess:
-        """Return what followed the last tokens at their latest earlier place."""
+        """Return the continuation of the latest earlier place of the last tokens."""
         for length in LENGTHS:
-            place = self._places.get(tuple(self.tokens[-length:]))
-            if place is not None:
-                # A text that repeats itself has the place in its last period.
-                period = len(self.tokens) - place
-                tokens = [self.tokens[place + number % period] for number in range(most)]
-                return Guess(length, tokens)
+            ngram = tuple(self.tokens[-length:])
+            place = self._places.get(ngram)
+            if place is None:
+                continue
+            following = self.tokens[place : place + most]
+            # Near the end, the text is taken to go on repeating itself.
+            while len(following) < most:
+                following += following[: most - len(following)]
+            return Guess(length, following)
         return NO_GUESS
 
 
 class PromptLookup(Proposer):
-    """Guesses that a text goes on as it did after the same tokens before.
+    """Guesses by the tokens of the request alone.
 
-    This pays for answers that repeat their prompt: edited text and code, summaries, extracts.
+    This pays for answers with parts of their prompt: edited text and code, summaries, extracts.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
@@ -68,15 +73,17 @@ class PromptLookup(Proposer):
         self._indices: dict[str, TokenIndex] = {}
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return what followed the last tokens of the request earlier in it."""
+        """Return the continuation of an earlier place of the last tokens."""
         return self.guess(request, most).tokens
 
     def guess(self, request: Request, most: int) -> Guess:
-        """Return the guess by the tokens of the request alone."""
+        """Return the guess with the number of matched tokens."""
         index = self._indices.get(request.request_id)
         if index is None:
-            index = self._indices[request.request_id] = TokenIndex()
-        index.extend(request.tokens(len(index.tokens)))
+            index = TokenIndex()
+            self._indices[request.request_id] = index
+        new_tokens = request.tokens(len(index.tokens))
+        index.extend(new_tokens)
         return index.guess(most)
 
     def forget(self, request: Request) -> None:

@@ -26,16 +26,15 @@ class Proposer(PluggableClass, ABC):
 
     @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens that may follow the tokens of a request.
+        """Return a guess of the next tokens of a request, at most ``most`` of them.
 
-        This is called between two steps, while all requests wait. Tokens that came since the last
-        call are at the end of ``Request.tokens``.
+        The scheduler calls this before each step. New tokens are at the end of ``Request.tokens``.
         """
 
     @abstractmethod
     def forget(self, request: Request) -> None:
-        """Release everything about one request, which has ended. It may be unknown."""
+        """Release the data of an ended request. The proposer may not know the request."""
 
     @abstractmethod
     def forget_all(self) -> None:
-        """Release everything about all requests, which start anew. Tokens may have been dropped."""
+        """Release the data of all requests: they start anew, and last tokens may be gone."""

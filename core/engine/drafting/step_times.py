@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 _KEPT = 1 - 1 / 64
-"""The share of its weight that each step keeps when another one comes."""
+"""The share of their weight that earlier steps keep at each new step."""
 
 _ASSUMED = 0.1
-"""The time of one more row, over that of a step without rows, before steps were measured."""
+"""The time of one more row over the constant time of a step, before steps are measured."""
 
 _LEAST = 0.01
-"""The same at least: for few rows, noise may hide what they cost."""
+"""The least such ratio: noise may hide the cost of a row."""
 
 _SPREAD = 0.25
-"""The least variance of numbers of rows that a line is fitted to."""
+"""The least variance of numbers of rows to fit a line."""
 
 _LONGEST = 4.0
-"""The longest time that counts, over the average. The machine may have been busy otherwise."""
+"""The longest time to count, over the average. Other programs may have taken the machine."""
 
 
 class StepTimes:
     """A line through the times of recent steps: a constant, and the time of each row.
 
-    Only the ratio of the two is kept. It stays while all steps have the same number of rows.
+    Attributes:
+        ratio: the time of a row over the constant. While all steps have the same number of rows,
+            the ratio stays.
     """
 
     def __init__(self) -> None:
@@ -58,8 +60,8 @@ class StepTimes:
             self.ratio = max(of_row / constant, _LEAST)
 
     def share_of_row(self, rows: int) -> float:
-        """Return what one more row costs, in tokens that a step with these rows gives meanwhile.
+        """Return the cost of one more row in a step with ``rows`` rows, in tokens.
 
-        For example, if the row makes a step with 4 rows longer by a tenth, this is 0.4.
+        If a row makes a step with 4 rows longer by a tenth, the rows give 0.4 tokens in this time.
         """
         return rows * self.ratio / (1 + rows * self.ratio)

@@ -1,4 +1,4 @@
-"""``SuffixAutomaton``: finds the longest last tokens that occurred in remembered texts."""
+"""``SuffixAutomaton``: finds the last tokens of a text, as many as possible, in other texts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NONE = -1
 
 
 class SuffixAutomaton:
-    """The smallest automaton that accepts all parts of some texts.
+    """The smallest automaton for all parts of some texts.
 
-    It is built token by token, in constant time on average, and has at most two states for each
-    token. Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985.
+    A token adds two states at most, in constant time on average. Blumer et al., "The smallest
+    automaton recognizing the subwords of a text", 1985.
 
     A state stands for parts of texts that occur at the same places.
 
@@ -24,8 +24,8 @@ class SuffixAutomaton:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        # By state: the states behind each next token; the state of the longest shorter suffix that
-        # occurs elsewhere; the length of the longest part; and the place in ``tokens`` behind it.
+        # By state: the states behind each next token; the state of the longest suffix with other
+        # places; the length of the longest part; and the place in ``tokens`` behind this part.
         self._next: list[dict[int, int]] = []
         self._link: list[int] = []
         self._length: list[int] = []
@@ -62,9 +62,9 @@ class SuffixAutomaton:
         return new
 
     def _exact(self, state: int, token: int) -> int:
-        """Return the state behind ``token`` whose longest part is one token longer than before.
+        """Return the state behind ``token`` with parts up to one token longer than before.
 
-        A state with longer parts is split: these occur at fewer places from now on.
+        A state with longer parts is split: the longer ones have fewer places from now on.
         """
         found = self._next[state][token]
         length = self._length[state] + 1
@@ -79,7 +79,7 @@ class SuffixAutomaton:
         return split
 
     def guess(self, last: Sequence[int], most: int) -> Guess:
-        """Return what followed the longest part that ends like ``last``."""
+        """Return the continuation of the longest part with the same end as ``last``."""
         state = _ROOT
         matched = 0
         for token in last:

@@ -230,15 +230,15 @@ class Scheduler(PluggableClass):
         return finished
 
     def _accept(self, request: Request, draft: Sequence[int], sampled: list[int]) -> int:
-        """Append the accepted tokens of a draft, which the step has computed already.
+        """Append the accepted tokens of a draft. The step has computed them already.
 
         Args:
             request: of the draft.
             draft: of the step.
-            sampled: a token after the last known one, and one after each accepted one.
+            sampled: accepted tokens, and one token after them.
 
         Returns:
-            The last sampled token, which no step has computed.
+            The last sampled token, to be computed by the next step.
 
         Raises:
             RequestError: accepted tokens are not those of the draft, or one ends the request.
@@ -358,12 +358,11 @@ class Scheduler(PluggableClass):
         return had_blocks
 
     def _draft(self, drafting: Drafting, request: Request, budget: int) -> tuple[int, ...]:
-        """Return tokens that may follow the last one of a running request.
+        """Return a draft of the next tokens of a running request; empty if none pays.
 
-        The last drafted token is not the last that the request may have, because one more is
-        sampled behind it.
+        The request has room for one token more, because one is sampled after the draft.
         """
-        # A sequence that comes back has tokens that the runner learns with it.
+        # After its admission, the runner has all tokens already, and takes none with the step.
         if request.num_computed < request.num_tokens_at_admission:
             return ()
         longest = min(request.num_most, self.max_model_len)
