@@ -382,6 +382,10 @@ class EngineCore:
                 )
                 for request_id, token in tokens.items()
             ]
+            drafting = self.scheduler.drafting
+            if drafting is not None:
+                # The worker's time: all ranks of a launcher must choose the same drafts.
+                drafting.observe(step, sum(result.seconds.values()))
             if result.further:
                 self.counters.sampled_tokens += sum(map(len, result.further.values()))
                 news = _with_further_tokens(news, result.further)

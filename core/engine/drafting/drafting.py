@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from types import MappingProxyType
 
 from opgraft.binding.pluggable_class import choose_class
@@ -13,7 +12,7 @@ from opgraft.engine.drafting.prompt_lookup import PromptLookup
 from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.request import Request
-from opgraft.engine.schedule.pending_step import PendingStep
+from opgraft.engine.step import Step
 
 _METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
     {"ngram": PromptLookup, "suffix": SharedSuffixes}
@@ -113,12 +112,12 @@ class Drafting:
         share = self.times.share_of_row(rows)
         return guessed.tokens[: guessed.most_worth(share)]
 
-    def observe(self, pending: PendingStep) -> None:
-        """Note the time of a step with a new result. Steps with prompts do not count."""
-        if pending.prompt_tokens or not pending.sequences:
-            return
-        rows = sum(each.count for each in pending.sequences)
-        self.times.add(rows, perf_counter() - pending.began)
+    def observe(self, step: Step, seconds: float) -> None:
+        """Note the time of a computed step. Steps with prompts do not count."""
+        # A token of a prompt comes with the sequence.
+        if step.sequences and all(each.token is not None for each in step.sequences):
+            rows = sum(each.count for each in step.sequences)
+            self.times.add(rows, seconds)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""

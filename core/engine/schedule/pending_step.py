@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from time import perf_counter
 
 from opgraft.engine.request import Request
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, StateMove, Step
@@ -28,11 +27,9 @@ class PendingStep:
         left: ids of the requests that have left: see ``drop_result_of``.
         sequences, added, copies: as of ``Step``.
         step: the finished step.
-        began: the moment when it was finished, in seconds of ``time.perf_counter()``.
     """
 
     step: Step
-    began: float
 
     def __init__(self, budget: int, places: int) -> None:
         self.budget = budget
@@ -149,7 +146,6 @@ class StepsUnderWay:
             tuple(pending.sequences),
             moves,
         )
-        pending.began = perf_counter()
         self._steps.append(pending)
         # Not before: after an interrupt, the next step still removes these sequences.
         self.removed = []

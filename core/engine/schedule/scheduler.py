@@ -199,8 +199,6 @@ class Scheduler(PluggableClass):
                 not those of its draft. Call ``recover`` then.
         """
         pending = self.under_way.take_first()
-        if self.drafting is not None:
-            self.drafting.observe(pending)
         finished = []
         for request, scheduled in zip(pending.batch, step.sequences, strict=True):
             # Aborted or preempted while the step was computed.

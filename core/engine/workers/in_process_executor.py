@@ -81,6 +81,9 @@ class InProcessExecutor(Executor):
             group = get_tp_group()
             # Without all_gather, only the first rank has the logits and samples.
             samples = group.communicator is None or group.communicator.use_all_gather
+            # Drafts depend on the times of a step, and all ranks must draft alike.
+            if self.opgraft_config.speculation.method is not None:
+                samples = group.world_size == 1
             return result if samples else cast(StepResult, group.broadcast_object(result))
 
     @contextmanager
