@@ -105,6 +105,28 @@ def test_contexts_that_tokens_are_rotated_for() -> None:
     assert batch_of([6]).inputs([Scheduled("0", 0, 1, ((), ()), True)]).batch.context_lens is None
 
 
+def test_rows_of_drafts_come_last() -> None:
+    """A row of each sequence, then the drafted ones; the next step drops the tokens that were not accepted."""
+    batch = batch_of([4, 6, 3])
+    scheduled = [
+        Scheduled("0", 4, 3, ((), ()), True, 7, (8, 9)),
+        Scheduled("1", 2, 4, ((), ()), True),
+        Scheduled("2", 3, 2, ((), ()), True, 5, (6,)),
+    ]
+    batch.apply(Step((), (), (), tuple(scheduled)))
+    inputs = batch.inputs(scheduled)
+    assert inputs.input_ids.tolist() == [7, 8, 9, *batch.tokens("1")[2:], 5, 6]
+    assert inputs.sampled_rows.tolist() == [0, 6, 7, 1, 2, 8]
+    assert inputs.sampling == ("0", "1", "2")
+    assert inputs.drafts == {"0": (0, (8, 9)), "2": (2, (6,))}
+    # Of the first draft one token was accepted, of the second none.
+    accepted = [Scheduled("0", 6, 1, ((), ()), True, 3), Scheduled("2", 4, 1, ((), ()), True, 4)]
+    batch.apply(Step((), (), (), tuple(accepted)))
+    assert list(batch.tokens("0")[4:]) == [7, 8, 3]
+    assert list(batch.tokens("2")[3:]) == [5, 4]
+    expect_right(batch, batch.inputs(accepted), accepted)
+
+
 def decodes(count: int, length: int) -> list[Scheduled]:
     return [Scheduled(str(number), length - 1, 1, ((), ()), True) for number in range(count)]
 

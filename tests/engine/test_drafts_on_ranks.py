@@ -1,0 +1,52 @@
+"""Drafts with several ranks: each computes them, one samples, and all know which were accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine.engines import engine, news, prompts, replaced, settings
+from opgraft.engine.core import EngineCore
+from opgraft.engine.request import Request
+from opgraft.engine.sampling_params import SamplingParams
+from support.random_decoders import written
+
+
+def requests() -> list[Request]:
+    """Greedy requests, whose answers soon repeat themselves, and drawn ones."""
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.2, seed=3, max_tokens=30, ignore_eos=True)
+    lengths = (5, 12, 9, 3)
+    return [
+        Request(f"{number}", prompt * 2, drawn if number % 2 else greedy)
+        for number, prompt in enumerate(prompts(*lengths))
+    ]
+
+
+def tokens_of(core: EngineCore) -> dict[str, list[int | None]]:
+    core.add(requests())
+    found: dict[str, list[int | None]] = {}
+    for output in news(core):
+        assert output.error is None
+        found.setdefault(output.request_id, []).append(output.token)
+    return found
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_ranks_follow_drafts(split: str, tmp_path: Path, warm_workers: None) -> None:
+    """With layers shared and with layers in stages, the tokens are those of one rank without drafts."""
+    folder = tmp_path / "mistral"
+    written("Mistral", folder, sliding_window=9, head_dim=16)
+    right = tokens_of(engine(folder))
+    given = replaced(
+        settings(folder),
+        parallel={split: 2},
+        speculation={"method": "ngram", "exact": False, "adaptive": False},
+    )
+    core = EngineCore(given)
+    try:
+        assert tokens_of(core) == right
+        counters = core.stats().counters
+        assert 0 < counters.accepted_tokens < counters.draft_tokens
+    finally:
+        core.shutdown()
