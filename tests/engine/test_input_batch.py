@@ -107,7 +107,7 @@ def test_contexts_that_tokens_are_rotated_for() -> None:
 
 def test_rows_of_drafts_come_last() -> None:
     """A row of each sequence, then the drafted ones; the next step drops the tokens that were not accepted."""
-    batch = batch_of([4, 6, 3])
+    batch = batch_of([10, 6, 9])
     scheduled = [
         Scheduled("0", 4, 3, ((), ()), True, 7, (8, 9)),
         Scheduled("1", 2, 4, ((), ()), True),
