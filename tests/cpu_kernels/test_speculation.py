@@ -34,7 +34,7 @@ SHAPE = {
     "intermediate_size": 160,
     "vocab_size": 400,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 32,
 }
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Gemma3": {"sliding_window": 20}, "smollm3": {}}
 SMALL: dict[str, Any] = {"num_blocks": 34, "max_num_batched_tokens": 23, "max_model_len": 64}
