@@ -66,4 +66,4 @@ CHATS: Mapping[str, Sequence[str]] = {
     "summaries": [f"Summarize this text in a few sentences:\n\n{text}" for text in TEXTS],
     "chat": QUESTIONS,
 }
-"""What users ask, by kind, eight of each."""
+"""Messages of users by kind, eight of each."""
