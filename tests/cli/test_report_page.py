@@ -126,6 +126,18 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
     assert link.get_attribute("href") == f"{DOCS}/reference/ops/rms_norm/"
 
 
+def test_failures_come_first(visit: Callable[..., Any]) -> None:
+    """The first table has each failure with its reason, whatever the filters leave."""
+    page = visit()
+    page.get_by_label("Status").select_option("passed")
+    assert page.locator("table").first.get_attribute("id") == "failed"
+    rows = page.locator("#failed tbody tr").all()
+    assert [row.locator("td").all_text_contents() for row in rows] == [
+        ["(platform)", "memory", "", "memory(0) tells 2 bytes free of 1"],
+        ["fused_add_rms_norm", "values", "float32", HOSTILE],
+    ]
+
+
 def test_filters_leave_what_they_name(visit: Callable[..., Any]) -> None:
     """By dtype and by status, in the matrix and in the table, whose text is shown as text."""
     page = visit()

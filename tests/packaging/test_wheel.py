@@ -84,6 +84,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     data = [
         *(REPOSITORY / "core").rglob("proof.json"),
         *template,
+        *(REPOSITORY / "core/serving/server/vendored").iterdir(),
         REPOSITORY / "core/registry/recorded_calls.json",
         REPOSITORY / "core/serving/tokenizer_classes.json",
     ]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,50 @@ def test_hostile_text_is_shown_as_text(checkpoint: Path, visit: Callable[..., An
         assert page.title() == f"{HOSTILE} · opgraft"
 
 
+MARKDOWN = """# A plan
+
+1. **First** a [link](https://example.org/a "b").
+2. Then `code`.
+
+```python
+print("<b>")
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+![picture](https://example.org/picture.png) [bad](javascript:document.title='hit')
+"""
+
+
+def test_markdown_is_shown(server: Server, visit: Callable[..., Any]) -> None:
+    """An answer in Markdown has its elements, pictures stay text, and the code can be copied."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = visit(server, permissions=["clipboard-read", "clipboard-write"])
+    page.route("**/v1/chat/completions", streamed(*map(chunk, MARKDOWN)))
+    ask(page, "plan")
+    text = answer_of(page)
+    answer = page.locator(".turn .rich")
+    assert [answer.locator(tag).count() for tag in ("h1", "ol > li", "strong", "pre code")] == [
+        *(1, 2, 1, 1)
+    ]
+    assert answer.locator("td").all_text_contents() == ["1", "2"]
+    assert "![picture](https://example.org/picture.png)" in text
+    assert answer.locator("img").count() == 0
+    links = answer.locator("a")
+    assert links.first.get_attribute("rel") == "noopener noreferrer"
+    assert [link.get_attribute("href") for link in links.all()] == ["https://example.org/a", None]
+    page.get_by_role("button", name="Copy the code").click()
+    page.locator(".copy", has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == 'print("<b>")\n'
+    page.get_by_role("button", name="Copy the answer").click()
+    page.locator(".turn > .copy", has_text="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    found = axe.Axe().run(page)
+    assert not found.violations_count, found.generate_report()
+
+
 def test_a_request_that_fails_says_why(server: Server, visit: Callable[..., Any]) -> None:
     """A prompt that is refused, and an answer that is cut off, show the reason, and the prompt can be sent again."""
     page = visit(server, allowed="400 (Bad Request)")
@@ -308,12 +353,16 @@ def test_behind_a_proxy_that_keeps_the_metrics(server: Server, visit: Callable[.
 
 
 def test_a_server_that_has_gone_is_noticed(checkpoint: Path, visit: Callable[..., Any]) -> None:
-    """When the server cannot be reached any more, the page says so."""
+    """When the server cannot be reached any more, the page says so, and what to do."""
     with serving(checkpoint) as server:
         page = visit(server, allowed="ERR_CONNECTION_REFUSED")
         page.locator("#state", has_text="ready").wait_for()
         server.end()
         page.locator("#state", has_text="not reached").wait_for()
+        page.get_by_role("alert").get_by_text("start it again").wait_for()
+        ask(page, "hi")
+        page.locator(".turn .problem", has_text="does not answer").wait_for()
+        assert page.get_by_label("Prompt", exact=True).input_value() == "hi"
 
 
 def test_the_policy_of_the_page(server: Server) -> None:
@@ -323,8 +372,8 @@ def test_the_policy_of_the_page(server: Server) -> None:
     policy = dict(
         part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; ")
     )
-    assert policy.pop("script-src") == digest_of("script", answer.text)
-    assert policy.pop("style-src") == digest_of("style", answer.text)
+    assert policy.pop("script-src") == digests_of("script", answer.text)
+    assert policy.pop("style-src") == digests_of("style", answer.text)
     assert policy == {
         "default-src": "'none'",
         "img-src": "data:",
@@ -336,10 +385,23 @@ def test_the_policy_of_the_page(server: Server) -> None:
     assert "/" not in server.get("/openapi.json").json()["paths"]
 
 
-def digest_of(tag: str, html: str) -> str:
-    _, _, rest = html.partition(f"<{tag}")
-    text = rest.partition(">")[2].partition(f"</{tag}>")[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+class Parts(HTMLParser):
+    """The texts of all elements of a kind, as a browser reads them."""
+
+    def __init__(self, tag: str, html: str) -> None:
+        super().__init__()
+        self.tag = tag
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == self.tag and data.strip():
+            self.texts.append(data)
+
+
+def digests_of(tag: str, html: str) -> str:
+    digests = (hashlib.sha256(text.encode()).digest() for text in Parts(tag, html).texts)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
 def test_it_loads_nothing_else(server: Server, visit: Callable[..., Any]) -> None:

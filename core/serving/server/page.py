@@ -1,4 +1,8 @@
-"""The page for people: a chat, decisions and plots of the load. The file loads no other file."""
+"""The page for people: a chat, decisions and plots of the load. The page loads no other file.
+
+The folder ``vendored`` has the two libraries that show Markdown, as their projects publish them:
+marked 18.2.1 (MIT) and DOMPurify 3.5.0 (Apache-2.0).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,14 @@ def page() -> HTMLResponse:
 
 @functools.cache
 def _html() -> str:
-    return files("opgraft.serving.server").joinpath("page.html").read_text(encoding="utf-8")
+    """Return the page with the libraries inside."""
+    folder = files("opgraft.serving.server")
+
+    def inside(tag: re.Match[str]) -> str:
+        return f"<script>{folder.joinpath(tag[1]).read_text(encoding='utf-8')}</script>"
+
+    html = folder.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r'<script src="(vendored/[\w.]+)"></script>', inside, html)
 
 
 def _digests(tag: str, html: str) -> str:
