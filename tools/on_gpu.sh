@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prove what runs on a GPU, within eight minutes: tools/on_gpu.sh OUT [OPTIONS]; docs/how-to/run-the-real-stacks.md.
+# Prove what runs on a GPU, within eight minutes: tools/on_gpu.sh OUT [OPTIONS]; CONTRIBUTING.md.
 # It needs this checkout, build/gpu-bundle (make gpu-bundle) and a Python with torch: PYTHON, or python3.
 set -euo pipefail
 export ON_GPU_STARTED=${ON_GPU_STARTED:-$(date +%s.%N)}  # the limit of the whole run begins here
