@@ -172,7 +172,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "registration",
         PLUGIN,
-        "the doctor finds nothing wrong with how it registers",
+        "the doctor finds nothing wrong with its registrations",
         plugin_checks.check_findings,
         brief=True,
     ),
@@ -180,13 +180,13 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "isolation",
         PLUGIN,
-        "a reset takes back what it did, and loading it again does the same",
+        "a reset undoes the plugin's changes, and a second load makes the same changes",
         plugin_checks.check_isolation,
     ),
     Check(
         "together",
         PLUGIN,
-        "beside the other plugins that may run here it replaces the same, without a conflict",
+        "beside the other plugins for this machine it replaces the same classes, without a conflict",
         plugin_checks.check_together,
     ),
     # A new process imports torch first.
@@ -207,43 +207,42 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "dtypes",
         PLATFORM,
-        "each dtype that the platform claims can be computed with",
+        "the platform computes in each dtype that it claims",
         plugin_checks.check_dtypes,
         brief=True,
     ),
     Check(
         "memory",
         PLATFORM,
-        "the platform tells in bytes how much memory there is, and how much is free",
+        "the platform tells its total and its free memory, in bytes",
         plugin_checks.check_memory,
         brief=True,
     ),
     Check(
         "seeding",
         PLATFORM,
-        "the same seed gives the same random numbers, another one others",
+        "equal seeds give equal random numbers, different seeds different ones",
         plugin_checks.check_seeding,
         brief=True,
     ),
     Check(
         "synchronisation",
         PLATFORM,
-        "work that was queued is done when the platform has synchronised",
+        "after a synchronisation, all queued work is done",
         plugin_checks.check_synchronisation,
         brief=True,
     ),
     Check(
         "streams",
         PLATFORM,
-        "streams that the platform claims keep their order, "
-        "and who waits for one finds its work done",
+        "the streams of the platform keep their order, and after a wait for one its work is done",
         plugin_checks.check_streams,
         brief=True,
     ),
     Check(
         "reachable",
         OP,
-        "constructing the op gives the replacement, and each kernel that it defines can run",
+        "constructing the op gives the replacement, and each of its kernels can run",
         kernel_checks.check_reached,
         brief=True,
         variants=_no_variant,
@@ -253,8 +252,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "values",
         OP,
-        "results are those of the reference in float64, "
-        "also of empty, odd and large inputs, in each claimed dtype",
+        "results equal the float64 reference, also for empty, odd and large inputs, "
+        "in each claimed dtype",
         _values,
         brief=True,
         dtypes=None,
@@ -263,39 +262,39 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "range",
         OP,
-        "large inputs overflow nowhere where the native definition's do not",
+        "large inputs overflow only if they overflow in the native definition",
         kernel_checks.check_range,
         dtypes=(torch.float16,),
     ),
     Check(
         "strides",
         OP,
-        "views give what contiguous tensors give",
+        "views give the results of contiguous tensors",
         _strides,
         brief=True,
     ),
     Check(
         "effects",
         OP,
-        "inputs stay as they are, and results are memory of their own",
+        "inputs stay as they are, and results have their own memory",
         _effects,
     ),
     Check(
         "repetition",
         OP,
-        "the same call gives the same bits again, and leaves what earlier ones returned",
+        "a repeated call gives the same bits, and leaves earlier results alone",
         kernel_checks.check_repetition,
     ),
     Check(
         "reentrancy",
         OP,
-        "threads that call at once get what each gets alone",
+        "calls in parallel threads give the results of single calls",
         kernel_checks.check_reentrancy,
     ),
     Check(
         "gradients",
         OP,
-        "no gradient is lost, and in float64 each is that of finite differences",
+        "no gradient is lost, and in float64 each equals finite differences",
         kernel_checks.check_gradients,
         brief=True,
         against=_no_gradient,
@@ -311,7 +310,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "operators",
         OP,
-        "torch.library.opcheck accepts the operators that a call runs",
+        "torch.library.opcheck accepts the operators of a call",
         kernel_checks.check_operators,
         variants=_first_variant,
     ),
@@ -319,8 +318,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "state",
         OP,
-        "parameters and buffers are those of the target by name, shape and dtype, "
-        "and load what those load",
+        "parameters and buffers have the names, shapes and dtypes of the target, "
+        "and load the same checkpoints",
         kernel_checks.check_state,
         variants=_built_variants,
         against=_no_module,
@@ -328,7 +327,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "copies",
         OP,
-        "deep copies and unpickled ops compute the same, with memory of their own",
+        "deep copies and unpickled ops compute the same, with their own memory",
         kernel_checks.check_copies,
         variants=_built_variants,
         against=_no_module,
@@ -344,7 +343,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "speed",
         OP,
-        "nothing: it measures how many times as fast as the native definition the plugin is",
+        "nothing: the check measures the speed as a multiple of the native definition's",
         _speed,
         timed=True,
         dtypes=None,
@@ -354,8 +353,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "contract",
         OP,
-        "a part of the engine, such as attention or a sampler, "
-        "keeps the contract of what it replaces",
+        "a part of the engine, such as attention or a sampler, keeps the contract of its target",
         _contract,
         variants=_no_variant,
         against=_no_contract,
