@@ -186,7 +186,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "together",
         PLUGIN,
-        "beside the other plugins for this machine it replaces the same classes, without a conflict",
+        "beside other plugins it replaces the same classes, without a conflict",
         plugin_checks.check_together,
     ),
     # A new process imports torch first.
