@@ -96,7 +96,7 @@ TASKS = {
     "first of a prefix": Task((24,), 1, prefix=1000),
     "second of a prefix": Task((24,), 1, prefix=1000),
     **{
-        f"{kind}, {number}": Chats((0,) * number, 128, kind=kind)
+        f"{kind}, {number}": Chats((0,) * number, 128, many=number > 1, kind=kind)
         for kind in CHATS
         for number in REQUESTS_WITH_DRAFTS
     },

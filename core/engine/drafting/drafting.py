@@ -18,7 +18,7 @@ _METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
     {"ngram": PromptLookup, "suffix": SharedSuffixes}
 )
 
-_FIRST_CHANCE = 0.5
+_FIRST_CHANCE = 0.25
 _OF_REQUEST = 1 / 8
 """The weight of the newest guess in the chance of a request."""
 
