@@ -19,6 +19,7 @@ num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_to
 generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total iteration_tokens_total
 time_to_first_token_seconds request_queue_time_seconds request_time_per_output_token_seconds
 e2e_request_latency_seconds
+spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 """
 """Metrics of vLLM that are here too, without its prefix."""
 
@@ -84,6 +85,24 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
         value(registry, f"request_{part}_time_seconds_sum") for part in ("prefill", "decode")
     )
     assert queue + prompts + answers == pytest.approx(whole)
+
+
+def test_drafts_are_counted(tmp_path: Path) -> None:
+    """Drafts, their tokens and the accepted ones are the totals of the engine; the others came with a token each."""
+    written("Llama", tmp_path / "llama")
+    registry = prometheus.CollectorRegistry()
+    settings: dict[str, Any] = {"cache.num_blocks": 40, "load.progress": False}
+    settings |= {"speculation.method": "ngram", "speculation.exact": False}
+    exporter = PrometheusExporter("small", registry)
+    llm = LLM(str(tmp_path / "llama"), on_step=exporter, max_model_len=64, **settings)
+    llm.generate([[6] * 12, [7] * 9], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    totals = llm.stats().counters
+    assert value(registry, "spec_decode_num_drafts_total") == totals.drafts > 0
+    assert value(registry, "spec_decode_num_draft_tokens_total") == totals.draft_tokens
+    accepted = value(registry, "spec_decode_num_accepted_tokens_total")
+    assert 0 < accepted <= totals.draft_tokens
+    assert totals.sampled_tokens == 80
+    assert totals.decode_tokens - totals.draft_tokens == 78 - accepted
 
 
 def test_names_and_labels_are_those_of_vllm(served: tuple[LLM, Any]) -> None:
