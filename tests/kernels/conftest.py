@@ -81,6 +81,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     from opgraft.ops.activation import triton as triton_activation
     from opgraft.ops.attention import triton as triton_attention
     from opgraft.ops.attention.latent import triton as triton_latents
+    from opgraft.ops.attention.quantized import triton as triton_quantized_attention
     from opgraft.ops.fused.quantization import triton as triton_fused
     from opgraft.ops.layernorm import triton as triton_norm
     from opgraft.ops.moe.fused import triton as triton_experts
@@ -103,6 +104,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         triton_latents,
         triton_norm,
         triton_quant,
+        triton_quantized_attention,
         triton_rotary,
         triton_scan,
     ):

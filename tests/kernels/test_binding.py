@@ -51,7 +51,15 @@ def _is_all(node: ast.Assign) -> bool:
 
 
 @pytest.mark.parametrize(
-    "op", [ops.SiluAndMul, ops.RMSNorm, ops.LayerNorm, ops.RotaryEmbedding, ops.QuantFP8]
+    "op",
+    [
+        ops.SiluAndMul,
+        ops.RMSNorm,
+        ops.LayerNorm,
+        ops.RotaryEmbedding,
+        ops.QuantFP8,
+        ops.ScaledDotProductAttention,
+    ],
 )
 def test_methods_are_derived_from_the_declared_kernels(op: type) -> None:
     """Where a class declares kernels for GPUs of a vendor it has the method for their key."""

@@ -166,6 +166,14 @@ def latents(
         return query, cache, table, bounds, lengths, rank, 0.1
 
 
+def heads_of_prompts(tokens: int, head_size: int, dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for causal attention with a result in fp8, with eight key heads for 32 of the query."""
+    with torch.device("meta"):
+        query = torch.empty(2, 32, tokens, head_size, dtype=dtype)
+        keys = torch.empty(2, 8, tokens, head_size, dtype=dtype)
+        return query, keys, keys, torch.empty(1), None, True, None, True
+
+
 def experts(tokens: int, dtype: torch.dtype, activation: str) -> Any:
     """Arguments on ``meta`` for 64 experts, eight of each token."""
     with torch.device("meta"):
@@ -219,6 +227,14 @@ FITTING = {
     "latents, decodes": ("mla_paged_attention", lambda: latents(4, 4, 128, 512, torch.bfloat16)),
     "latents, few heads": ("mla_paged_attention", lambda: latents(3000, 2, 16, 512, torch.float16)),
     "latents, narrow": ("mla_paged_attention", lambda: latents(3000, 2, 16, 256, torch.float32)),
+    "attention to fp8": (
+        "scaled_dot_product_attention_quant_fp8_static",
+        lambda: heads_of_prompts(3000, 128, torch.bfloat16),
+    ),
+    "attention to fp8, wide dtype": (
+        "scaled_dot_product_attention_quant_fp8_static",
+        lambda: heads_of_prompts(3000, 256, torch.float32),
+    ),
     "experts, few tokens": ("fused_experts", lambda: experts(4, torch.bfloat16, "silu")),
     "experts, many tokens": ("fused_experts", lambda: experts(4096, torch.float16, "swigluoai")),
     "experts, wide dtype": ("fused_experts", lambda: experts(4096, torch.float32, "gelu")),
@@ -274,6 +290,7 @@ LEADS = {
     "apply_rotary_emb": lambda rows: (1, rows),
     "paged_attention": lambda rows: (rows, 11),
     "mla_paged_attention": lambda rows: (rows, 11),
+    "scaled_dot_product_attention_quant_fp8_static": lambda rows: (rows, 11),
     "fused_experts": lambda rows: (11 + rows % 9,),
 }
 """The leading dimensions of inputs by their number of rows, where those are not it. No two sizes may be the same."""

@@ -36,6 +36,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 
 from opgraft.ops.attention import triton as kernels
+from opgraft.ops.attention.quantized import triton as quantized_attention
 from opgraft.ops.quantization import triton as quantization
 
 pytestmark = pytest.mark.usefixtures("exact_arithmetic")
@@ -162,7 +163,7 @@ def test_keys_in_parts(
     """Where programs divide the keys, the sum of their parts is the whole, even of parts without a key."""
     monkeypatch.setattr(kernels, "PART", 1)
     monkeypatch.setattr(kernels, "PROGRAMS", 10**6)
-    monkeypatch.setattr(kernels, "_tile_of_keys", lambda *arguments: 16)
+    monkeypatch.setattr(kernels, "tile_of_keys", lambda *arguments: 16)
     arguments = drawn(batch, seed=parts, **settings)
     monkeypatch.setattr(kernels, "MOST_PARTS", parts)
     expect_right(arguments)
@@ -409,3 +410,83 @@ def test_codes_beside_queries_of_half_precision(variant: str) -> None:
     small = dataclasses.replace(SPECS["paged_attention"], large=())
     for dtype in (torch.bfloat16, torch.float16):
         assert checks.check_values(small, variant, dtype, ATTEND) < 0.5
+
+
+QUANTISED = "scaled_dot_product_attention_quant_fp8_static"
+
+
+def quantised_by(
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    **settings: Any,
+) -> tuple[Tensor, Tensor, list[str]]:
+    """Attend with a result in fp8, and return it, that of the definition, and the launched kernels."""
+    queries, keys = lengths
+    generator = torch.Generator().manual_seed(sum(lengths))
+    size = settings.pop("head_size", 20)
+
+    def draw(tokens: int, count: int) -> Tensor:
+        rows = torch.randn(2, tokens, count, size, generator=generator).to(dtype)
+        # Heads as a layer has them: columns of a projection.
+        return rows.transpose(1, 2)
+
+    arguments = {
+        "query": draw(queries, heads[0]),
+        "key": draw(keys, heads[1]),
+        "value": draw(keys, heads[1]),
+        "output_scale": torch.tensor([0.02]),
+        "enable_gqa": heads[0] != heads[1],
+        **settings,
+    }
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (quantized_attention, quantization):
+            patch.setattr(module, "launch", _noting(module.launch, names))
+        got = triton_kernels()[QUANTISED](**arguments)
+    return got, FUNCTIONALS[QUANTISED].native(**arguments), names
+
+
+def _noting(launch: Any, names: list[str]) -> Callable[..., None]:
+    def note(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
+    return note
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 70), (70, 33), (33, 70)], ids=str)
+def test_a_quantised_result(
+    lengths: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, is_causal: bool
+) -> None:
+    """One kernel attends and quantises: tokens and keys over several tiles, heads that share keys, causal or not."""
+    got, expected, names = quantised_by(lengths, heads, dtype, is_causal=is_causal)
+    assert names == ["attention_quant_kernel"]
+    assert got.is_contiguous()
+    difference = (got.float() - expected.float()).abs()
+    # A value at the edge between two numbers of fp8 may go to either.
+    assert (difference <= expected.float().abs() * 0.125 + 2**-9).all()
+    assert (difference > 0).float().mean() < 0.05
+
+
+UNTAKEN = {
+    "a mask": {"attn_mask": torch.ones(9, 12, dtype=torch.bool).tril(2)},
+    "a wide head": {"head_size": 300},
+}
+
+
+@pytest.mark.parametrize("case", UNTAKEN)
+def test_a_quantised_result_by_separate_kernels(case: str) -> None:
+    """For what the kernel does not take, torch attends, and the kernel of the quantisation follows."""
+    got, expected, names = quantised_by((9, 12), (4, 4), torch.float32, **UNTAKEN[case])
+    assert names == ["given_scale_kernel"]
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_quantised_result_refuses_as_the_definition() -> None:
+    """Heads that share no keys evenly are refused in the words of the definition."""
+    with pytest.raises(ValueError, match="key has 3 heads, expected a divisor of the 4 heads"):
+        quantised_by((5, 6), (4, 3), torch.float32)

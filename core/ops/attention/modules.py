@@ -10,9 +10,12 @@ from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.attention import functional as forms
 from opgraft.ops.attention.functional import as_heads
+from opgraft.ops.on_triton import on_triton
 from torch import Tensor
 
 __all__ = ["MMEncoderAttention", "ScaledDotProductAttention"]
+
+TRITON = on_triton("opgraft.ops.attention.quantized.triton")
 
 
 def _by_flash_kernel(
@@ -64,6 +67,9 @@ class ScaledDotProductAttention(CustomOp):
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
         return attended
+
+    # Makes forward_cuda and forward_xpu. Torch has a kernel for the plain result.
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("mm_encoder_attn")

@@ -163,7 +163,7 @@ def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
+def scores_of(q, keys, key, end, position, window, scale, cap: tl.constexpr):
     """Return scores in units of log 2; minus infinity for a key outside the view of a position."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if cap > 0.0:
@@ -259,7 +259,7 @@ def paged_attention_kernel(
             q.dtype,
             tile_columns,
         )
-        scores = _scores(q, keys, key, end, position, window, scale * key_scales, cap)
+        scores = scores_of(q, keys, key, end, position, window, scale * key_scales, cap)
         attended, highest, total = added_keys(attended, highest, total, scores, values, scales)
     row = token * heads + head
     store_part(out, log_sums, row, part, parts, exists, attended, highest, total, head_size)
@@ -385,7 +385,7 @@ def _tile_of_heads(rows: int, head_size: int) -> Tile:
     return Tile(rows, columns, warps)
 
 
-def _tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
+def tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
     """Return a tile for tokens of one sequence, each with the heads of a group.
 
     Sequences with few tokens get a small tile. A tile has at most 16 KiB, so
@@ -484,7 +484,7 @@ def _attend(
     _, _, key_heads, block_size, row_size = cache.shape
     sequences = lengths.shape[0]
     group = heads // key_heads
-    tile = _tile_of_queries(query, group, sequences)
+    tile = tile_of_queries(query, group, sequences)
     programs = blocks_at_most(tokens, sequences, tile.rows // group) * key_heads
     most_keys = min(block_table.shape[1] * block_size, window)
     parts = parts_of_keys(programs, most_keys)
@@ -520,7 +520,7 @@ def _attend(
         block_size=block_size,
         cap=cap,
         has_sinks=sinks is not None,
-        tile_keys=_tile_of_keys(tile, query),
+        tile_keys=tile_of_keys(tile, query),
     )
     if parts > 1:
         add_parts(results, log_sums, out, tile, parts)
@@ -556,6 +556,6 @@ def parts_of_keys(programs: int, keys: int) -> int:
     return max(1, min(MOST_PARTS, PROGRAMS // programs, keys // PART))
 
 
-def _tile_of_keys(tile: Tile, query: Tensor) -> int:
+def tile_of_keys(tile: Tile, query: Tensor) -> int:
     """Return the keys that a program reads at a time: 8 KiB, within 16 to 64 keys."""
     return min(64, max(16, 8192 // (tile.columns * query.element_size())))
