@@ -147,7 +147,9 @@ def ranks(arguments: argparse.Namespace) -> Iterator[Finding]:
 def products(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Tell what exchange and product at once could gain on two ranks: at best, a product without any exchange.
 
-    A rank that sends some rows while it computes others divides the product, which then reads all weights twice.
+    A rank that sends some rows while it computes others divides the product, which then reads all weights twice. A
+    division of columns reads them once. An exchange through memory is work of the rank's own processor: only what the
+    exchange waits could be hidden.
     """
     with Ranks(2) as two:
         two.run(prefer, -20)
@@ -155,15 +157,17 @@ def products(arguments: argparse.Namespace) -> Iterator[Finding]:
             for rows in ROWS:
                 for form in PRODUCTS:
                     sizes = (rows, hidden, intermediate)
-                    alone, exchanged, divided = two.run(
-                        product_times, form, *sizes, arguments.rounds
-                    )[0]
+                    rounds = arguments.rounds
+                    times = two.run(product_times, form, *sizes, rounds)[0]
                     label = f"{form}, {rows} rows, {hidden:,} by {intermediate:,}, two ranks"
-                    share, rounds = [(alone, alone + exchanged)], arguments.rounds
+                    both = times.product + times.exchange
+                    share = [(times.product, both)]
                     yield _finding(f"{label}, product / both", share, rounds)
-                    if rows > 1:
-                        halves = [(divided, alone)]
-                        yield _finding(f"{label}, product in two parts / at once", halves, rounds)
+                    work = [(times.product + times.work, both)]
+                    yield _finding(f"{label}, without waiting / both", work, rounds)
+                    for kind, seconds in times.divided.items():
+                        halves = [(seconds, times.product)]
+                        yield _finding(f"{label}, product by {kind} / at once", halves, rounds)
 
 
 def _name(dtype: torch.dtype) -> str:

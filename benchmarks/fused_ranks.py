@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 ROWS = (1, 32, 512)
 HIDDEN = 2048
@@ -39,26 +39,46 @@ def compare(
     return found[1:]
 
 
+class Times(NamedTuple):
+    """The least seconds of a product and an exchange. Products are timed by processor time.
+
+    Attributes:
+        product: the product at once.
+        exchange: the exchange by the clock.
+        work: the exchange by processor time. A rank has one processor, which cannot compute meanwhile.
+        divided: the product in two parts, by the kind of parts.
+    """
+
+    product: float
+    exchange: float
+    work: float
+    divided: dict[str, float]
+
+
 def product_times(
     state: dict[str, Any], form: str, rows: int, hidden: int, intermediate: int, rounds: int
-) -> tuple[float, float, float]:
-    """Return the least seconds of a product, of the exchange, and of the product in two parts.
-
-    Products are timed by the processor time of their thread.
-    """
+) -> Times:
+    """Measure a product beside an exchange."""
     import torch
 
-    product, exchange, parts = _SIDES_OF_PRODUCTS[form](rows, hidden, intermediate)
-    found: list[list[float]] = [[], [], []]
+    product, exchange, divided = _SIDES_OF_PRODUCTS[form](rows, hidden, intermediate)
+    if rows == 1:
+        divided.pop("rows", None)
+    alone: list[float] = []
+    exchanged: list[float] = []
+    work: list[float] = []
+    parts: dict[str, list[float]] = {kind: [] for kind in divided}
     with torch.inference_mode():
         for _ in range(rounds + 1):
-            found[0].append(_seconds_of_thread(product))
-            found[1].append(_seconds(exchange))
-            found[2].append(_seconds_of_thread(parts))
+            alone.append(_seconds_of_thread(product))
+            exchanged.append(_seconds(exchange))
+            work.append(_seconds(exchange, time.thread_time))
+            for kind, call in divided.items():
+                parts[kind].append(_seconds_of_thread(call))
     del state
     # The first round warms up.
-    alone, exchanged, divided = (min(each[1:]) for each in found)
-    return alone, exchanged, divided
+    least = {kind: min(seconds[1:]) for kind, seconds in parts.items()}
+    return Times(min(alone[1:]), min(exchanged[1:]), min(work[1:]), least)
 
 
 def _seconds_of_thread(call: Callable[[], object]) -> float:
@@ -67,7 +87,9 @@ def _seconds_of_thread(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _seconds(
+    call: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds of a call, the least of a few, once all ranks are there."""
     import torch
     from opgraft.distributed import get_tp_group
@@ -75,9 +97,9 @@ def _seconds(call: Callable[[], object]) -> float:
     found: list[float] = []
     for _ in range(REPEATS):
         get_tp_group().all_reduce(torch.zeros(1))
-        start = time.perf_counter()
+        start = clock()
         call()
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return min(found)
 
 
@@ -115,18 +137,38 @@ def _quantized_norm(rows: int, dtype: str) -> Sides:
     return (lambda: form(x, residual, TOKEN, weight, EPS), apart)
 
 
-def _scattered(rows: int, hidden: int, intermediate: int) -> Sides:
+class _Product(NamedTuple):
+    """A product beside an exchange.
+
+    Attributes:
+        whole: computes the product at once.
+        exchange: exchanges as many rows as the product has.
+        divided: computes the product in two parts, by the kind of parts that can be exchanged.
+    """
+
+    whole: Callable[[], object]
+    exchange: Callable[[], object]
+    divided: dict[str, Callable[[], object]]
+
+
+def _scattered(rows: int, hidden: int, intermediate: int) -> _Product:
     import torch
     from opgraft import functional
 
-    x, weight = torch.randn(rows, intermediate // 2), _weight(hidden, intermediate // 2)
+    x = torch.randn(rows, intermediate // 2)
+    weight = _weight(hidden, intermediate // 2)
+    halves = [_weight(hidden // 2, intermediate // 2) for _ in range(2)]
     exchange = partial(
         torch.ops.opgraft.reduce_scatter_rows, torch.randn(rows, hidden), 2, "tensor"
     )
-    return partial(functional.linear, x, weight), exchange, partial(_in_two_parts, x, weight)
+    divided = {
+        "rows": partial(_by_rows, x, weight),
+        "columns": lambda: [functional.linear(x, half) for half in halves],
+    }
+    return _Product(partial(functional.linear, x, weight), exchange, divided)
 
 
-def _gathered(rows: int, hidden: int, intermediate: int) -> Sides:
+def _gathered(rows: int, hidden: int, intermediate: int) -> _Product:
     import torch
     from opgraft import functional
 
@@ -135,14 +177,12 @@ def _gathered(rows: int, hidden: int, intermediate: int) -> Sides:
     weight = _weight(intermediate, hidden)
 
     exchange = partial(torch.ops.opgraft.all_gather_rows, part, rows, 2, "tensor")
-    return (
-        partial(functional.linear, whole, weight),
-        exchange,
-        partial(_in_two_parts, whole, weight),
-    )
+    # Each column of the product needs all rows of the other rank.
+    divided = {"rows": partial(_by_rows, whole, weight)}
+    return _Product(partial(functional.linear, whole, weight), exchange, divided)
 
 
-def _in_two_parts(x: Any, weight: Any) -> object:
+def _by_rows(x: Any, weight: Any) -> object:
     from opgraft import functional
 
     return [functional.linear(part, weight) for part in x.chunk(2)]
@@ -160,7 +200,7 @@ def _weight(outputs: int, inputs: int) -> Any:
 
 _SIDES: dict[str, Callable[[int, str], Sides]] = {FORMS[0]: _norm, FORMS[1]: _quantized_norm}
 
-_SIDES_OF_PRODUCTS: dict[str, Callable[[int, int, int], Sides]] = {
+_SIDES_OF_PRODUCTS: dict[str, Callable[[int, int, int], _Product]] = {
     PRODUCTS[0]: _scattered,
     PRODUCTS[1]: _gathered,
 }

@@ -154,6 +154,15 @@ def test_strided_input() -> None:
     assert_parity(rotary(torch.float32), torch.arange(5), heads, heads)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_strided_weight(with_residual: bool) -> None:
+    """A weight with gaps between its elements counts by its elements, not by its memory."""
+    op = rms_norm(torch.float32)
+    op.weight = nn.Parameter(draw(2 * HIDDEN)[::2])
+    x = draw(5, HIDDEN)
+    assert_parity(op, x, x.flip(0) if with_residual else None)
+
+
 def test_what_the_extension_cannot_do_runs_natively() -> None:
     """Part of a head, a query alone, part of the variance: results stay those of the native definition."""
     heads = draw(5, HEADS * HEAD_SIZE)
