@@ -37,18 +37,48 @@ __all__ = ["scaled_dot_product_attention_quant_fp8_static"]
 
 
 @triton.jit
-def _share_of_program(queries, key_heads, tokens):
+def _share_of_program(tokens, key_heads, queries):
     """Return the entry of the batch, the key head, the first token, and the number of tokens."""
     program = tl.program_id(0)
-    blocks = tl.cdiv(queries, tokens)
-    first = program % blocks * tokens
+    blocks = tl.cdiv(tokens, queries)
+    first = program % blocks * queries
     key_head = program // blocks % key_heads
     # In int64, as the place of an element may exceed 2^31.
     entry = (program // blocks // key_heads).to(tl.int64)
-    return entry, key_head, first, tl.minimum(tokens, queries - first)
+    return entry, key_head, first, tl.minimum(queries, tokens - first)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit
+def _attended(
+    queries,
+    key,
+    value,
+    key_row,
+    value_row,
+    position,
+    end,
+    head_size,
+    scale,
+    window: tl.constexpr,
+    tile_keys: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """Return the values up to ``end`` that rows of queries attend to, each up to its position."""
+    highest = tl.full((queries.shape[0], 1), LOWEST, tl.float32)
+    total = tl.zeros((queries.shape[0], 1), tl.float32)
+    attended = tl.zeros((queries.shape[0], tile_columns), tl.float32)
+    for start in range(0, end, tile_keys):
+        place = start + tl.arange(0, tile_keys)
+        row = place[:, None].to(tl.int64)
+        seen = row < end
+        keys = loaded_rows(key + row * key_row, seen, head_size, queries.dtype, tile_columns)
+        values = loaded_rows(value + row * value_row, seen, head_size, queries.dtype, tile_columns)
+        scores = scores_of(queries, keys, place, end, position, window, scale, 0.0)
+        attended, highest, total = added_keys(attended, highest, total, scores, values)
+    return attended / total
+
+
+@triton.jit(do_not_specialize=["tokens", "keys"])
 def attention_quant_kernel(
     query,
     key,
@@ -57,7 +87,7 @@ def attention_quant_kernel(
     output_scale,
     heads,
     group,
-    queries,
+    tokens,
     keys,
     head_size,
     scale,
@@ -77,39 +107,38 @@ def attention_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    entry, shared_head, first, count = _share_of_program(
-        queries, heads // group, tile_rows // group
-    )
+    entry, shared_head, first, count = _share_of_program(tokens, heads // group, tile_rows // group)
     offset, token, head, exists = rows_of_queries(first, count, shared_head, group, tile_rows)
     dtype = query.dtype.element_ty
     query += entry * query_entry + head * query_head + token * query_row
-    loaded = loaded_rows(query, exists, head_size, dtype, tile_columns)
+    queries = loaded_rows(query, exists, head_size, dtype, tile_columns)
     end = keys
     position = offset * 0 + keys
     if is_causal:
         end = tl.minimum(keys, first + count)
         position = first + offset
-
-    highest = tl.full((tile_rows, 1), LOWEST, tl.float32)
-    total = tl.zeros((tile_rows, 1), tl.float32)
-    attended = tl.zeros((tile_rows, tile_columns), tl.float32)
     key += entry * key_entry + shared_head * key_head
     value += entry * value_entry + shared_head * value_head
-    for start in range(0, end, tile_keys):
-        place = start + tl.arange(0, tile_keys)
-        row = place[:, None].to(tl.int64)
-        seen = row < end
-        ks = loaded_rows(key + row * key_row, seen, head_size, dtype, tile_columns)
-        values = loaded_rows(value + row * value_row, seen, head_size, dtype, tile_columns)
-        scores = scores_of(loaded, ks, place, end, position, window, scale, 0.0)
-        attended, highest, total = added_keys(attended, highest, total, scores, values)
-
-    rounded = (attended / total).to(dtype)
+    attended = _attended(
+        queries,
+        key,
+        value,
+        key_row,
+        value_row,
+        position,
+        end,
+        head_size,
+        scale,
+        window,
+        tile_keys,
+        tile_columns,
+    )
     column = tl.arange(0, tile_columns)[None, :]
     inside = exists & (column < head_size)
-    q += ((entry * heads + head) * queries + token) * head_size
+    q += ((entry * heads + head) * tokens + token) * head_size
     by = tl.load(output_scale).to(tl.float32)
-    store_quantized(q + column, rounded, by, highest_code, inside)
+    # The separate kernels round here, too.
+    store_quantized(q + column, attended.to(dtype), by, highest_code, inside)
 
 
 def _fits(
