@@ -87,9 +87,7 @@ def _seconds_of_thread(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def _seconds(
-    call: Callable[[], object], clock: Callable[[], float] = time.perf_counter
-) -> float:
+def _seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of a call, the least of a few, once all ranks are there."""
     import torch
     from opgraft.distributed import get_tp_group

@@ -43,7 +43,9 @@ def skewed(
     hidden_states: Any, logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, ...]:
     """Route as the model does, but for a liking for the last experts, which are on one rank at first."""
-    shares, chosen = (logits + torch.arange(EXPERTS) * 0.4).softmax(-1).topk(top_k)
+    shares, chosen = (
+        (logits + torch.arange(EXPERTS, device=logits.device) * 0.4).softmax(-1).topk(top_k)
+    )
     return shares / shares.sum(-1, keepdim=True), chosen
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.binding.derivation import is_derived
-from opgraft.binding.functional import FUNCTIONALS
 from opgraft.binding.kernels import choose_kernel
 from opgraft.errors import MissingKernelError
 from opgraft.ops import on_triton
 from opgraft.ops.on_triton import triton_kernels, triton_missing
+from opgraft.testing.catalogue import SPECS
 
 GPU_CHAINS = {
     "forward_cuda": ("oot", "hip", "cuda", "native"),
@@ -43,7 +43,7 @@ def test_every_declared_module_exists_and_names_its_kernels() -> None:
             for target in n.targets
             if isinstance(target, ast.Name)
         }
-        assert set(names) <= defined & set(FUNCTIONALS)
+        assert set(names) <= defined & set(SPECS)
 
 
 def _is_all(node: ast.Assign) -> bool:
