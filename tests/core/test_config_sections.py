@@ -43,6 +43,9 @@ SAMPLES = {
     "FLAGS": '{"a": true}',
 }
 
+NEEDED = {"speculation.method": {"model.batch_invariant": True}}
+"""By setting: others without which it is a contradiction."""
+
 
 def sample(field: Field) -> str:
     """A value that the field takes and that is not its default, as the command line has it."""
@@ -87,7 +90,9 @@ def test_every_field_is_reached_from_text_variable_and_file(name: str, tmp_path:
         ((origin, layer),) = read_file(str(tmp_path / file)).layers
         assert layer == expected, file
         assert origin == f"{tmp_path / file}, line {line}"
-    (row,) = [row for row in resolve([("there", expected)]).rows() if row[0] == name]
+    needed = config_from_fields(NEEDED.get(name, {}))
+    rows = resolve([("beside", needed), ("there", expected)]).rows()
+    (row,) = [row for row in rows if row[0] == name]
     assert parse_text(name, row[1]) == parse_text(name, text)
     assert row[2] == "there"
 
