@@ -167,7 +167,7 @@ def products(arguments: argparse.Namespace) -> Iterator[Finding]:
                     yield _finding(f"{label}, without waiting / both", work, rounds)
                     for kind, seconds in times.divided.items():
                         halves = [(seconds, times.product)]
-                        yield _finding(f"{label}, product by {kind} / at once", halves, rounds)
+                        yield _finding(f"{label}, product {kind} / at once", halves, rounds)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ EPS = 1e-5
 TOKEN = (1, -1)
 FORMS = ("sum of ranks and norm", "sum of ranks and norm, by token")
 PRODUCTS = ("product and reduce-scatter", "all-gather and product")
+BY_ROWS, BY_COLUMNS = "in two parts", "in two parts of columns"
 REPEATS = 15
 """Calls of a side in a round."""
 
@@ -63,7 +64,7 @@ def product_times(
 
     product, exchange, divided = _SIDES_OF_PRODUCTS[form](rows, hidden, intermediate)
     if rows == 1:
-        divided.pop("rows", None)
+        divided.pop(BY_ROWS)
     alone: list[float] = []
     exchanged: list[float] = []
     work: list[float] = []
@@ -160,8 +161,8 @@ def _scattered(rows: int, hidden: int, intermediate: int) -> _Product:
         torch.ops.opgraft.reduce_scatter_rows, torch.randn(rows, hidden), 2, "tensor"
     )
     divided = {
-        "rows": partial(_by_rows, x, weight),
-        "columns": lambda: [functional.linear(x, half) for half in halves],
+        BY_ROWS: partial(_by_rows, x, weight),
+        BY_COLUMNS: lambda: [functional.linear(x, half) for half in halves],
     }
     return _Product(partial(functional.linear, x, weight), exchange, divided)
 
@@ -176,7 +177,7 @@ def _gathered(rows: int, hidden: int, intermediate: int) -> _Product:
 
     exchange = partial(torch.ops.opgraft.all_gather_rows, part, rows, 2, "tensor")
     # Each column of the product needs all rows of the other rank.
-    divided = {"rows": partial(_by_rows, whole, weight)}
+    divided = {BY_ROWS: partial(_by_rows, whole, weight)}
     return _Product(partial(functional.linear, whole, weight), exchange, divided)
 
 

@@ -203,12 +203,13 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         """
         device = positions.device
         dtype = compute_dtype(self.dtype)
-        longer = (lengths.double() / self.max_trained_positions).clamp(min=1.0)
+        # Not in float64, which some devices lack.
+        longer = (lengths.to(dtype) / self.max_trained_positions).clamp(min=1.0)
         stretch = self.scaling_factor * longer - (self.scaling_factor - 1)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=device)
         exponents = exponents / self.rotary_dim
-        angles = positions[:, None] / torch.pow(base.to(dtype)[:, None], exponents)
+        angles = positions[:, None] / torch.pow(base[:, None], exponents)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
         rows = torch.arange(len(positions), device=device)
         self._tokens = (rows, table)
