@@ -69,7 +69,8 @@ def with_table(text: str, header: str, rows: Callable[[Known], Iterable[Row]]) -
 
     def renewed(found: re.Match[str]) -> str:
         lines = [
-            [cell.strip() for cell in line.strip("|").split(" | ")]
+            # The spaces of a bar belong to two cells, so that an empty cell counts.
+            [cell.strip() for cell in re.split(r"(?<= )\|(?= )", line.strip("|"))]
             for line in found[2].splitlines()
         ]
         known = {key_of(line[0]): line for line in lines}
@@ -88,7 +89,7 @@ def key_of(cell: str) -> str:
 def settings(known: Known) -> Iterator[Row]:
     for field in FIELDS.values():
         default = field.unset if field.default is None else f"`{text_of(field.default)}`"
-        yield f"`{field.name}`", field.words, default, f"`{field.variable}`", field.help
+        yield f"`{field.name}`<br>`{field.variable}`", field.words, default, field.help
 
 
 def hooks(known: Known) -> Iterator[Row]:
@@ -126,7 +127,7 @@ def error_rows(known: Known) -> Iterator[Row]:
 
 
 TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
-    "settings": ("| setting | value | default | variable | |", settings),
+    "settings": ("| setting and variable | value | default | |", settings),
     "hooks": ("| hook | returns | |", hooks),
     "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
     "errors": ("| error | also a | exit code | |", error_rows),

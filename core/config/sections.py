@@ -29,23 +29,23 @@ class ModelConfig(Section):
         choices=DTYPES,
     )
     max_model_len: int | None = setting(
-        "longest context in tokens, at most that which the model was made for",
+        "longest context in tokens, at most the model's own",
         minimum=1,
         unset="the checkpoint's",
     )
     seed: int = setting("seed of random numbers", default=0, minimum=0, maximum=2**63 - 1)
     implementation: str = setting(
-        "whose definition of the model runs; auto takes opgraft's where there is one",
+        "the definition of the model to run; auto takes opgraft's if one exists",
         default="auto",
         choices=("auto", "opgraft", "transformers"),
     )
     batch_invariant: bool = setting(
-        "compute each token bit for bit alike, whatever else is in the batch, which takes longer "
-        "and on CPUs needs the kernels of opgraft-cpu-kernels",
+        "compute each token with the same bits in every batch; takes longer, and on CPUs needs "
+        "the kernels of opgraft-cpu-kernels",
         default=False,
     )
     part: str | None = setting(
-        "name in the checkpoint's config of the part that is the model, such as text_config",
+        "part of the checkpoint that is the model, by its name in the config, such as text_config",
         unset="the whole",
     )
     chat_template: str | None = setting(
@@ -88,9 +88,9 @@ class CacheConfig(Section):
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
     num_states: int | None = setting(
-        "states of sequences that the cache holds, for models whose layers keep some",
+        "states of sequences in the cache, for models whose layers have states",
         minimum=1,
-        unset="two for each request that runs at once, as memory allows",
+        unset="two for each running request, as memory allows",
     )
 
 
@@ -106,13 +106,12 @@ class SchedulerConfig(Section):
         "process long prompts in chunks beside other requests", default=True
     )
     policy: str = setting(
-        "order of requests: first come, first served, or by the priority that each is given",
+        "order of requests: first come, first served, or by the priority of each",
         default="fcfs",
         choices=("fcfs", "priority"),
     )
     on_step_error: str = setting(
-        "an error in the middle of a step ends the requests of that step, or stops the engine with"
-        " all of them",
+        "an error in the middle of a step ends the requests of the step, or stops the engine",
         default="fail_requests",
         choices=("fail_requests", "stop"),
     )
@@ -125,16 +124,17 @@ class SpeculationConfig(Section):
     section: ClassVar[str] = "speculation"
 
     method: str | None = setting(
-        "drafts tokens that followed the same ones: in the request's own prompt and answer, or "
-        "also in recent answers to requests of the same cache salt",
+        "draft tokens that followed the same tokens before: in the request's own prompt and "
+        "answer, or also in recent answers to requests of the same cache salt",
         choices=("ngram", "suffix"),
-        unset="none are drafted",
+        unset="no drafts",
     )
     max_tokens: int = setting(
-        "tokens that are drafted for a request in a step, at most", default=8, minimum=1
+        "drafted tokens for a request in a step, at most", default=8, minimum=1
     )
     adaptive: bool = setting(
-        "draft as many tokens as pay by what was accepted and by the time of steps", default=True
+        "choose the number of drafted tokens by the accepted tokens and the time of steps",
+        default=True,
     )
     remembered_tokens: int = setting(
         "tokens of answers that the method suffix remembers, of all cache salts together, at most",
@@ -142,8 +142,8 @@ class SpeculationConfig(Section):
         minimum=1,
     )
     exact: bool = setting(
-        "the tokens and their log-probabilities have the bits that they have without drafts, for "
-        "which model.batch_invariant is needed",
+        "tokens and log-probabilities have the same bits as without drafts; needs "
+        "model.batch_invariant",
         default=True,
     )
 
@@ -163,70 +163,68 @@ class ParallelConfig(Section):
     tensor: int = setting("ranks that share each layer", default=1, minimum=1)
     pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
     stage_layers: Sequence[int] = setting(
-        "layers of each rank of the pipeline, in its order; without it they are spread by the "
-        "bytes of weights",
+        "number of layers of each rank of the pipeline, in order; if empty, layers are spread by"
+        " the bytes of weights",
         default=(),
     )
     data: int = setting("replicas that share the requests", default=1, minimum=1)
     on_replica_loss: str = setting(
-        "what becomes of the requests of a replica whose workers are lost: they fail, or move to "
-        "another one, which goes on with what they have",
+        "requests of a replica whose workers are lost fail, or move to another replica, which "
+        "continues the answers",
         default="fail",
         choices=("fail", "move"),
     )
     least_replicas: int = setting(
-        "replicas that must be left, or be starting again; with fewer the engine has stopped",
+        "replicas that must run or be starting again; with fewer, the engine stops",
         default=1,
         minimum=1,
     )
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
     executor: str | None = setting(
-        "where workers run: in this process, in processes of their own, one for each rank, in "
-        "processes that a launcher such as torchrun has started, of which this is one, or on the "
-        "hosts of a Ray cluster",
+        "where workers run: in this process, in a process for each rank, in the processes of a "
+        "launcher such as torchrun, or on the hosts of a Ray cluster",
         choices=("in_process", "processes", "external", "ray"),
-        unset="external under torchrun, processes where tensor, pipeline or data is above 1 or "
-        "under opgraft serve, else in_process",
+        unset="external under torchrun; processes if tensor, pipeline or data is above 1, or under "
+        "opgraft serve; else in_process",
     )
     devices_per_rank: int = setting(
-        "devices that each rank spreads its layers over, on platforms where a process can have "
+        "devices that each rank spreads its layers over, on platforms whose processes can have "
         "several",
         default=1,
         minimum=1,
     )
     start_seconds: float = setting(
-        "seconds after which workers that do not come to the end of a part of their start, such as"
-        " loading the model, are taken to hang, named and ended",
+        "seconds for each part of a worker's start, such as loading the model; then the worker "
+        "counts as hanging, and is named and ended",
         default=1800,
         above=0,
     )
     step_seconds: float = setting(
-        "seconds after which ranks that do not come to the end of a step are taken to hang, named "
-        "and ended",
+        "seconds for a step; then the late ranks count as hanging, and are named and ended",
         default=300,
         above=0,
     )
     restart_workers: int = setting(
-        "times that workers which have ended or hang are started again; open requests fail, new "
-        "ones are served",
+        "how often workers that ended or hang are started again; open requests fail, new ones "
+        "are served",
         default=0,
         minimum=0,
     )
     ray_cpus: int = setting(
-        "processors that Ray reserves for a worker, and threads of it", default=1, minimum=1
+        "processors that Ray reserves for a worker, and the worker's threads", default=1, minimum=1
     )
     redundant_experts: int = setting(
-        "places for experts of a layer beyond one for each, on all ranks together",
+        "places for additional copies of a layer's experts, on all ranks together",
         default=0,
         minimum=0,
     )
     expert_balance_steps: int | None = setting(
-        "steps after which experts are placed anew by the tokens that they computed",
+        "steps after which experts are placed again, by the number of tokens of each",
         minimum=1,
         unset="never",
     )
     expert_moves: int = setting(
-        "experts that change their place between two steps, at most", default=4, minimum=2
+        "experts that change places between two steps, at most", default=4, minimum=2
     )
     data_rank: int | None = field(default=None, repr=False)
     meeting: str | None = field(default=None, repr=False)
@@ -244,11 +242,11 @@ class LoadConfig(Section):
     section: ClassVar[str] = "load"
 
     format: str = setting(
-        "format of the checkpoint; auto tells by its files",
+        "format of the checkpoint; auto decides by the files",
         default="auto",
         choices=("auto", "safetensors", "gguf"),
     )
-    device: str | None = setting("device that weights are loaded to", unset="the platform's")
+    device: str | None = setting("device for the weights", unset="the platform's")
     progress: bool = setting("show a progress bar on stderr", default=True)
 
 
@@ -260,10 +258,10 @@ class QuantizationSettings(Section):
 
     method: str | None = setting("name of a quantization method", unset="the checkpoint's")
     skip: Sequence[str] = setting(
-        "prefixes, or patterns with *, of layers that stay as they are", default=()
+        "prefixes, or patterns with *, of layers that are not quantized", default=()
     )
     by_prefix: Mapping[str, str] = setting(
-        "prefix or pattern of layers to the method that they take", default={}
+        "quantization method by prefix or pattern of layers", default={}
     )
 
 
@@ -274,18 +272,16 @@ class ShadowConfig(Section):
     section: ClassVar[str] = "shadow"
 
     share: float = setting(
-        "share of the calls of each kernel that run the op's native definition, too, and compare "
-        "the two",
+        "share of each kernel's calls that also run the op's native definition and compare the "
+        "results",
         default=0,
         minimum=0,
         maximum=1,
     )
     first_call: bool = setting(
-        "compare the first call of each kernel with each choice of dtypes", default=False
+        "compare each kernel's first call with each combination of dtypes", default=False
     )
-    demote: bool = setting(
-        "an op whose kernel differs runs its native definition from then on", default=False
-    )
+    demote: bool = setting("after a difference, the op runs its native definition", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,10 +291,10 @@ class ServerConfig(Section):
     section: ClassVar[str] = "server"
 
     host: str = setting(
-        "address to listen on; 0.0.0.0 for all of this machine's", default="127.0.0.1"
+        "address to listen on; 0.0.0.0 for all addresses of this machine", default="127.0.0.1"
     )
     port: int = setting(
-        "port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535
+        "port to listen on; 0 takes a free port", default=8000, minimum=0, maximum=65535
     )
     model_name: str | None = setting(
         "name of the model for clients", unset="the last part of MODEL"
@@ -307,7 +303,8 @@ class ServerConfig(Section):
         "file of API keys, one a line; clients must send one", unset="none"
     )
     allowed_hosts: Sequence[str] = setting(
-        "names, besides localhost, by which a server without keys on a local address may be asked",
+        "host names, besides localhost, that requests may use for a server without keys on a "
+        "local address",
         default=(),
     )
     cors_origins: Sequence[str] = setting(
@@ -319,12 +316,12 @@ class ServerConfig(Section):
         minimum=1,
     )
     max_waiting_tokens: int = setting(
-        "tokens of the prompts of these, at most; further requests get the status 429",
+        "tokens of the prompts of waiting sequences, at most; further requests get the status 429",
         default=1 << 20,
         minimum=1,
     )
     max_connections: int = setting(
-        "connections that are open at once, at most; further ones get the status 503",
+        "open connections, at most; further ones get the status 503",
         default=4096,
         minimum=1,
     )
@@ -332,8 +329,7 @@ class ServerConfig(Section):
         "bytes of the body of a request, at most", default=4 << 20, minimum=1
     )
     max_total_body_bytes: int = setting(
-        "bytes of the bodies of all requests that are being answered, at most; further ones get "
-        "the status 429",
+        "bytes of the bodies of all open requests, at most; further requests get the status 429",
         default=64 << 20,
         minimum=1,
     )
@@ -346,18 +342,16 @@ class ServerConfig(Section):
         unset="64 for a token of the context",
     )
     max_output_tokens: int | None = setting(
-        "tokens that a request may ask for, all its answers together, at most",
+        "tokens of all answers to a request together, at most",
         minimum=1,
         unset="the context for each",
     )
     max_answers: int = setting(
-        "answers that a request may ask for: its prompts times n, at most", default=128, minimum=1
+        "answers to a request, at most: its prompts times n", default=128, minimum=1
     )
-    max_inputs: int = setting(
-        "texts that a request for embeddings may have", default=2048, minimum=1
-    )
+    max_inputs: int = setting("texts in a request for embeddings, at most", default=2048, minimum=1)
     max_stops: int = setting(
-        "strings or tokens that a request may list in stop, stop_token_ids and bad_words each",
+        "strings or tokens that a request may list in each of stop, stop_token_ids and bad_words",
         default=64,
         minimum=0,
     )
@@ -368,45 +362,44 @@ class ServerConfig(Section):
         "log-probabilities of a token that a request may ask for", default=20, minimum=0
     )
     max_total_logprobs: int = setting(
-        "log-probabilities that a request may ask for in all: one and the likeliest for each token"
-        " of its answers, and of the prompts that they echo",
+        "log-probabilities that a request may ask for in all: one and the likeliest for each "
+        "token of answers and of echoed prompts",
         default=1 << 18,
         minimum=0,
     )
     unknown_fields: str = setting(
-        "what becomes of a request with fields that this server does not know: ignore names them "
-        "in the header x-ignored-fields of the answer",
+        "refuse requests with fields that this server does not know, or ignore the fields and "
+        "name them in the header x-ignored-fields of the answer",
         default="ignore",
         choices=("ignore", "refuse"),
     )
     head_seconds: float = setting(
-        "seconds in which the head of a request must have come", default=10, above=0
+        "seconds for the head of a request to arrive", default=10, above=0
     )
     body_seconds: float = setting(
-        "seconds in which the body of a request must have come", default=30, above=0
+        "seconds for the body of a request to arrive", default=30, above=0
     )
     read_seconds: float = setting(
-        "seconds in which a client that has stopped reading must read on, until its connection is "
-        "closed",
+        "seconds until the connection of a client that has stopped reading is closed",
         default=60,
         above=0,
     )
     request_seconds: float | None = setting(
-        "seconds after which a request is aborted", above=0, unset="never"
+        "seconds until a request is aborted", above=0, unset="never"
     )
     step_seconds: float = setting(
-        "seconds after which a step that has not ended is taken to hang: the server ends with the "
+        "seconds for a step; then the engine counts as hanging, and the server ends with the "
         "exit code 5",
         default=600,
         above=0,
     )
     drain_seconds: float = setting(
-        "seconds that running requests have after a SIGTERM, until they are aborted",
+        "seconds after a SIGTERM until running requests are aborted",
         default=30,
         minimum=0,
     )
     keep_alive_seconds: float = setting(
-        "seconds for which an idle connection stays open; longer than a proxy keeps it",
+        "seconds until an idle connection is closed; use more than a proxy in front",
         default=75,
         above=0,
     )

@@ -82,29 +82,29 @@ class OpgraftConfig(Section):
         "the platform to use; decided once per process", unset="detected"
     )
     plugins: Sequence[str] | None = setting(
-        "allow list of plugins, by entry-point or distribution name; empty allows none, each named"
-        " must become active",
+        "allow list of plugins, by entry-point or distribution name; each listed plugin must "
+        "become active, and an empty list allows none",
         unset="all",
     )
-    plugins_disable: Sequence[str] | None = setting("deny list of plugins, likewise", default=())
+    plugins_disable: Sequence[str] | None = setting(
+        "deny list of plugins, by the same names", default=()
+    )
     strict: bool | None = setting(
         "a failing plugin or probe raises, instead of being recorded, reported and left out; so "
-        "does a call for which torch.compile would compile anew what opgraft.compile had it "
-        "compile",
+        "does a call for which torch.compile would compile a model of opgraft.compile again",
         default=False,
     )
     check_values: bool | None = setting(
-        "ops check values such as positions on accelerators too, and wait for the device to do so",
+        "ops check values such as positions on accelerators too, which waits for the device",
         default=False,
     )
     cpu_keep_memory: bool | None = setting(
-        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken "
-        "back",
+        "on the CPU platform, freed memory stays with the process; needs glibc, cannot be undone",
         default=False,
     )
     providers: Mapping[str, str] | None = setting(
-        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's "
-        "own class, native runs its native definition",
+        "by op name, the plugin or distribution whose replacement is used; opgraft keeps the "
+        "op's own class, native runs its native definition",
         default={},
     )
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
