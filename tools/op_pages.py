@@ -62,13 +62,10 @@ def own_ops() -> dict[str, type]:
 def table(text: str, ops: dict[str, type]) -> str:
     """Return the ops' table with a row per op: those that it had, in their order, then the new ones.
 
-    Its maths is the author's. A new row has the first line of the class's docstring, and says that vLLM lacks the op.
+    The author writes the maths. A new row has the first line of the class's docstring, and says that vLLM lacks the op.
     """
     rows = {name: line for line in text.splitlines() if (name := op_of(line))}
-    maths = {
-        name: [cell.strip() for cell in line.strip("|").split("|")][3]
-        for name, line in rows.items()
-    }
+    maths = {name: line.strip("|").split("|")[1].strip() for name, line in rows.items()}
     maths |= {name: f"{summary(cls)}; {OWN}" for name, cls in ops.items() if name not in rows}
     lines = [row(name, ops[name], maths[name]) for name in maths if name in ops]
     before, after = text.split("\n".join(rows.values()))
@@ -81,29 +78,14 @@ def op_of(line: str) -> str:
     return found[1] if found else ""
 
 
-def row(name: str, cls: Any, maths: str) -> str:
-    constructor = names_of(cls.__init__) if cls.__init__ is not CustomOp.__init__ else ""
-    method = reference_method(cls)
-    call = names_of(getattr(cls, method)) if method else ""
-    outside = " ".join(f"`{other}`" for other in outside_of(cls))
-    return f"| [`{name}`](ops/{name}.md) | `{cls.__name__}({constructor})` | `({call})` | {maths} | {outside} |"
-
-
-def names_of(function: Any) -> str:
-    """Return the names of the parameters without ``self``."""
-    return ", ".join(name for name in inspect.signature(function).parameters if name != "self")
+def row(name: str, cls: type, maths: str) -> str:
+    return f"| [`{name}`](ops/{name}.md)<br>`{cls.__name__}` | {maths} |"
 
 
 def summary(cls: type) -> str:
     """Return the first line of a docstring for a cell, in which a bar would end the cell."""
     line = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
     return marked(line).rstrip(".").replace("|", "\N{DIVIDES}")
-
-
-def outside_of(cls: type) -> list[str]:
-    """Name the implementations of others that some form of an op was compared with."""
-    records = [proof_records.recorded().get(form.name) for form in inventory.functionals_of(cls)]
-    return sorted({name for record in records if record for name in record.outside})
 
 
 def navigation(text: str, ops: dict[str, type]) -> str:
