@@ -11,6 +11,7 @@ import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.greatest_values import FEW, row_maximum
+from opgraft.engine.sampling.logprobs import token_logprobs
 from opgraft.engine.sampling.random_numbers import exponentials, noise_key, stream_of
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -337,3 +338,14 @@ def test_the_sampler_can_be_replaced() -> None:
     """It is registered as 'sampler', so that a plugin can bring another."""
     assert pluggable.choose_class(Sampler).cls is Sampler
     assert pluggable.op_name_of(Sampler, pluggable.host_state()) == "sampler"
+
+
+def test_neighbours_do_not_choose_among_equal_tokens() -> None:
+    """Of tokens that are equally likely, a row has the same ones alone and beside other counts."""
+    counts = [0, 1, 2, 5] * 8
+    logits = torch.randint(0, 6, (len(counts), 4_000)).float()
+    tokens = torch.zeros(len(counts), dtype=torch.int64)
+    together = token_logprobs(logits, tokens, counts)
+    for row, count in enumerate(counts):
+        alone = token_logprobs(logits[row : row + 1], tokens[row : row + 1], [count])
+        assert together[row] == alone[0]

@@ -52,22 +52,28 @@ def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> li
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs >= own).sum(-1)
-    most = min(max(counts, default=0), logits.shape[1])
-    top = logprobs.topk(most)
     # As lists, because reading single numbers of a tensor takes much longer.
     rows = zip(
         tokens.tolist(),
         own.squeeze(1).tolist(),
         ranks.tolist(),
-        top.indices.tolist(),
-        top.values.tolist(),
-        counts,
+        _likeliest(logprobs, counts),
         strict=True,
     )
-    found = []
-    for token, logprob, rank, ids, values, count in rows:
-        likeliest = tuple(zip(ids[:count], values[:count], strict=True))
-        found.append(TokenLogprobs(token, logprob, rank, likeliest))
+    return [TokenLogprobs(*row) for row in rows]
+
+
+def _likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Return the likeliest tokens of each row, with their log-probabilities."""
+    found: list[tuple[tuple[int, float], ...]] = [()] * len(counts)
+    # Among equal values, torch chooses by the count: a row's answer must not depend on others.
+    for count in set(counts):
+        rows = [row for row, own in enumerate(counts) if own == count]
+        part = logprobs if len(rows) == len(counts) else logprobs[rows]
+        top = part.topk(min(count, logprobs.shape[1]))
+        pairs = zip(rows, top.indices.tolist(), top.values.tolist(), strict=True)
+        for row, ids, values in pairs:
+            found[row] = tuple(zip(ids, values, strict=True))
     return found
 
 
