@@ -382,16 +382,20 @@ class EngineCore:
                 )
                 for request_id, token in tokens.items()
             ]
-            drafting = self.scheduler.drafting
-            if drafting is not None:
-                # The worker's time: all ranks of a launcher must choose the same drafts.
-                drafting.observe(step, sum(result.seconds.values()))
-            if result.further:
-                self.counters.sampled_tokens += sum(map(len, result.further.values()))
-                news = _with_further_tokens(news, result.further)
-        self.counters.add_seconds(result.seconds)
-        self.counters.sampled_tokens += len(result.tokens)
+        if result.further:
+            news = _with_further_tokens(news, result.further)
+        self._count(step, result)
         return _news_of_errors(errors, result.refused) + news
+
+    def _count(self, step: Step, result: StepResult) -> None:
+        """Count the tokens of a step, and note its time."""
+        self.counters.add_seconds(result.seconds)
+        further = sum(map(len, result.further.values()))
+        self.counters.sampled_tokens += len(result.tokens) + further
+        drafting = self.scheduler.drafting
+        if drafting is not None:
+            # The worker's time: all ranks of a launcher must choose the same drafts.
+            drafting.observe(step, sum(result.seconds.values()))
 
     def _undo(self, failure: _Failure) -> list[EngineOutput]:
         """End the requests of a step that failed in the workers.

@@ -54,6 +54,7 @@ class StepTimes:
         if variance < _SPREAD:
             return
         covariance = self._rows_seconds / self._weight - mean_rows * mean_seconds
+        # The slope of the line, and its value for no rows.
         of_row = covariance / variance
         constant = mean_seconds - of_row * mean_rows
         if constant > 0:
