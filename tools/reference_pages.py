@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import http_fields
 from docstrings import documentation, fenced, marked, parameters_of
 from opgraft import errors
 from opgraft.cli import cli
@@ -36,6 +37,8 @@ MODULES = (
     "opgraft.testing.part_contracts",
 )
 """Public modules whose docstrings have a page."""
+
+HTTP_FIELDS = "| path | field | OpenAI, Anthropic | vLLM | llama.cpp | opgraft |"
 
 Row = Sequence[str]
 Known = Mapping[str, Row]
@@ -131,6 +134,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
     "hooks": ("| hook | returns | |", hooks),
     "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
     "errors": ("| error | also a | exit code | |", error_rows),
+    "answers": (HTTP_FIELDS, lambda known: http_fields.rows()),
 }
 """By page, the header of its table, and its rows."""
 

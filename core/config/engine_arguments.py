@@ -27,6 +27,7 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
         "data_parallel_size": "parallel.data",
         "block_size": "cache.block_size",
         "kv_cache_dtype": "cache.dtype",
+        "generation_config": "model.generation_config",
         "kv_cache_memory_bytes": "cache.memory_bytes",
         "num_gpu_blocks_override": "cache.num_blocks",
         "enable_prefix_caching": "cache.prefix_reuse",

@@ -52,6 +52,13 @@ class ModelConfig(Section):
         "file of a chat template in Jinja, in place of the checkpoint's templates",
         unset="the checkpoint's",
     )
+    generation_config: str = setting(
+        "defaults of sampling: auto takes those in the checkpoint's generation_config.json, none "
+        "leaves them out",
+        default="auto",
+        choices=("auto", "none"),
+        instead={"vllm": "none, which leaves the checkpoint's defaults out"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,8 +303,10 @@ class ServerConfig(Section):
     port: int = setting(
         "port to listen on; 0 takes a free port", default=8000, minimum=0, maximum=65535
     )
-    model_name: str | None = setting(
-        "name of the model for clients", unset="the last part of MODEL"
+    model_name: Sequence[str] = setting(
+        "names of the model for clients; answers have the first. By default, the last part of "
+        "MODEL",
+        default=(),
     )
     api_key_file: str | None = setting(
         "file of API keys, one a line; clients must send one", unset="none"
@@ -365,6 +374,16 @@ class ServerConfig(Section):
         "log-probabilities that a request may ask for in all: one and the likeliest for each "
         "token of answers and of echoed prompts",
         default=1 << 18,
+        minimum=0,
+    )
+    request_templates: bool = setting(
+        "take chat templates in requests; they are rendered in a process with limits",
+        default=False,
+    )
+    max_kept_bytes: int = setting(
+        "bytes of the conversations of /v1/responses that are kept for previous_response_id, at "
+        "most; the oldest go first, and 0 keeps none",
+        default=64 << 20,
         minimum=0,
     )
     unknown_fields: str = setting(

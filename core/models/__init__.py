@@ -6,7 +6,14 @@ from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from opgraft.models.description import architecture_config, joined, part_of, quantization_config
-from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
+from opgraft.models.encoder import (
+    BertForSequenceClassification,
+    BertModel,
+    RobertaForSequenceClassification,
+    RobertaModel,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
 from opgraft.models.families import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -34,6 +41,7 @@ from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
     "BambaForCausalLM",
+    "BertForSequenceClassification",
     "BertModel",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -57,12 +65,14 @@ __all__ = [
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "RobertaForSequenceClassification",
     "RobertaModel",
     "TransformersForCausalLM",
     "TransformersModel",
     "TransformersReport",
     "Weights",
     "WeightsMapper",
+    "XLMRobertaForSequenceClassification",
     "XLMRobertaModel",
     "architecture_config",
     "find_checkpoint",

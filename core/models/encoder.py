@@ -323,6 +323,66 @@ class BertModel(Model):
         return output
 
 
+class _Labels:
+    """The labels of a config, and the function from scores to probabilities."""
+
+    def __init__(self, config: Any) -> None:
+        by_number = config.id2label
+        self.names = tuple(str(by_number[number]) for number in sorted(by_number))
+        self._independent = config.problem_type == "multi_label_classification"
+        self._plain = _is_identity(config)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return probabilities of scores ``[texts, labels]``, or scores if the config says so."""
+        if self._plain:
+            return scores.float()
+        # The score of a single label is a relevance.
+        if self._independent or len(self.names) == 1:
+            return scores.float().sigmoid()
+        return scores.float().softmax(-1)
+
+
+def _is_identity(config: Any) -> bool:
+    """Return True if sentence-transformers gives the scores of a cross-encoder as they are."""
+    settings = getattr(config, "sentence_transformers", None) or {}
+    older = getattr(config, "sbert_ce_default_activation_function", None)
+    return str(settings.get("activation_fn") or older).endswith(".Identity")
+
+
+class _Dense(nn.Module):
+    """A linear layer in a place of its own, as checkpoints name it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(size, size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.tanh(self.dense(states))
+
+
+@PluggableClass.register("BertForSequenceClassification")
+class BertForSequenceClassification(BertModel):
+    """BERT with labels for a text, or for a pair such as a question and a document.
+
+    Attributes:
+        labels: names of the labels.
+    """
+
+    ignored_weights = ()
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        config = self.config or architecture_config(opgraft_config)
+        self._labels = _Labels(config)
+        self.labels = self._labels.names
+        self.pooler = _Dense(config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, len(self.labels))
+
+    def probabilities(self, first_states: Tensor) -> Tensor:
+        """Return ``[texts, labels]`` from the states ``[texts, hidden_size]`` of first tokens."""
+        return self._labels.probabilities(self.classifier(self.pooler(first_states)))
+
+
 @PluggableClass.register("RobertaModel")
 class RobertaModel(BertModel):
     """RoBERTa (arXiv:1907.11692): BERT with positions that begin after the position of padding."""
@@ -336,3 +396,40 @@ class RobertaModel(BertModel):
 @PluggableClass.register("XLMRobertaModel")
 class XLMRobertaModel(RobertaModel):
     """XLM-RoBERTa (arXiv:1911.02116): RoBERTa for a hundred languages."""
+
+
+class _RobertaHead(_Dense):
+    """The head of RoBERTa: a linear layer, and another one to the labels."""
+
+    def __init__(self, size: int, labels: int) -> None:
+        super().__init__(size)
+        self.out_proj = nn.Linear(size, labels)
+
+    def forward(self, states: Tensor) -> Tensor:
+        scores: Tensor = self.out_proj(super().forward(states))
+        return scores
+
+
+@PluggableClass.register("RobertaForSequenceClassification")
+class RobertaForSequenceClassification(RobertaModel):
+    """RoBERTa with labels for a text, or for a pair such as a question and a document.
+
+    Attributes:
+        labels: names of the labels.
+    """
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        config = self.config or architecture_config(opgraft_config)
+        self._labels = _Labels(config)
+        self.labels = self._labels.names
+        self.classifier = _RobertaHead(config.hidden_size, len(self.labels))
+
+    def probabilities(self, first_states: Tensor) -> Tensor:
+        """Return ``[texts, labels]`` from the states ``[texts, hidden_size]`` of first tokens."""
+        return self._labels.probabilities(self.classifier(first_states))
+
+
+@PluggableClass.register("XLMRobertaForSequenceClassification")
+class XLMRobertaForSequenceClassification(RobertaForSequenceClassification):
+    """XLM-RoBERTa with labels for a text or a pair."""

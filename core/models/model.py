@@ -84,6 +84,20 @@ class HasLogits(Protocol):
         """Return the logits; ``None`` on ranks that do not gather the logits."""
 
 
+@runtime_checkable
+class HasLabels(Protocol):
+    """An encoder that tells the probabilities of labels.
+
+    Attributes:
+        labels: names, in the order of the probabilities.
+    """
+
+    labels: Sequence[str]
+
+    def probabilities(self, first_states: Tensor) -> Tensor:
+        """Return ``[texts, labels]``, float32, from the states of first tokens."""
+
+
 _HEAD = re.compile(
     r"For(MaskedLM|PreTraining|(Sequence|Token)Classification|QuestionAnswering|MultipleChoice)$"
 )

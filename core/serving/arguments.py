@@ -95,14 +95,14 @@ def placed(what: str, index: int, count: int) -> str:
     return f"{what} {index + 1} of {count}"
 
 
-def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
-    """Return the ``SamplingParams`` of each prompt.
+def params_for(given: Any, prompts: int, default: SamplingParams) -> Sequence[SamplingParams]:
+    """Return the ``SamplingParams`` of each prompt, ``default`` if none are given.
 
     Raises:
         RequestError: the argument is something else, or a list of another length.
     """
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * prompts
+        return [given or default] * prompts
     if isinstance(given, str) or not isinstance(given, Sequence):
         expect_params(given)
     each = _as_many(given, prompts, "SamplingParams", "sampling_params")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
@@ -29,6 +29,9 @@ from opgraft.serving.step_reports import OnStep
 from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
+Pair: TypeAlias = tuple[str, str]
+"""Two texts that an encoder reads together, such as a question and a document."""
+
 _PREPARING = 2
 """Threads that prepare requests. One long template or prompt then does not hold up all others."""
 
@@ -152,7 +155,7 @@ class AsyncLLM(FrontEnd):
         Args:
             prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
                 also with ``"cache_salt"``.
-            sampling_params: by default ``SamplingParams()``.
+            sampling_params: by default those of ``get_default_sampling_params``.
             request_id: unique among running requests; by default a new one.
             priority: lower numbers come first, under ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
@@ -163,7 +166,9 @@ class AsyncLLM(FrontEnd):
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
-        wanted = SamplingParams() if sampling_params is None else sampling_params
+        wanted = sampling_params
+        if wanted is None:
+            wanted = self.get_default_sampling_params()
         prepare = partial(
             self.engine.inputs.prepare,
             name,
@@ -198,7 +203,9 @@ class AsyncLLM(FrontEnd):
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
-        wanted = SamplingParams() if sampling_params is None else sampling_params
+        wanted = sampling_params
+        if wanted is None:
+            wanted = self.get_default_sampling_params()
 
         def prepare() -> OpenRequest:
             inputs = self.engine.inputs
@@ -252,7 +259,7 @@ class AsyncLLM(FrontEnd):
             ModelError: the model generates text.
             RequestError: a text cannot be embedded.
         """
-        requests = await self._prepared(texts, truncate=False)
+        requests = await self.embedded(texts)
         return [request.ids for request in requests]
 
     async def embed(
@@ -272,7 +279,33 @@ class AsyncLLM(FrontEnd):
             CheckpointError, PluginError: a vector has NaN or infinity.
             EngineError: the engine has ended.
         """
-        requests = await self._prepared(texts, truncate)
+        return await self.computed(await self.embedded(texts, truncate=truncate))
+
+    async def labelled(self, texts: Sequence[Prompt | Pair]) -> list[EmbeddingRequest]:
+        """Return requests for the probabilities of labels, to be passed to ``computed``.
+
+        Args:
+            texts: each as text, as token ids, or as a pair of texts in a tuple.
+
+        Raises:
+            ModelError: the model generates text, or has no labels.
+            RequestError: a text cannot be taken.
+        """
+        encoder = self.encoder
+
+        def prepare(text: Prompt | Pair, name: str) -> EmbeddingRequest:
+            first, second = text if isinstance(text, tuple) else (text, None)
+            return encoder.prepare_labels(uuid4().hex, first, name, second=second)
+
+        return await self._prepared_by(prepare, texts)
+
+    async def computed(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
+        """Return the vectors of prepared requests, in their order.
+
+        Raises:
+            CheckpointError, PluginError: a vector has NaN or infinity.
+            EngineError: the engine has ended.
+        """
         mailbox = self._mailbox_of(asyncio.get_running_loop())
         streams = [Stream(request.output.request_id, mailbox) for request in requests]
         waiting = dict(zip(streams, requests, strict=True))
@@ -286,18 +319,29 @@ class AsyncLLM(FrontEnd):
             self._leave(waiting)
         return self.encoder.results(requests)
 
-    async def _prepared(self, texts: Sequence[Prompt], truncate: bool) -> list[EmbeddingRequest]:
+    async def embedded(
+        self, texts: Sequence[Prompt], *, truncate: bool = False
+    ) -> list[EmbeddingRequest]:
+        """Return requests for the embeddings of texts, to be passed to ``computed``.
+
+        Raises:
+            ModelError: the model generates text.
+            RequestError: a text cannot be embedded.
+        """
         encoder = self.encoder
+
+        def prepare(text: Prompt, name: str) -> EmbeddingRequest:
+            return encoder.prepare(uuid4().hex, text, name, truncate=truncate)
+
+        return await self._prepared_by(prepare, texts)
+
+    async def _prepared_by(
+        self, prepare: Callable[[Any, str], EmbeddingRequest], texts: Sequence[Any]
+    ) -> list[EmbeddingRequest]:
+        """Prepare each text, with its name for errors, in a thread for preparations."""
         self._replicas.check()
-
-        def prepare() -> list[EmbeddingRequest]:
-            requests = []
-            for number, text in enumerate(texts):
-                name = placed("text", number, len(texts))
-                requests.append(encoder.prepare(uuid4().hex, text, name, truncate=truncate))
-            return requests
-
-        return await self.prepare(prepare)
+        named = [(text, placed("text", place, len(texts))) for place, text in enumerate(texts)]
+        return await self.prepare(lambda: [prepare(text, name) for text, name in named])
 
     def _leave(self, streams: Iterable[Stream]) -> None:
         """Abort requests that nobody reads any more."""

@@ -21,6 +21,7 @@ from opgraft.errors import (
     CheckpointError,
     ConfigError,
     EngineError,
+    ModelError,
     OpgraftError,
     PluginError,
 )
@@ -46,6 +47,8 @@ class EmbeddingRequest(OpenRequest):
 
     Attributes:
         name: of the text, for errors.
+        second: the place of the second text in a pair; None if the vector is an embedding, and the
+            length for the labels of a single text.
         vector: the numbers, once computed.
         fault: the kernel to blame if the vector has NaN or infinity. If no kernel is to blame,
             ``"unexplained"``, followed by a replaced class if one is in use.
@@ -53,6 +56,7 @@ class EmbeddingRequest(OpenRequest):
     """
 
     name: str = ""
+    second: int | None = None
     vector: Sequence[float] = ()
     fault: str = ""
     error: Exception | None = None
@@ -99,6 +103,7 @@ class EmbeddingEngine(RequestEngine):
             undo.callback(self.executor.shutdown)
             self.executor.start()
             self.executor.call("load_encoder")
+            self.labels: Sequence[str] = self.executor.call("labels")
             weights = open_weights(str(self.opgraft_config.model.name))
             self.settings = SentenceSettings.of(weights)
             self.tokenizer: Tokenizer = open_tokenizer(weights)
@@ -161,6 +166,44 @@ class EmbeddingEngine(RequestEngine):
         shown, ids = self._tokenized(text, name, truncate)
         return EmbeddingRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
 
+    def prepare_labels(
+        self, request_id: str, text: Prompt, name: str, *, second: str | None = None
+    ) -> EmbeddingRequest:
+        """Check and tokenize a text, or a pair of texts, for the probabilities of labels.
+
+        Args:
+            request_id: unique among open requests.
+            text: text or token ids; of a pair, the first text.
+            name: of the text, for errors.
+            second: the other text of a pair.
+
+        Raises:
+            ModelError: the model has no labels.
+            RequestError: the text is empty, too long, or of a wrong type.
+        """
+        self.expect_labels()
+        if second is None or not isinstance(text, str):
+            request = self.prepare(request_id, text, name)
+            request.second = len(request.ids)
+            return request
+        ids, place = self.tokenizer.encode_pair(text, second)
+        request = self.prepare(request_id, ids, name)
+        request.second = place
+        return request
+
+    def expect_labels(self) -> None:
+        """Check that the model tells labels apart.
+
+        Raises:
+            ModelError: the model has vectors alone.
+        """
+        if not self.labels:
+            raise ModelError(
+                f"{self.opgraft_config.model.name} is an encoder without a head for labels: use a "
+                "checkpoint of the architecture BertForSequenceClassification, "
+                "RobertaForSequenceClassification or XLMRobertaForSequenceClassification"
+            )
+
     def results(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
         """Return the vectors of ended requests.
 
@@ -214,10 +257,12 @@ class EmbeddingEngine(RequestEngine):
         return [request.output for request in batch]
 
     def _next(self) -> list[EmbeddingRequest]:
-        """Take the texts of the next batch off the waiting ones."""
+        """Take the texts of the next batch off the waiting ones: all for vectors, or for labels."""
         waiting = list(self._waiting.values())
-        batches = self._batches([len(request.ids) for request in waiting])
         # Text 0 has waited longest.
+        wants_labels = bool(waiting) and waiting[0].second is not None
+        waiting = [each for each in waiting if (each.second is not None) == wants_labels]
+        batches = self._batches([len(request.ids) for request in waiting])
         chosen = next((batch for batch in batches if 0 in batch), [])
         batch = [waiting[index] for index in sorted(chosen)]
         for request in batch:
@@ -245,13 +290,7 @@ class EmbeddingEngine(RequestEngine):
         failed = True
         try:
             with self.counters.timed("model"):
-                vectors: list[list[float]] = self.executor.call(
-                    "embed",
-                    [request.ids for request in batch],
-                    self.settings.pooling,
-                    self.settings.normalize,
-                )
-                self._take(batch, vectors)
+                self._take(batch, self._vectors(batch))
             failed = False
         finally:
             self._running = 0
@@ -261,6 +300,18 @@ class EmbeddingEngine(RequestEngine):
                 self.counters.prompt_tokens += sum(len(request.ids) for request in batch)
                 self.counters.finished["stop"] += len(batch)
             self._reports.send()
+
+    def _vectors(self, batch: Sequence[EmbeddingRequest]) -> list[list[float]]:
+        """Return an embedding for each text of a batch, or the probabilities of the labels."""
+        ids = [request.ids for request in batch]
+        places = [request.second for request in batch if request.second is not None]
+        vectors: list[list[float]]
+        if places:
+            vectors = self.executor.call("classify", ids, places)
+        else:
+            settings = self.settings
+            vectors = self.executor.call("embed", ids, settings.pooling, settings.normalize)
+        return vectors
 
     def revive(self) -> None:
         if self.executor.can_restart:
@@ -278,7 +329,7 @@ class EmbeddingEngine(RequestEngine):
         """Give each text of a batch the vector, and the fault if the vector has NaN or infinity."""
         wrong = []
         for request, vector in zip(batch, vectors, strict=True):
-            request.vector = vector[: self.settings.size]
+            request.vector = vector if request.second is not None else vector[: self.settings.size]
             if not all(map(math.isfinite, request.vector)):
                 wrong.append(request)
         ids_of_wrong = [request.ids for request in wrong]

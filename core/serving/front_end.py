@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from opgraft.config import OpgraftConfig
+from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.workers.executor import Executor
 from opgraft.errors import ConfigError, ModelError, close_matches
@@ -108,6 +109,17 @@ class FrontEnd:
     def embeds(self) -> bool:
         """True if the model is an encoder."""
         return isinstance(self._first, EmbeddingEngine)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling of requests without settings of their own.
+
+        The checkpoint's ``generation_config.json`` has the values, unless the setting
+        ``model.generation_config`` leaves them out.
+
+        Raises:
+            ModelError: the model is an encoder.
+        """
+        return SamplingParams(**self.engine.inputs.sampling_defaults)
 
     @property
     def replicas(self) -> Replicas:

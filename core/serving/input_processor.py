@@ -24,6 +24,7 @@ from opgraft.serving.grammars import Grammars
 from opgraft.serving.open_request import Answer, OpenRequest
 from opgraft.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
+from opgraft.serving.sampling_defaults import sampling_defaults
 from opgraft.serving.stop_tokens import stop_tokens, suppressed_tokens
 from opgraft.serving.template_file import checked_template, with_template
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
@@ -42,6 +43,7 @@ class InputProcessor:
         eos: tokens that end an output.
         tokenizer: ``None`` if the model has no tokenizer.
         vocab_size: number of logits of the model.
+        sampling_defaults: fields of ``SamplingParams`` that the checkpoint recommends.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -59,6 +61,8 @@ class InputProcessor:
         self.tokenizer = self._find_tokenizer(weights)
         config = read_config(weights, plain=True)
         self.vocab_size = int(config.get_text_config().vocab_size)
+        takes_defaults = opgraft_config.model.generation_config == "auto"
+        self.sampling_defaults = sampling_defaults(weights) if takes_defaults else {}
         self._suppressed = suppressed_tokens(weights, self.vocab_size)
         self.eos = stop_tokens(self.tokenizer, config, weights, self.vocab_size)
         self._lock = threading.Lock()

@@ -120,7 +120,8 @@ class LLM(FrontEnd):
             prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or
                 ``{"prompt_token_ids": [...]}``, also with ``"cache_salt"``. Prompts of different
                 salts share nothing in the cache.
-            sampling_params: for all, or one for each; by default ``SamplingParams()``.
+            sampling_params: for all, or one for each; by default those of
+                ``get_default_sampling_params``.
             priority: for all, or one for each. Lower numbers come first, under
                 ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default if stderr is a terminal.
@@ -296,7 +297,7 @@ class LLM(FrontEnd):
         chat: bool = False,
     ) -> list[RequestOutput]:
         engine = self.engine
-        each_params = params_for(params, len(prompts))
+        each_params = params_for(params, len(prompts), self.get_default_sampling_params())
         priorities = priorities_for(priority, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):

@@ -107,6 +107,15 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the token ids of a pair of texts, and the place where the type of tokens changes.
+
+        The place is the length, if the tokenizer gives both texts one type.
+        """
+        encoding = self.backend.encode(first, second)
+        types = list(encoding.type_ids)
+        return list(encoding.ids), types.index(1) if 1 in types else len(types)
+
     def lower_case(self) -> None:
         """Put every text in lower case first, unless the tokenizer has such a step."""
         if lowers(self.backend):

@@ -77,3 +77,49 @@ def test_events_of_a_streamed_call(client: openai.OpenAI) -> None:
     ) as stream:
         kinds = {event.type for event in stream}
     assert "tool_calls.function.arguments.done" in kinds
+
+
+RESPONSE: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": TOKENS}
+FUNCTION: dict[str, Any] = {"type": "function", **TOOL["function"]}
+
+
+def test_two_turns_of_responses(client: openai.OpenAI) -> None:
+    """The server keeps the first turn, or the output goes back as items."""
+    first = client.responses.create(input=QUESTION["content"], **RESPONSE)
+    given = {"input": [NEXT], "previous_response_id": first.id}
+    kept = client.responses.create(**given, **RESPONSE)
+    sent = client.responses.create(input=[QUESTION, *first.output, NEXT], **RESPONSE)
+    assert kept.output_text == sent.output_text
+    assert kept.usage.input_tokens > first.usage.input_tokens
+
+
+def test_tools_of_responses(client: openai.OpenAI) -> None:
+    """A forced call has arguments of the schema, and its result goes back."""
+    given = {**RESPONSE, "max_output_tokens": CALL_TOKENS, "tools": [FUNCTION]}
+    first = client.responses.create(input=[QUESTION], tool_choice="required", **given)
+    (call,) = first.output
+    result = get_weather(**json.loads(call.arguments))
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": result}
+    given["max_output_tokens"] = TOKENS
+    second = client.responses.create(
+        input=[output], previous_response_id=first.id, tool_choice="none", **given
+    )
+    assert second.output_text
+
+
+def test_structured_output_of_responses(client: openai.OpenAI) -> None:
+    """A class of pydantic comes back as an object."""
+    given = {**RESPONSE, "max_output_tokens": CALL_TOKENS}
+    answer = client.responses.parse(input=[QUESTION], text_format=Pet, **given)
+    assert isinstance(answer.output_parsed, Pet)
+
+
+def test_streams_of_responses(client: openai.OpenAI) -> None:
+    """The client's own sum of the events is the whole answer."""
+    given = {**RESPONSE, "max_output_tokens": CALL_TOKENS}
+    whole = client.responses.parse(input=[QUESTION], text_format=Pet, **given)
+    with client.responses.stream(input=[QUESTION], text_format=Pet, **given) as stream:
+        parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(parts) == whole.output_text
+    assert final.output_parsed == whole.output_parsed

@@ -1,4 +1,4 @@
-"""OpenAI's agents, over chat completions."""
+"""OpenAI's agents, over chat completions and over responses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ LONG = agents.ModelSettings(max_tokens=CALL_TOKENS, temperature=0)
 CALL = agents.ModelSettings(max_tokens=CALL_TOKENS, temperature=0, tool_choice="required")
 
 
-@pytest.fixture
-def model(base_url: str) -> Any:
+MODELS = (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel)
+
+
+@pytest.fixture(params=MODELS, ids=lambda kind: kind.__name__)
+def model(base_url: str, request: pytest.FixtureRequest) -> Any:
     client = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
-    return agents.OpenAIChatCompletionsModel(MODEL, client)
+    return request.param(MODEL, client)
 
 
 def test_two_turns(model: Any) -> None:

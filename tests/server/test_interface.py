@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
-from server.processes import TEMPLATE, Server
+from server.processes import TEMPLATE, Server, serving
 
 WEATHER = {
     "type": "function",
@@ -535,3 +538,89 @@ def test_cuts_prompts(server: Server) -> None:
     assert "use 1 or more" in refused(
         server.complete(**asked, truncate_prompt_tokens=0), "truncate_prompt_tokens"
     )
+
+
+def test_log_probabilities_of_a_prompt(server: Server) -> None:
+    """A completion and a chat have one for each token of the prompt but the first, as an echo has."""
+    asked = {"max_tokens": 1, "return_token_ids": True, "prompt_logprobs": 1}
+    (choice,) = server.complete(**asked).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(choice["prompt_token_ids"]) - 1
+    (echo,) = server.complete(max_tokens=1, echo=True, logprobs=1).json()["choices"]
+    told = echo["logprobs"]["token_logprobs"][1:-1]
+    tokens = choice["prompt_token_ids"][1:]
+    found = [row[str(token)]["logprob"] for token, row in zip(tokens, others, strict=True)]
+    assert found == pytest.approx(told, abs=1e-5)
+    ranks = [each["rank"] for row in others for each in row.values()]
+    assert min(ranks) == 1
+    chat = server.chat(**asked).json()
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+    refused(server.chat(prompt_logprobs=1, stream=True), "prompt_logprobs")
+    refused(server.complete(prompt_logprobs=21), "prompt_logprobs")
+    refused(server.complete(prompt_logprobs=-1), "prompt_logprobs")
+
+
+def test_a_request_without_a_model(server: Server) -> None:
+    """It is for the model that is served, on each path."""
+    messages = [{"role": "user", "content": "the cat"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "the cat"},
+        "/v1/chat/completions": {"messages": messages},
+        "/v1/responses": {"input": "the cat"},
+        "/v1/messages": {"messages": messages, "max_tokens": 2},
+    }
+    for path, body in bodies.items():
+        answer = server.post(path, **body).json()
+        assert answer["model"] == server.model, path
+
+
+def test_settings(server: Server) -> None:
+    """The settings of the server are told by name, with the version and the platform."""
+    told = server.get("/server_info").json()
+    assert told["settings"]["model.max_model_len"] == "512"
+    assert told["settings"]["cache.block_size"] == "4"
+    assert (told["version"], told["platform"]) == (server.get("/version").json()["version"], "cpu")
+
+
+@pytest.fixture(scope="module")
+def lenient(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two names, which takes chat templates, of a checkpoint with defaults."""
+    folder = tmp_path_factory.mktemp("lenient") / "model"
+    shutil.copytree(checkpoint, folder)
+    defaults = {"temperature": 0, "max_new_tokens": 3}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    options = ("--server.model_name", "first,second", "--server.request_templates", "true")
+    with serving(folder, *options) as running:
+        running.model = "second"
+        yield running
+
+
+def test_several_names(lenient: Server) -> None:
+    """Each is listed, shown and served; answers have the first."""
+    assert [model.id for model in lenient.openai.models.list().data] == ["first", "second"]
+    assert lenient.openai.models.retrieve("second").id == "second"
+    assert lenient.complete(max_tokens=1).json()["model"] == "first"
+
+
+def test_a_chat_template_in_a_request(lenient: Server, server: Server) -> None:
+    """The operator allows it; the prompt is that of the template."""
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    answer = lenient.chat(chat_template=template, return_token_ids=True).json()
+    tokens = lenient.post("/tokenize", prompt="<the cat>").json()["tokens"]
+    assert answer["prompt_token_ids"] == tokens
+    refused(lenient.chat(chat_template="{% for %}"), "messages")
+    assert "server.request_templates" in refused(
+        server.chat(chat_template=template), "chat_template"
+    )
+
+
+def test_defaults_of_sampling(lenient: Server) -> None:
+    """A request has those of the checkpoint, unless it has its own."""
+    body = {"model": "first", "prompt": "the cat", "ignore_eos": True}
+    plain = lenient.post("/v1/completions", **body).json()
+    assert plain["usage"]["completion_tokens"] == 3
+    greedy = lenient.post("/v1/completions", **body, temperature=0).json()
+    assert plain["choices"][0]["text"] == greedy["choices"][0]["text"]
+    longer = lenient.post("/v1/completions", **body, max_tokens=5).json()
+    assert longer["usage"]["completion_tokens"] == 5

@@ -49,6 +49,7 @@ from opgraft.engine.workers.stage_link import StageLink
 from opgraft.errors import ConfigError, PluginError, RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
+from opgraft.models.model import HasLabels
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
@@ -154,7 +155,11 @@ class ModelRunner(PluggableClass):
         layers = sequence_attention(self.model)
         if layers:
             self.compiled = compiled_as_set(self.model, layers, (), self.opgraft_config)
-        if self.compiled is not None:
+        if self.compiled is None:
+            return
+        if isinstance(self.model, HasLabels):
+            self.compiled.warm_up(self.device, lambda size: [self._token_types([size], [size])])
+        else:
             self.compiled.warm_up(self.device)
 
     def remark(self, owner: object) -> str:
@@ -195,17 +200,28 @@ class ModelRunner(PluggableClass):
         return not isinstance(self.model, TransformersModel) or self.model.packs
 
     @torch.inference_mode()
-    def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the hidden states ``[tokens, hidden_size]`` of each sequence, without a cache."""
+    def encode(
+        self, sequences: Sequence[Sequence[int]], seconds: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Return the hidden states ``[tokens, hidden_size]`` of each sequence, without a cache.
+
+        Args:
+            sequences: token ids of each.
+            seconds: of each sequence that is a pair of texts, the place of the second text.
+        """
         try:
-            return self._encoded(self.compiled or self.model, sequences)
+            return self._encoded(self.compiled or self.model, sequences, seconds)
         except Exception as error:
-            blamed = self._blamed_for(error, lambda: [self._encoded(self.model, sequences)])
+            blamed = self._blamed_for(
+                error, lambda: [self._encoded(self.model, sequences, seconds)]
+            )
             if blamed is not None:
                 raise blamed from error
             raise
 
-    def _encoded(self, model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _encoded(
+        self, model: Any, sequences: Sequence[Sequence[int]], seconds: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Call a model on whole sequences, as one packed batch if the model can."""
         if len(sequences) > 1 and not self._packs_texts:
             return [states for each in sequences for states in self._encoded(model, [each])]
@@ -214,10 +230,20 @@ class ModelRunner(PluggableClass):
         places = list(chain.from_iterable(map(range, lengths)))
         ids = torch.tensor(tokens, device=self.device)
         positions = torch.tensor(places, device=self.device)
+        others: tuple[Tensor, ...] = ()
+        if isinstance(self.model, HasLabels):
+            others = (self._token_types(lengths, seconds or lengths),)
         if len(sequences) == 1:
-            return [model(ids, positions)]
+            return [model(ids, positions, *others)]
         with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
-            return list(model(ids, positions).split(lengths))
+            return list(model(ids, positions, *others).split(lengths))
+
+    def _token_types(self, lengths: Sequence[int], seconds: Sequence[int]) -> Tensor:
+        """Return the type of each token: 1 in the second text of a pair, else 0."""
+        types: list[int] = []
+        for length, second in zip(lengths, seconds, strict=True):
+            types += [0] * second + [1] * (length - second)
+        return torch.tensor(types, device=self.device)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:

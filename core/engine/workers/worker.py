@@ -27,6 +27,7 @@ from opgraft.logger import logger
 from opgraft.models import TransformersModel
 from opgraft.models.build import device_named
 from opgraft.models.context import trained_context
+from opgraft.models.model import HasLabels
 from opgraft.models.pooling import pooled
 from opgraft.models.through_transformers import GRAFT_INSTEAD
 from opgraft.ops.attention.batch import AttentionBatch, attending
@@ -321,6 +322,27 @@ class Worker(PluggableClass):
         if normalize:
             vectors = functional.normalize(vectors, dim=-1)
         return vectors.tolist()
+
+    def labels(self) -> Sequence[str]:
+        """Return the names of the labels that the model tells apart; empty without any."""
+        model = self.runner.model
+        return model.labels if isinstance(model, HasLabels) else ()
+
+    def classify(
+        self, sequences: Sequence[Sequence[int]], seconds: Sequence[int]
+    ) -> list[list[float]]:
+        """Return the probabilities of the labels for each sequence.
+
+        Args:
+            sequences: the token ids of each sequence.
+            seconds: the place of the second text in each pair; of a single text, the length.
+        """
+        states = self.runner.encode(sequences, seconds)
+        model: Any = self.runner.model
+        with torch.inference_mode():
+            first = torch.stack([rows[0] for rows in states])
+            probabilities: list[list[float]] = model.probabilities(first).tolist()
+        return probabilities
 
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
         """Encode sequences once more, and return the result of ``culprit_of``."""

@@ -15,6 +15,8 @@ from opgraft.serving.server.chat import Chat
 from opgraft.serving.server.completions import Completion
 from opgraft.serving.server.embeddings import embed
 from opgraft.serving.server.gate import Gate
+from opgraft.serving.server.messages import Message, count_tokens
+from opgraft.serving.server.messages_protocol import CountRequest, MessagesRequest
 from opgraft.serving.server.page import page
 from opgraft.serving.server.protocol import (
     ChatRequest,
@@ -22,8 +24,14 @@ from opgraft.serving.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     ErrorAnswer,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
+from opgraft.serving.server.responses import ModelResponse
+from opgraft.serving.server.responses_protocol import ResponsesRequest
+from opgraft.serving.server.scoring import Scoring
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.tokens import detokenize, tokenize, tokenizer_info
 from opgraft.version import __version__
@@ -65,7 +73,8 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return faults.response(request.state.passing.note(error))
+    answer = request.state.passing.note(error)
+    return faults.response(answer, request.url.path)
 
 
 def _service(request: Request) -> Service:
@@ -91,10 +100,70 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return await Chat(_service(request), body, request.state.passing).respond()
 
 
+@router.post("/v1/responses")
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation with items, and keep the response."""
+    return await ModelResponse(_service(request), body, request.state.passing).respond()
+
+
+@router.get("/v1/responses/{response_id}")
+async def show_response(response_id: str, request: Request) -> JSONResponse:
+    """Show a kept response."""
+    return JSONResponse(_service(request).responses.expect(response_id).response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a kept response."""
+    responses = _service(request).responses
+    responses.expect(response_id)
+    responses.drop(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/messages")
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a chat of Anthropic's interface."""
+    return await Message(_service(request), body, request.state.passing).respond()
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_message_tokens(body: CountRequest, request: Request) -> JSONResponse:
+    """Return the number of tokens of a chat of Anthropic's interface."""
+    return JSONResponse(await count_tokens(_service(request), body, request.state.passing))
+
+
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
     """Return the vectors of texts."""
     return JSONResponse(await embed(_service(request), body, request.state.passing))
+
+
+@router.post("/pooling")
+async def create_pooled(body: PoolingRequest, request: Request) -> JSONResponse:
+    """Return a vector for each text."""
+    return JSONResponse(await Scoring(_service(request), request.state.passing).pool(body))
+
+
+@router.post("/classify")
+async def create_labels(body: PoolingRequest, request: Request) -> JSONResponse:
+    """Return the labels of texts with their probabilities."""
+    return JSONResponse(await Scoring(_service(request), request.state.passing).classify(body))
+
+
+@router.post("/score")
+@router.post("/v1/score")
+async def create_scores(body: ScoreRequest, request: Request) -> JSONResponse:
+    """Return the scores of pairs of texts."""
+    return JSONResponse(await Scoring(_service(request), request.state.passing).score(body))
+
+
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def create_order(body: RerankRequest, request: Request) -> JSONResponse:
+    """Return documents by their relevance for a query."""
+    return JSONResponse(await Scoring(_service(request), request.state.passing).rerank(body))
 
 
 @router.post("/tokenize")
@@ -117,8 +186,9 @@ async def show_tokenizer(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the served model."""
-    return {"object": "list", "data": [_service(request).card()]}
+    """List the served model, once for each of its names."""
+    service = _service(request)
+    return {"object": "list", "data": [service.card(each) for each in service.names]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -126,7 +196,7 @@ async def show_model(name: str, request: Request) -> dict[str, Any]:
     """Show the served model."""
     service = _service(request)
     service.expect_model(name)
-    return service.card()
+    return service.card(name)
 
 
 @router.get("/health")
@@ -155,6 +225,12 @@ async def load(request: Request) -> dict[str, int]:
 async def version() -> dict[str, str]:
     """Return the version of opgraft."""
     return {"version": __version__}
+
+
+@router.get("/server_info")
+async def show_settings(request: Request) -> dict[str, Any]:
+    """Return the version, the platform and the settings of the server."""
+    return {"version": __version__, **_service(request).info()}
 
 
 @router.get("/metrics")

@@ -95,7 +95,7 @@ class CallReader:
         found = [text.find(sign) for sign in signs if sign in text]
         if found:
             return text[: min(found)].rstrip()
-        held = max(_overlap(text, sign) for sign in signs)
+        held = max(overlap(text, sign) for sign in signs)
         return text[: len(text) - held]
 
     def _before_calls(self, text: str) -> str:
@@ -243,7 +243,7 @@ def _may_be_plain_call(text: str) -> bool:
     return text[:1] in ("", "{", "[") or text.startswith(PYTHON_TAG) or PYTHON_TAG.startswith(text)
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Return the number of characters at the end of a text that may begin a marker."""
     for size in range(len(marker) - 1, 0, -1):
         if text.endswith(marker[:size]):

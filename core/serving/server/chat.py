@@ -9,11 +9,12 @@ from opgraft.errors import HTTPError
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
 from opgraft.serving.server.call_reader import CallReader
+from opgraft.serving.server.chat_messages import for_template, template_values
 from opgraft.serving.server.forms import OF_OPENAI
 from opgraft.serving.server.generating import Generating
-from opgraft.serving.server.messages import for_template, template_values
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import ChatRequest
+from opgraft.serving.server.reasoning import OPENING, ReasoningReader
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import News, finite, likeliest, token_text
 from opgraft.serving.server.tools import Tools
@@ -29,7 +30,8 @@ class Chat(Generating[ChatRequest]):
 
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
-        self.tools = Tools(body, service.llm.engine.inputs.chat_template.source)
+        template = self._template(service.llm.engine.inputs.chat_template.source)
+        self.tools = Tools(body, template)
         tokenizer = service.llm.engine.inputs.expect_tokenizer()
         self._held = self._structured_output(tokenizer.special_token)
         if self.tools.forced is not None:
@@ -37,6 +39,10 @@ class Chat(Generating[ChatRequest]):
         elif self.tools.strict:
             self.grammar_field = "tools"
         self._told: dict[int, _Told] = {}
+        # An answer of a form has no place for reasoning.
+        is_free = self.form is None and self.tools.forced is None
+        self._may_reason = is_free and OPENING in template
+        self._begins_in_reasoning = False
 
     def _structured_output(self, special: Callable[[str], int | None]) -> dict[str, Any] | None:
         """Return the structured output of an answer, or of a call in place of the answer.
@@ -96,12 +102,42 @@ class Chat(Generating[ChatRequest]):
             tools=None if self.tools.instruction else self.tools.functions,
             add_generation_prompt=self.body.add_generation_prompt is not False,
             continue_final_message=bool(self.body.continue_final_message),
-            values=template_values(self.body.chat_template_kwargs),
+            source=self.body.chat_template,
+            values=self._values(),
         )
+        self._begins_in_reasoning = text.rstrip().endswith(OPENING)
         kept = sampling.kept_tokens(self.body, self.service)
         text = self.short_text(text, kept)
         name = "the chat"
         return inputs.encode(text, add_special_tokens=False, name=name, keep_last=kept)[1]
+
+    def _template(self, usual: str) -> str:
+        """Return the source of the chat template: the request's own, or the usual one.
+
+        Raises:
+            HTTPError: the operator does not allow templates in requests.
+        """
+        given = self.body.chat_template
+        if given is None:
+            return usual
+        if self.service.settings.request_templates:
+            return given
+        message = (
+            "chat_template has a value that is not supported: the operator of the server chooses "
+            "the template, unless server.request_templates allows others"
+        )
+        raise HTTPError(400, message, field="chat_template", code="unsupported_value")
+
+    def _values(self) -> Mapping[str, Any]:
+        """Return further values for the template."""
+        given = template_values(self.body.chat_template_kwargs) or {}
+        if self.body.reasoning_effort is None:
+            return given
+        return {"reasoning_effort": self.body.reasoning_effort, **given}
+
+    def _reading(self) -> _Told:
+        reasoning = ReasoningReader(self._begins_in_reasoning) if self._may_reason else None
+        return _Told(self.tools.reader(), reasoning)
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must or may be a call."""
@@ -114,10 +150,11 @@ class Chat(Generating[ChatRequest]):
         return settled
 
     def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
-        """Return a field with the token ids of the prompt, if the request wants token ids."""
-        if not self.body.return_token_ids:
-            return {}
-        return {"prompt_token_ids": output.prompt_token_ids}
+        """Return fields with what the request wants to know of the prompt."""
+        wanted = self.prompt_logprobs(output)
+        if self.body.return_token_ids:
+            wanted["prompt_token_ids"] = output.prompt_token_ids
+        return wanted
 
     def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(tokens)} if self.body.return_token_ids else {}
@@ -128,16 +165,19 @@ class Chat(Generating[ChatRequest]):
         """Yield the choices of chunks. The first has the role, the last the reason of the end."""
         told = self._told.get(index)
         if told is None:
-            told = _Told(self.tools.reader())
+            told = self._reading()
             self._told[index] = told
-        if told.reader is not None:
-            told.reader.read(answer.text, answer.finished)
+        reasoned, answered = told.read(answer)
         delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
-        text = self.tools.plain(told.reader, answer.text)[told.characters :]
+        reasoning = reasoned[told.reasoned :]
+        told.reasoned = len(reasoned)
+        text = self.tools.plain(told.reader, answered)[told.characters :]
         told.characters += len(text)
         calls = self._calls(answer, told.reader)
         new_calls = told.news_of(calls)
-        if text or (news.first and not new_calls):
+        if reasoning:
+            delta["reasoning_content"] = reasoning
+        if text or (news.first and not new_calls and not reasoning):
             delta["content"] = text
         if new_calls:
             delta["tool_calls"] = new_calls
@@ -153,12 +193,13 @@ class Chat(Generating[ChatRequest]):
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
-        reader = self.tools.reader()
-        if reader is not None:
-            reader.read(answer.text, ended=True)
-        calls = self._calls(answer, reader)
-        text = self.tools.plain(reader, answer.text)
+        told = self._reading()
+        reasoned, answered = told.read(answer)
+        calls = self._calls(answer, told.reader)
+        text = self.tools.plain(told.reader, answered)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoned:
+            message["reasoning_content"] = reasoned
         if calls:
             # OpenAI has no content beside calls.
             message["content"] = text or None
@@ -210,12 +251,23 @@ def _choice(
 
 
 class _Told:
-    """The sent characters of an answer in a stream: of the text and of arguments of calls."""
+    """The sent characters of an answer: of the reasoning, the text and the arguments of calls."""
 
-    def __init__(self, reader: CallReader | None) -> None:
+    def __init__(self, reader: CallReader | None, reasoning: ReasoningReader | None) -> None:
         self.reader = reader
+        self.reasoned = 0
         self.characters = 0
+        self._reasoning = reasoning
         self._arguments: list[int] = []
+
+    def read(self, answer: CompletionOutput) -> tuple[str, str]:
+        """Read the calls of an answer so far, and return the reasoning and the rest."""
+        reasoned, text = "", answer.text
+        if self._reasoning is not None:
+            reasoned, text = self._reasoning.split(text, answer.finished)
+        if self.reader is not None:
+            self.reader.read(text, answer.finished)
+        return reasoned, text
 
     def news_of(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the news of calls: each new call, and the further arguments of former calls."""

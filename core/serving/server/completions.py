@@ -72,7 +72,8 @@ class Completion(Generating[CompletionRequest]):
         choice = self._choice(
             index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or []
         )
-        return {**choice, **self._token_ids(output, answer.token_ids, first=True)}
+        ids = self._token_ids(output, answer.token_ids, first=True)
+        return {**choice, **ids, **self.prompt_logprobs(output)}
 
     def _token_ids(
         self, output: RequestOutput, tokens: Sequence[int], first: bool

@@ -22,6 +22,11 @@ _GENERATION: Sequence[_Rule] = (
         ),
         "needs the type json_schema",
     ),
+    (
+        "prompt_logprobs",
+        lambda body: body.prompt_logprobs is not None and bool(body.stream),
+        "is in whole answers only: leave stream out",
+    ),
 )
 _CHAT: Sequence[_Rule] = (
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import base64
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,18 +34,37 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
     for text in texts:
         service.expect_characters(text if isinstance(text, str) else "", "input")
     with at("input"):
-        ids = await service.encoder.encode(texts)
-    tokens = sum(map(len, ids))
+        requests = await service.encoder.embedded(texts)
+    tokens = sum(len(request.ids) for request in requests)
     passing.record["prompt_tokens"] = tokens
-    service.admission.take(passing.slot, len(ids), tokens)
-    outputs = await service.encoder.embed(ids)
+    service.admission.take(passing.slot, len(requests), tokens)
+    outputs = await service.encoder.computed(requests)
     written = _base64 if body.encoding_format == "base64" else list
-    rows = [
-        {"object": "embedding", "index": index, "embedding": written(output.embedding)}
-        for index, output in enumerate(outputs)
-    ]
+    rows = []
+    for index, output in enumerate(outputs):
+        vector = written(_cut(output.embedding, body.dimensions))
+        rows.append({"object": "embedding", "index": index, "embedding": vector})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": rows, "model": service.name, "usage": usage}
+
+
+def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """Return the first numbers of a vector, with the length 1 if the whole vector has it.
+
+    Raises:
+        HTTPError: the vector has fewer numbers.
+    """
+    if dimensions is None:
+        return vector
+    if not 1 <= dimensions <= len(vector):
+        message = f"dimensions is {dimensions}, and vectors have {len(vector)}: use 1 to as many"
+        raise HTTPError(400, message, field="dimensions", code="invalid_value")
+    part = vector[:dimensions]
+    length = math.hypot(*part)
+    is_normal = math.isclose(math.hypot(*vector), 1, rel_tol=1e-3)
+    if not (is_normal and length):
+        return part
+    return [number / length for number in part]
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -1,7 +1,8 @@
-"""Errors as answers in OpenAI's form."""
+"""Errors as answers, in the form of OpenAI's interface or of Anthropic's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,17 @@ _SHOWN = 80
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
+MESSAGES_PATH = "/v1/messages"
+"""The beginning of the paths of Anthropic's interface."""
+
+_TYPES_OF_ANTHROPIC = {
+    **_TYPES,
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 def as_http_error(error: Exception) -> HTTPError:
     """Return the answer to an error. A fault of the server is told without details."""
@@ -83,8 +95,32 @@ def at(field: str) -> Iterator[None]:
         raise answer from error
 
 
-def content(error: HTTPError) -> dict[str, Any]:
-    """Return the body of an error's answer."""
+def renamed(error: HTTPError, names: Mapping[str, str]) -> HTTPError:
+    """Return an error about a field with the name that the client has written.
+
+    Args:
+        error: about a field of a chat.
+        names: parts of names in chats → parts in the client's interface.
+    """
+    field = error.field
+    for ours, theirs in names.items():
+        field = field and re.sub(rf"\b{re.escape(ours)}\b", theirs, field)
+    # Plain words, such as "messages", stand in texts for the thing, too.
+    if error.field and not error.field.isalpha():
+        error.args = (str(error).replace(error.field, str(field)),)
+    error.field = field
+    return error
+
+
+def content(error: HTTPError, path: str = "") -> dict[str, Any]:
+    """Return the body of an error's answer.
+
+    Args:
+        error: the fault.
+        path: of the request.
+    """
+    if path.startswith(MESSAGES_PATH):
+        return _content_of_anthropic(error)
     usual = "invalid_request_error" if error.status < 500 else "server_error"
     fault = {
         "message": str(error),
@@ -95,9 +131,15 @@ def content(error: HTTPError) -> dict[str, Any]:
     return {"error": fault}
 
 
-def response(error: HTTPError) -> JSONResponse:
-    """Return the answer of an error."""
-    return JSONResponse(content(error), error.status, headers=error.headers)
+def _content_of_anthropic(error: HTTPError) -> dict[str, Any]:
+    usual = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _TYPES_OF_ANTHROPIC.get(error.status, usual)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def response(error: HTTPError, path: str) -> JSONResponse:
+    """Return the answer of an error to a request for a path."""
+    return JSONResponse(content(error, path), error.status, headers=error.headers)
 
 
 def _of_validation(error: RequestValidationError) -> HTTPError:

@@ -82,15 +82,19 @@ class Gate:
     def _expect_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        # Clients of Anthropic's interface send the key so.
+        if "x-api-key" in headers:
+            scheme, key = "bearer", headers["x-api-key"]
         # latin-1 gives the sent bytes.
         given = _digest(key.strip().encode("latin-1"))
         # All keys, so that the time tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "no valid API key was sent: send the header 'Authorization: Bearer KEY'"
-            headers = {"www-authenticate": "Bearer"}
-            raise HTTPError(401, message, code="invalid_api_key", headers=headers)
+            challenge = {"www-authenticate": "Bearer"}
+            raise HTTPError(401, message, code="invalid_api_key", headers=challenge)
 
     async def _body(
         self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight

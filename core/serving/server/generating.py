@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,7 +19,15 @@ from opgraft.serving.server.forms import form_of
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import Generation
 from opgraft.serving.server.service import Job, Service
-from opgraft.serving.server.streams import DONE, EventStream, News, Reader, event, usage
+from opgraft.serving.server.streams import (
+    DONE,
+    EventStream,
+    News,
+    Reader,
+    event,
+    of_place,
+    usage,
+)
 
 _B = TypeVar("_B", bound=Generation)
 
@@ -86,6 +94,12 @@ class Generating(ABC, Generic[_B]):
         """Return the number of tokens in the answers to a prompt."""
         return sum(len(answer.token_ids) for answer in output.outputs)
 
+    def prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        """Return a field with the log-probabilities of the prompt, if the request wants them."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": list(map(of_place, output.prompt_logprobs or ()))}
+
     def prompt_tokens(self, output: RequestOutput) -> dict[str, Any]:
         """Return a field with the token ids of the prompt, if the answer has one prompt."""
         return {}
@@ -122,8 +136,8 @@ class Generating(ABC, Generic[_B]):
         async with aclosing(news):
             async for number, output in news:
                 outputs[number] = output
-        whole = partial(self._whole, [outputs[number] for number in range(len(outputs))])
-        if self.params.logprobs is None:
+        whole = partial(self._respond, [outputs[number] for number in range(len(outputs))])
+        if self.params.logprobs is None and self.params.prompt_logprobs is None:
             return whole()
         # Log-probabilities may take seconds to write, so a thread does.
         return await self.service.prepare(whole)
@@ -186,12 +200,27 @@ class Generating(ABC, Generic[_B]):
         news: AsyncGenerator[tuple[int, RequestOutput], None],
     ) -> AsyncGenerator[bytes, None]:
         reader = Reader()
-        for chunk in self._chunks(first, reader):
-            yield chunk
+        for written in self.beginning():
+            yield written
+        for written in self._chunks(first, reader):
+            yield written
         async with aclosing(news):
             async for found in news:
-                for chunk in self._chunks(found, reader):
-                    yield chunk
+                for written in self._chunks(found, reader):
+                    yield written
+        for written in self.ending():
+            yield written
+
+    def beginning(self) -> Iterator[bytes]:
+        """Yield the events of a stream before all chunks."""
+        yield from ()
+
+    def written(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the events of a chunk."""
+        yield event(chunk)
+
+    def ending(self) -> Iterator[bytes]:
+        """Yield the events of a stream behind all chunks."""
         if self._tells_usage:
             yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
         yield DONE
@@ -212,7 +241,7 @@ class Generating(ABC, Generic[_B]):
             if news.first:
                 head |= self.prompt_tokens(output)
             for choice in self.deltas(index, output, answer, news):
-                yield event({**head, "choices": [choice], **self._usage_so_far()})
+                yield from self.written({**head, "choices": [choice], **self._usage_so_far()})
                 head = self._head(self.chunk_object)
 
     def _usage_so_far(self) -> dict[str, Any]:
@@ -222,7 +251,11 @@ class Generating(ABC, Generic[_B]):
             return {}
         return {"usage": self._usage() if options.continuous_usage_stats else None}
 
-    def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
+    def _respond(self, outputs: Sequence[RequestOutput]) -> Response:
+        return JSONResponse(self.whole(outputs))
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the whole answer."""
         choices = []
         for number, output in enumerate(outputs):
             for answer in output.outputs:
@@ -230,12 +263,17 @@ class Generating(ABC, Generic[_B]):
                 choices.append(self.choice(index, output, answer))
         head = self._head(self.whole_object)
         told = {"choices": choices, "usage": self._usage(), **self.prompt_tokens(outputs[0])}
-        return JSONResponse({**head, **told})
+        return {**head, **told}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of the prompts that the cache held."""
+        return sum(self._cached_tokens)
+
     def _usage(self) -> dict[str, Any]:
         prompts = self.record["prompt_tokens"]
         answers = self.record["completion_tokens"]
-        return usage(prompts, answers, sum(self._cached_tokens))
+        return usage(prompts, answers, self.cached_tokens)

@@ -8,7 +8,7 @@ from typing import Any
 from opgraft.serving.server.admission import ADMITTED_PATHS, Admission
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
-_METHODS = ("GET", "HEAD", "OPTIONS", "POST")
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 
 
 class HTTPMetrics:

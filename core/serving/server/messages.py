@@ -1,110 +1,235 @@
-"""Chats in the form for templates."""
+"""``/v1/messages``: Anthropic's interface for chats."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from opgraft.errors import HTTPError
-from opgraft.serving.server.protocol import (
-    AssistantMessage,
-    ChatMessage,
-    RefusalPart,
-    TextPart,
-    ToolCall,
+from opgraft.serving.server.chat import Chat
+from opgraft.serving.server.chat_messages import arguments_of
+from opgraft.serving.server.messages_protocol import (
+    CallBlock,
+    CountRequest,
+    InputMessage,
+    MessagesRequest,
+    ResultBlock,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
 )
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.protocol import ChatRequest
+from opgraft.serving.server.service import Service
+from opgraft.serving.server.streams import event
+from opgraft.serving.server.translated import Block, BlockKind, Translated, sampled
 
-_OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "function.parameters": "input_schema",
+    "stop": "stop_sequences",
+}
+"""Parts of names in chats → parts of names here."""
 
-_TEMPLATE_FIELDS = {"role", "name", "tool_call_id"}
-_ROLES = {"developer": "system", "function": "tool"}
-
-_INVALID = "invalid_json"
-"""The name for arguments that are no JSON object."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return further values for a template.
+def chat_request(body: CountRequest) -> ChatRequest:
+    """Return a request as a chat."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _joined(body.system)})
+    for message in body.messages:
+        messages += _chat_messages(message)
+    choice = body.tool_choice
+    format_ = body.output_config and body.output_config.format
+    values = body.chat_template_kwargs or {}
+    if body.thinking is not None:
+        values = {"enable_thinking": body.thinking.type != "disabled", **values}
+    return ChatRequest.model_validate(
+        {
+            **sampled(body),
+            "messages": messages,
+            "max_tokens": body.max_tokens if isinstance(body, MessagesRequest) else None,
+            "stop": body.stop_sequences,
+            "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
+            "tool_choice": _choice(body),
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "response_format": format_ and _format(format_.schema_),
+            "reasoning_effort": body.output_config and body.output_config.effort,
+            # The model goes on with a message that the client has begun.
+            "continue_final_message": _is_begun(messages),
+            "chat_template_kwargs": values,
+        }
+    )
+
+
+def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
+    """Yield a message as messages of a chat: results of calls first, then the rest."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts = []
+    calls = []
+    reasoning = []
+    results = False
+    for block in message.content:
+        if isinstance(block, ResultBlock):
+            results = True
+            content = _joined(block.content or "")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ThinkingBlock):
+            reasoning.append(block.thinking)
+        elif isinstance(block, CallBlock):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if reasoning:
+        rest["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        rest["tool_calls"] = calls
+    if texts or calls or not results:
+        yield rest
+
+
+def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    if not messages:
+        return False
+    last = messages[-1]
+    return last["role"] == "assistant" and "tool_calls" not in last
+
+
+def _joined(content: Texts) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _choice(body: CountRequest) -> Any:
+    choice = body.tool_choice
+    if choice is None or choice.type != "tool":
+        return choice and _CHOICES[choice.type]
+    return {"type": "function", "function": {"name": choice.name or ""}}
+
+
+def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def count_tokens(service: Service, body: CountRequest, passing: Passing) -> dict[str, int]:
+    """Return the number of tokens of the prompt of a request.
 
     Raises:
-        HTTPError: a value has a field of the request.
+        HTTPError: the request names another model, or cannot be a chat.
+        RequestError: the template refuses the messages, or the prompt is too long.
     """
-    for name in _OWN_FIELDS:
-        if name in (given or ()):
-            field = f"chat_template_kwargs.{name}"
-            message = f"{field} cannot be given there: leave it out"
-            raise HTTPError(400, message, field=field, code="invalid_value")
-    return given
+    passing.names = _NAMES
+    service.expect_model(body.model)
+    await service.check()
+    (tokens,) = await Chat(service, chat_request(body), passing).prompts()
+    return {"input_tokens": len(tokens)}
 
 
-def for_template(
-    messages: Sequence[ChatMessage], instruction: str | None = None
-) -> list[dict[str, Any]]:
-    """Return messages for templates: the content as a text, and arguments of calls as objects.
+class Message(Translated):
+    """A message of the model.
 
     Args:
-        messages: of a request.
-        instruction: stands before the first text, for a template without a place for tools. Calls
-            are texts then, too.
+        service: answers the request.
+        body: of the request.
+        passing: the request over HTTP.
+
+    Raises:
+        HTTPError: the request cannot be a chat.
     """
-    plain = [_as_plain_message(message) for message in messages]
-    if instruction is None or not plain:
-        return plain
-    # Some templates refuse a system message, so the instruction stands in the first message.
-    first, *others = map(_with_calls_as_text, plain)
-    return [{**first, "content": f"{instruction}\n\n{first['content']}"}, *others]
+
+    def __init__(self, service: Service, body: MessagesRequest, passing: Passing) -> None:
+        super().__init__(service, chat_request(body), passing, _NAMES)
+        self.id = f"msg_{passing.id}"
+
+    def beginning(self) -> Iterator[bytes]:
+        """Yield the event of a message without blocks."""
+        yield _event("message_start", message=self.answered())
+
+    def begun(self, block: Block) -> Iterator[bytes]:
+        """Yield the event of a new block."""
+        content = _content(block)
+        # The input follows in parts.
+        if block.kind is BlockKind.CALL:
+            content["input"] = {}
+        yield _event("content_block_start", index=block.index, content_block=content)
+
+    def grown(
+        self, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]
+    ) -> Iterator[bytes]:
+        """Yield the event of new text of a block."""
+        kind, name = _DELTAS[block.kind]
+        delta = {"type": kind, name: text}
+        yield _event("content_block_delta", index=block.index, delta=delta)
+
+    def ended(self, block: Block) -> Iterator[bytes]:
+        """Yield the event of a whole block."""
+        yield _event("content_block_stop", index=block.index)
+
+    def ending(self) -> Iterator[bytes]:
+        """Yield the events of the end of a message."""
+        yield from self.end_block()
+        yield _event("message_delta", delta=self._end(), usage=self._tokens())
+        yield _event("message_stop")
+
+    def answered(self) -> dict[str, Any]:
+        """Return the message with all blocks."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.name,
+            "content": [_content(block) for block in self.blocks],
+            **self._end(),
+            "usage": self._tokens(),
+        }
+
+    def _end(self) -> dict[str, Any]:
+        """Return the reason of the end, null before the end."""
+        if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_reason}
+        reason = self.finish_reason and _STOP_REASONS[self.finish_reason]
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _tokens(self) -> dict[str, Any]:
+        # Here the cached tokens are no input.
+        return {
+            "input_tokens": self.record["prompt_tokens"] - self.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.cached_tokens,
+            "output_tokens": self.record["completion_tokens"],
+        }
 
 
-def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-    content = "\n".join(filter(None, [message["content"], *calls]))
-    return {**message, "content": content}
+_DELTAS = {
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+"""Kind of a block → the type of its deltas, and the field with the text."""
 
 
-def _as_plain_message(message: ChatMessage) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True, include=_TEMPLATE_FIELDS)
-    # Templates know the older name of one role, and the newer one of the other.
-    plain["role"] = _ROLES.get(message.role, message.role)
-    plain["content"] = _text_of(message.content)
-    if isinstance(message, AssistantMessage):
-        plain["content"] = plain["content"] or message.refusal or ""
-        reasoning = message.reasoning_content or message.reasoning
-        calls = [_as_plain_call(call) for call in _calls_of(message)]
-        if reasoning:
-            plain["reasoning_content"] = reasoning
-        if calls:
-            plain["tool_calls"] = calls
-    return plain
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
-def _text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text for part in content)
-
-
-def _calls_of(message: AssistantMessage) -> Sequence[ToolCall]:
-    if message.tool_calls or message.function_call is None:
-        return message.tool_calls or ()
-    return (ToolCall(function=message.function_call),)
-
-
-def _as_plain_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    plain = {"type": call.type, "function": function}
-    return plain if call.id is None else {"id": call.id, **plain}
-
-
-def _arguments(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the arguments of a call as an object, because templates loop over them.
-
-    Other text of a model becomes a value, so that the chat can go on.
-    """
-    if not given or not isinstance(given, str):
-        return given or {}
-    try:
-        value = json.loads(given)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {_INVALID: given}
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text", "text": block.text}
+    called = {"id": block.call_id, "name": block.name}
+    return {"type": "tool_use", **called, "input": arguments_of(block.text)}

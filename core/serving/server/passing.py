@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -38,6 +39,9 @@ class Passing:
         scope: of ASGI, with this object as ``passing`` in the state.
         slot: the share of the request in the waiting work.
         started: the time of arrival, by ``time.monotonic``.
+        names: parts of names in chats → parts in the client's interface, for errors.
+        error_event: returns an error as the last event of a stream, if the interface has a form of
+            its own.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -58,6 +62,8 @@ class Passing:
         self.scope = {**scope, "method": method, "state": state}
         self.slot = Slot()
         self.started = time.monotonic()
+        self.names: Mapping[str, str] = {}
+        self.error_event: Callable[[HTTPError], bytes] | None = None
         self._send = send
         self._streams = False
         self._failure: BaseException | None = None
@@ -73,7 +79,7 @@ class Passing:
 
     def note(self, error: Exception) -> HTTPError:
         """Note an error for the log, and return the error for the client."""
-        answer = faults.as_http_error(error)
+        answer = faults.renamed(faults.as_http_error(error), self.names)
         self.record["error"] = str(answer)
         # A fault of the server: the log needs the cause.
         if answer.status == 500:
@@ -85,10 +91,18 @@ class Passing:
         """Answer with an error. After the begin of a stream, the error is the last event."""
         answer = self.note(error)
         if "status" not in self.record:
-            await faults.response(answer)(self.scope, _nothing, self.send)
+            response = faults.response(answer, self.record["path"])
+            await response(self.scope, _nothing, self.send)
         elif self._streams:
-            body = event(faults.content(answer))
+            body = self._as_event(answer)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _as_event(self, error: HTTPError) -> bytes:
+        if self.error_event is not None:
+            return self.error_event(error)
+        path = self.record["path"]
+        name = "error" if path.startswith(faults.MESSAGES_PATH) else ""
+        return event(faults.content(error, path), name)
 
     def finish(self, metrics: HTTPMetrics) -> None:
         """Write the line of the request, and count the answer."""

@@ -36,7 +36,7 @@ Items: TypeAlias = Annotated[list[_T], Field(fail_fast=True)]
 """A list that is looked at up to its first wrong item."""
 
 
-def _told_apart(choose: Callable[[Any], TypeAdapter[Any]]) -> WrapValidator:
+def told_apart(choose: Callable[[Any], TypeAdapter[Any]]) -> WrapValidator:
     """Return the validator of a union. A function chooses the alternative by the value.
 
     Errors are about this alternative, and each item is looked at once.
@@ -147,7 +147,7 @@ Whole: TypeAlias = Annotated[int, BeforeValidator(_whole)]
 """A whole number, perhaps written as ``4.0``. Not for long lists: each item calls Python."""
 
 
-def _only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
+def only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
     """Return the validator of a field with few values that this server can follow.
 
     Args:
@@ -185,12 +185,12 @@ def _prompts(given: object) -> TypeAdapter[Any]:
 
 
 Prompts: TypeAlias = Annotated[
-    str | list[str] | list[_Token] | list[list[_Token]], _told_apart(_prompts)
+    str | list[str] | list[_Token] | list[list[_Token]], told_apart(_prompts)
 ]
 """One prompt or several, as text or as token ids."""
 
 Texts: TypeAlias = Annotated[
-    str | list[str], _told_apart(lambda given: _TEXTS if isinstance(given, list) else _TEXT)
+    str | list[str], told_apart(lambda given: _TEXTS if isinstance(given, list) else _TEXT)
 ]
 """A text, or several."""
 
@@ -251,7 +251,7 @@ class ResponseFormat(Body):
 
 Schema: TypeAlias = Annotated[
     str | dict[str, Any],
-    _told_apart(lambda given: _TEXT if isinstance(given, str) else _OBJECT),
+    told_apart(lambda given: _TEXT if isinstance(given, str) else _OBJECT),
 ]
 """A JSON schema, as text or as an object."""
 
@@ -267,14 +267,14 @@ class StructuredOutputs(Body):
     choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: Annotated[Any, _only(advice="use tools, or write a grammar")] = None
-    disable_any_whitespace: Annotated[Any, _only(False)] = None
-    disable_additional_properties: Annotated[Any, _only(False, advice=_IN_SCHEMA)] = None
-    whitespace_pattern: Annotated[Any, _only()] = None
+    structural_tag: Annotated[Any, only(advice="use tools, or write a grammar")] = None
+    disable_any_whitespace: Annotated[Any, only(False)] = None
+    disable_additional_properties: Annotated[Any, only(False, advice=_IN_SCHEMA)] = None
+    whitespace_pattern: Annotated[Any, only()] = None
 
 
-class Generation(Body):
-    """Fields of every request for generated text.
+class Sampled(Body):
+    """Fields of every request for generated text, in each interface: the model and the sampling.
 
     Fields without an effect are about routing, storage and billing at OpenAI, hints for a faster
     answer, and vLLM's way to compute.
@@ -288,8 +288,7 @@ class Generation(Body):
         }
     )
 
-    model: str
-    n: Whole | None = None
+    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None
@@ -298,16 +297,29 @@ class Generation(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Whole | None = None
-    stop: Texts | None = None
     stop_token_ids: Items[int] | None = None
     allowed_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
     logit_bias: Annotated[dict[str, float], _up_to_wrong(_is_number)] | None = None
     min_tokens: Whole | None = None
-    max_tokens: Whole | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    priority: Whole | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    metadata: (
+        Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
+    ) = None
+
+
+class Generation(Sampled):
+    """Fields of every request for generated text, with the names of chats and completions."""
+
+    n: Whole | None = None
+    stop: Texts | None = None
+    max_tokens: Whole | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -315,24 +327,17 @@ class Generation(Body):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
-    guided_whitespace_pattern: Annotated[Any, _only()] = None
-    stream: bool | None = None
+    guided_whitespace_pattern: Annotated[Any, only()] = None
     stream_options: StreamOptions | None = None
-    priority: Whole | None = None
-    cache_salt: str | None = None
-    user: str | None = None
-    metadata: (
-        Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
-    ) = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    include_reasoning: Annotated[Any, _only(True)] = None
-    length_penalty: Annotated[Any, _only(1, 1.0)] = None
-    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    length_penalty: Annotated[Any, only(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
-    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
-    logits_processors: Annotated[Any, _only([])] = None
-    prompt_embeds: Annotated[Any, _only()] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    logits_processors: Annotated[Any, only([])] = None
+    prompt_embeds: Annotated[Any, only()] = None
 
 
 class CompletionRequest(Generation):
@@ -341,9 +346,9 @@ class CompletionRequest(Generation):
     prompt: Prompts
     echo: bool | None = None
     logprobs: Whole | None = None
-    best_of: Annotated[Any, _only(1, 1.0, advice="use n")] = None
-    suffix: Annotated[Any, _only("")] = None
-    add_special_tokens: Annotated[Any, _only(True)] = None
+    best_of: Annotated[Any, only(1, 1.0, advice="use n")] = None
+    suffix: Annotated[Any, only("")] = None
+    add_special_tokens: Annotated[Any, only(True)] = None
 
 
 class TextPart(Body):
@@ -374,11 +379,11 @@ def _part(given: object) -> TypeAdapter[Any]:
     return _REFUSAL if kind == "refusal" else _PART
 
 
-Part: TypeAlias = Annotated[TextPart | RefusalPart, _told_apart(_part)]
+Part: TypeAlias = Annotated[TextPart | RefusalPart, told_apart(_part)]
 _PARTS: TypeAdapter[Any] = TypeAdapter(Items[Part])
 Content: TypeAlias = Annotated[
     str | list[TextPart | RefusalPart],
-    _told_apart(lambda given: _PARTS if isinstance(given, list) else _TEXT),
+    told_apart(lambda given: _PARTS if isinstance(given, list) else _TEXT),
 ]
 """The text of a message, whole or in parts."""
 
@@ -480,7 +485,7 @@ def _message(given: object) -> TypeAdapter[Any]:
 
 
 ChatMessage: TypeAlias = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, _told_apart(_message)
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, told_apart(_message)
 ]
 """A message of a chat."""
 
@@ -526,7 +531,7 @@ _CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
 _NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(NamedToolChoice)
 ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
-    _told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
+    told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
 ]
 """Choice of no tool, any, or one."""
 
@@ -539,35 +544,81 @@ class ChatRequest(Generation):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Whole | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Items[Literal["text"]] | None = None
-    audio: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
-    functions: Annotated[Any, _only([], advice="use tools")] = None
-    function_call: Annotated[Any, _only("none", "auto", advice="use tool_choice")] = None
-    documents: Annotated[Any, _only([])] = None
-    chat_template: Annotated[
-        Any, _only(advice="the operator of the server chooses the template")
-    ] = None
+    audio: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    functions: Annotated[Any, only([], advice="use tools")] = None
+    function_call: Annotated[Any, only("none", "auto", advice="use tool_choice")] = None
+    documents: Annotated[Any, only([])] = None
+    chat_template: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: Annotated[Any, _only(False)] = None
-    echo: Annotated[Any, _only(False)] = None
-    mm_processor_kwargs: Annotated[Any, _only({})] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
+    echo: Annotated[Any, only(False)] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
 
 
 class EmbeddingRequest(Body):
     """The body of ``/v1/embeddings``."""
 
-    model: str
+    model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
-    dimensions: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    add_special_tokens: Annotated[Any, _only(True)] = None
+    dimensions: Whole | None = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    add_special_tokens: Annotated[Any, only(True)] = None
+
+
+class PoolingRequest(Body):
+    """The body of ``/pooling`` and ``/classify``: texts, with vLLM's names."""
+
+    model: str | None = None
+    input: Prompts
+    user: str | None = None
+    add_special_tokens: Annotated[Any, only(True)] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+
+
+class ScoreRequest(Body):
+    """The body of ``/score``: one text, and others to compare with it, or texts in pairs."""
+
+    model: str | None = None
+    text_1: Texts
+    text_2: Texts
+    user: str | None = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+
+
+class Document(Body):
+    """A document as an object."""
+
+    place = "documents[]."
+
+    text: str
+
+
+_DOCUMENT: TypeAdapter[Any] = TypeAdapter(Document)
+_AnyDocument: TypeAlias = Annotated[
+    str | Document,
+    told_apart(lambda given: _DOCUMENT if isinstance(given, dict) else _TEXT),
+]
+
+
+class RerankRequest(Body):
+    """The body of ``/rerank``, with the names of Jina and Cohere."""
+
+    model: str | None = None
+    query: str
+    documents: Items[_AnyDocument]
+    top_n: Whole | None = None
+    return_documents: bool | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
 
 
 class TokenizeRequest(Body):

@@ -123,7 +123,10 @@ def params_of(
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     _expect_few(body.allowed_token_ids or (), service.vocab_size, "allowed_token_ids")
-    given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
+    given = {
+        **service.llm.engine.inputs.sampling_defaults,
+        **body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True),
+    }
     # Some clients draw seeds from all whole numbers.
     if body.seed is not None and body.seed < 0:
         given["seed"] = body.seed % (1 << 64)
@@ -162,14 +165,16 @@ def expect_few_logprobs(
     Raises:
         HTTPError: there are too many.
     """
-    if params.logprobs is None:
-        return
     limit = service.settings.max_total_logprobs
-    # Each answer has the echo of its prompt.
-    echoed = 0 if params.prompt_logprobs is None else prompt_tokens * params.n
-    total = (echoed + answer_tokens) * (params.logprobs + 1)
+    total = 0
+    if params.logprobs is not None:
+        total += answer_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        # Each answer has the echo of its prompt.
+        total += prompt_tokens * params.n * (params.prompt_logprobs + 1)
     if total > limit:
-        raise _too_many("log-probabilities in all", total, limit, "logprobs")
+        field = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise _too_many("log-probabilities in all", total, limit, field)
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
@@ -204,6 +209,7 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
         if limit is not None and answers > limit:
             raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
         usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
+        usual = service.llm.engine.inputs.sampling_defaults.get("max_tokens", usual)
         share = usual if limit is None else limit // answers
         return max(1, min(usual, room, share))
     if wanted > room:
@@ -237,20 +243,24 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
-    """Return the number of log-probabilities for each token of the answer, and of an echo."""
+    """Return the number of log-probabilities for each token of the answer, and of the prompt."""
+    of_answer: int | None = None
+    echoed: int | None = None
+    field = "logprobs"
     if isinstance(body, CompletionRequest):
-        field, wanted = "logprobs", body.logprobs
+        of_answer = body.logprobs
+        echoed = of_answer if body.echo else None
     elif isinstance(body, ChatRequest) and body.logprobs:
-        field, wanted = "top_logprobs", body.top_logprobs or 0
-    else:
-        return {}
-    if wanted is not None and wanted < 0:
-        message = f"{field} is {wanted}: use 0 to {limit}"
-        raise HTTPError(400, message, field=field, code="invalid_value")
-    if wanted is not None and wanted > limit:
-        raise _too_many("log-probabilities of a token", wanted, limit, field)
-    echoed = isinstance(body, CompletionRequest) and body.echo
-    return {"logprobs": wanted, "prompt_logprobs": wanted if echoed else None}
+        field = "top_logprobs"
+        of_answer = body.top_logprobs or 0
+    for name, wanted in ((field, of_answer), ("prompt_logprobs", body.prompt_logprobs)):
+        if wanted is not None and wanted < 0:
+            message = f"{name} is {wanted}: use 0 to {limit}"
+            raise HTTPError(400, message, field=name, code="invalid_value")
+        if wanted is not None and wanted > limit:
+            raise _too_many("log-probabilities of a token", wanted, limit, name)
+    wanted_of_prompt = [each for each in (echoed, body.prompt_logprobs) if each is not None]
+    return {"logprobs": of_answer, "prompt_logprobs": max(wanted_of_prompt, default=None)}
 
 
 def _too_many(what: str, found: int, limit: int, field: str) -> HTTPError:

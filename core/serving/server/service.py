@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from opgraft.base.text import printable
 from opgraft.binding.explaining import Explanation
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, text_of
+from opgraft.config.declaration import values_of
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
 from opgraft.plugins.selection import current_platform, selected_platform
@@ -22,6 +23,7 @@ from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.server.admission import Admission, Slot
 from opgraft.serving.server.http_metrics import HTTPMetrics
+from opgraft.serving.server.response_store import ResponseStore
 from opgraft.serving.tokenizer import Tokenizer
 from prometheus_client import CollectorRegistry
 
@@ -83,16 +85,19 @@ class Service:
         http_metrics: of answers.
         kernels: the number of kernels by provider, in words; empty before the service is ready.
         created: the time of the load, in seconds since 1970.
-        name: of the model, for clients.
+        names: of the model, for clients.
+        name: the first of these, which answers have.
         settings: of the server.
         admission: of requests.
         flights: requests in flight.
+        responses: kept ones, for clients that go on with them.
         draining: the server is about to end, and takes no new requests.
     """
 
     def __init__(self, model: str, opgraft_config: OpgraftConfig) -> None:
         self.settings = opgraft_config.server
-        self.name = self.settings.model_name or _name_of(model)
+        self.names = tuple(self.settings.model_name) or (_name_of(model),)
+        self.name = self.names[0]
         self.registry = CollectorRegistry()
         self._exporter = PrometheusExporter(self.name, self.registry)
         self.admission = Admission(self.settings)
@@ -108,6 +113,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.flights: set[Flight] = set()
+        self.responses = ResponseStore(self.settings.max_kept_bytes)
         self._warm = False
         self.kernels = ""
 
@@ -183,16 +189,25 @@ class Service:
         """End a hanging worker in a process of its own."""
         self._model.kill()
 
-    def card(self) -> dict[str, Any]:
-        """Return the model in the form of OpenAI's lists."""
+    def card(self, name: str) -> dict[str, Any]:
+        """Return the model under one of its names, in the form of OpenAI's lists."""
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
             "task": "embed" if self._model.embeds else "generate",
             "max_model_len": self.max_model_len,
         }
+
+    def info(self) -> dict[str, Any]:
+        """Return the platform, and every setting with a value as text."""
+        settings = {
+            field.name: text_of(value)
+            for field, value in values_of(self._model.opgraft_config)
+            if value is not None
+        }
+        return {"model": self.name, "platform": current_platform().name, "settings": settings}
 
     async def decisions(self) -> dict[str, Any]:
         """Return the platform, and the kernel and provider of each op, with reasons."""
@@ -256,13 +271,13 @@ class Service:
     def _states(self) -> list[str]:
         return self._model.states()
 
-    def expect_model(self, name: str) -> None:
-        """Check that a request is for this model.
+    def expect_model(self, name: str | None) -> None:
+        """Check that a request is for this model. A request without a name is.
 
         Raises:
             HTTPError: the request names another model.
         """
-        if name != self.name:
+        if name is not None and name not in self.names:
             message = f"the model {name[:80]!r} is not served here: ask for {self.name!r}"
             raise HTTPError(404, message, field="model", code="model_not_found")
 

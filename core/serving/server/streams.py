@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: Mapping[str, Any]) -> bytes:
-    """Return data as an event."""
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """Return data as an event, with a name if the interface has named events."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
     # "replace", because a token may be half of a surrogate pair.
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 class EventStream(Response):
@@ -107,6 +108,20 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 def finite(logprob: float) -> float:
     """Return a log-probability for JSON. JSON has no infinity."""
     return max(logprob, -9999.0)
+
+
+def of_place(ranked: Mapping[int, Logprob] | None) -> dict[str, Any] | None:
+    """Return the log-probabilities at a place of a prompt in vLLM's form, None at the first."""
+    if ranked is None:
+        return None
+    return {
+        str(token): {
+            "logprob": finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": each.decoded_token,
+        }
+        for token, each in ranked.items()
+    }
 
 
 def token_text(token: int, ranked: Mapping[int, Logprob]) -> str:

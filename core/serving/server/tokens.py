@@ -7,9 +7,9 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.serving.prompts import tokenized
+from opgraft.serving.server.chat_messages import for_template, template_values
 from opgraft.serving.server.contradictions import expect_no_contradiction
 from opgraft.serving.server.faults import at
-from opgraft.serving.server.messages import for_template, template_values
 from opgraft.serving.server.protocol import DetokenizeRequest, TokenizeRequest
 from opgraft.serving.server.service import Service
 
@@ -22,8 +22,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         RequestError: the template refuses the messages, or the text has no tokens.
         InputError: the model has no tokenizer.
     """
-    if body.model is not None:
-        service.expect_model(body.model)
+    service.expect_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
     expect_no_contradiction(body)
@@ -62,8 +61,7 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
         HTTPError: the vocabulary lacks an id.
         InputError: the model has no tokenizer.
     """
-    if body.model is not None:
-        service.expect_model(body.model)
+    service.expect_model(body.model)
     if len(body.tokens) > service.max_model_len:
         raise HTTPError(
             400,

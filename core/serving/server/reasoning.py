@@ -1,0 +1,53 @@
+"""``ReasoningReader``: tells the reasoning of an answer from the answer proper."""
+
+from __future__ import annotations
+
+from opgraft.serving.server.call_reader import overlap
+
+OPENING = "<think>"
+"""Qwen, DeepSeek, GLM, SmolLM3 and others write this before their reasoning."""
+
+_CLOSING = "</think>"
+
+
+class ReasoningReader:
+    """Splits a growing answer. Nothing that was told is taken back.
+
+    Args:
+        opened: the prompt ends with the opening, so that the answer begins with reasoning.
+    """
+
+    def __init__(self, opened: bool) -> None:
+        self._opened = opened
+        # Place of the closing, and the place up to which no closing stands.
+        self._closed: int | None = None
+        self._searched = 0
+
+    def split(self, text: str, ended: bool) -> tuple[str, str]:
+        """Return the reasoning and the rest of an answer so far.
+
+        Args:
+            text: of the answer so far.
+            ended: the text is whole.
+        """
+        if not ended and OPENING.startswith(text.lstrip()):
+            return "", ""
+        start = self._start(text)
+        if start is None:
+            return "", text
+        if self._closed is None:
+            found = text.find(_CLOSING, max(start, self._searched))
+            self._searched = max(start, len(text) - len(_CLOSING) + 1)
+            if found < 0:
+                held = 0 if ended else overlap(text, _CLOSING)
+                return text[start : len(text) - held].strip(), ""
+            self._closed = found
+        rest = text[self._closed + len(_CLOSING) :]
+        return text[start : self._closed].strip(), rest.lstrip("\n")
+
+    def _start(self, text: str) -> int | None:
+        """Return the place behind the opening, or None if the answer has no reasoning so far."""
+        begun = text.lstrip()
+        if begun.startswith(OPENING):
+            return len(text) - len(begun) + len(OPENING)
+        return 0 if self._opened else None

@@ -1,0 +1,188 @@
+"""``/pooling``, ``/classify``, ``/score`` and ``/rerank``: vectors, labels and scores of texts."""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from opgraft.errors import HTTPError
+from opgraft.serving.async_llm import Pair
+from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.prompts import Prompt
+from opgraft.serving.server.faults import at
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.prompts import several
+from opgraft.serving.server.protocol import (
+    Document,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from opgraft.serving.server.service import Service
+
+
+class Scoring:
+    """A request for the vectors, labels or scores of texts.
+
+    Args:
+        service: answers the request.
+        passing: the request over HTTP.
+    """
+
+    def __init__(self, service: Service, passing: Passing) -> None:
+        self._service = service
+        self._passing = passing
+        self._tokens = 0
+
+    async def pool(self, body: PoolingRequest) -> dict[str, Any]:
+        """Return a vector for each text: the probabilities of labels, if the model has labels.
+
+        Raises:
+            HTTPError: the model is no encoder, or the request is not admitted or too large.
+            RequestError: a text cannot be taken.
+        """
+        texts = await self._texts(body)
+        outputs = await self._vectors(texts, "input")
+        rows = [
+            {"index": index, "object": "pooling", "data": list(output.embedding)}
+            for index, output in enumerate(outputs)
+        ]
+        return self._answer("pool", rows)
+
+    async def classify(self, body: PoolingRequest) -> dict[str, Any]:
+        """Return the likeliest label of each text, and the probabilities of all labels.
+
+        Raises:
+            HTTPError: the model has no labels, or the request is not admitted or too large.
+            RequestError: a text cannot be taken.
+        """
+        texts = await self._texts(body)
+        labels = self._labels()
+        if not labels:
+            message = f"{self._service.name} has no head for labels: ask a server of a classifier"
+            raise HTTPError(400, message, field="model", code="unsupported_model")
+        rows = []
+        for index, output in enumerate(await self._vectors(texts, "input")):
+            likeliest = max(range(len(labels)), key=output.embedding.__getitem__)
+            told = {"label": labels[likeliest], "probs": list(output.embedding)}
+            rows.append({"index": index, **told, "num_classes": len(labels)})
+        return self._answer("classify", rows)
+
+    async def score(self, body: ScoreRequest) -> dict[str, Any]:
+        """Return the score of each pair of texts.
+
+        Raises:
+            HTTPError: the numbers of texts differ, the model has no scores, or the request is not
+                admitted or too large.
+            RequestError: a text cannot be taken.
+        """
+        await self._begin(body)
+        first: Sequence[Any] = several(body.text_1, "text_1")
+        second: Sequence[Any] = several(body.text_2, "text_2")
+        if len(first) == 1:
+            first = [*first] * len(second)
+        if len(first) != len(second):
+            counts = f"text_1 has {len(first)} texts, and text_2 has {len(second)}"
+            message = f"{counts}: give one text and others, or texts in pairs"
+            raise HTTPError(400, message, field="text_2", code="invalid_value")
+        scores = await self._scores(list(zip(first, second, strict=True)), "text_2")
+        rows = [
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores)
+        ]
+        return self._answer("score", rows)
+
+    async def rerank(self, body: RerankRequest) -> dict[str, Any]:
+        """Return documents by their relevance for a query, the most relevant first.
+
+        Raises:
+            HTTPError: there is no document, the model has no scores, or the request is not admitted
+                or too large.
+            RequestError: a text cannot be taken.
+        """
+        await self._begin(body)
+        given = several(body.documents, "documents")
+        texts = [each.text if isinstance(each, Document) else str(each) for each in given]
+        scores = await self._scores([(body.query, text) for text in texts], "documents")
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])
+        # vLLM and Jina take 0 for all.
+        most = max(0, body.top_n or 0) or len(order)
+        results = []
+        for index in order[:most]:
+            row: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents is not False:
+                row["document"] = {"text": texts[index]}
+            results.append(row)
+        return {**self._head("rerank"), "results": results}
+
+    async def _begin(self, body: Any) -> None:
+        self._service.expect_model(body.model)
+        await self._service.check()
+
+    async def _texts(self, body: PoolingRequest) -> Sequence[Prompt]:
+        await self._begin(body)
+        return several(body.input, "input")
+
+    def _labels(self) -> Sequence[str]:
+        return self._service.encoder.encoder.labels
+
+    async def _scores(self, pairs: Sequence[Pair], field: str) -> list[float]:
+        """Return a score for each pair: of a cross-encoder, or the cosine of two embeddings."""
+        labels = self._labels()
+        if len(labels) == 1:
+            outputs = await self._vectors(pairs, field)
+            return [output.embedding[0] for output in outputs]
+        if labels:
+            message = (
+                f"{self._service.name} tells {len(labels)} labels apart, and a score needs one: "
+                "POST /classify gives the labels"
+            )
+            raise HTTPError(400, message, field="model", code="unsupported_model")
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        outputs = await self._vectors(texts, field)
+        by_text = dict(zip(texts, outputs, strict=True))
+        return [_cosine(by_text[first], by_text[second]) for first, second in pairs]
+
+    async def _vectors(
+        self, texts: Sequence[Prompt | Pair], field: str
+    ) -> Sequence[EmbeddingOutput]:
+        """Return embeddings of texts, or the probabilities of labels if the model has labels."""
+        service = self._service
+        most = service.settings.max_inputs
+        if len(texts) > most:
+            message = f"{field} has {len(texts)} texts, and this server takes {most}"
+            raise HTTPError(400, message, field=field, code="limit_exceeded")
+        for text in texts:
+            for part in text if isinstance(text, tuple) else (text,):
+                service.expect_characters(part if isinstance(part, str) else "", field)
+        encoder = service.encoder
+        with at(field):
+            if self._labels():
+                requests = await encoder.labelled(texts)
+            else:
+                requests = await encoder.embedded(texts)
+        self._tokens = sum(len(request.ids) for request in requests)
+        self._passing.record["prompt_tokens"] = self._tokens
+        service.admission.take(self._passing.slot, len(requests), self._tokens)
+        return await encoder.computed(requests)
+
+    def _answer(self, kind: str, rows: Sequence[Any]) -> dict[str, Any]:
+        return {**self._head(kind), "object": "list", "data": list(rows)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        usage = {"prompt_tokens": self._tokens, "total_tokens": self._tokens}
+        return {
+            "id": f"{kind}-{self._passing.id}",
+            "model": self._service.name,
+            "created": int(time.time()),
+            "usage": usage,
+        }
+
+
+def _cosine(first: EmbeddingOutput, second: EmbeddingOutput) -> float:
+    product = sum(map(operator.mul, first.embedding, second.embedding))
+    lengths = math.hypot(*first.embedding) * math.hypot(*second.embedding)
+    return product / lengths if lengths else 0.0

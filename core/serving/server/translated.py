@@ -1,0 +1,172 @@
+"""``Translated``: a request of another interface, answered as a chat, with an answer of blocks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.server.chat import Chat
+from opgraft.serving.server.passing import Passing
+from opgraft.serving.server.protocol import ChatRequest, Sampled
+from opgraft.serving.server.service import Service
+
+
+class BlockKind(Enum):
+    """A part of an answer."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass
+class Block:
+    """A part of an answer: reasoning, text, or one call.
+
+    Attributes:
+        kind: of the part.
+        index: the place in the answer.
+        text: so far; of a call, the arguments.
+        name: of the function of a call.
+        call_id: of a call.
+        logprobs: of the tokens of a text, in OpenAI's form.
+    """
+
+    kind: BlockKind
+    index: int
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def sampled(body: Sampled) -> dict[str, Any]:
+    """Return the fields that a request shares with chats."""
+    return {name: getattr(body, name) for name in Sampled.model_fields}
+
+
+class Translated(Chat):
+    """A request of another interface, as a chat, and the form of its answer.
+
+    Args:
+        service: answers the request.
+        body: the request as a chat.
+        passing: the request over HTTP.
+        names: parts of names in chats → parts in the interface, for errors.
+
+    Attributes:
+        blocks: of the answer so far. The last block may still grow.
+        finish_reason: of the chat, None before the end.
+        stop_reason: the text or token that ended the answer.
+    """
+
+    def __init__(
+        self, service: Service, body: ChatRequest, passing: Passing, names: Mapping[str, str]
+    ) -> None:
+        passing.names = names
+        super().__init__(service, body, passing)
+        self.blocks: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._logprobs: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def begun(self, block: Block) -> Iterator[bytes]:
+        """Yield the events of a new block without text."""
+
+    @abstractmethod
+    def grown(
+        self, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]
+    ) -> Iterator[bytes]:
+        """Yield the events of new text of a block."""
+
+    @abstractmethod
+    def ended(self, block: Block) -> Iterator[bytes]:
+        """Yield the events of a whole block."""
+
+    @abstractmethod
+    def answered(self) -> dict[str, Any]:
+        """Return the answer with all blocks."""
+
+    def written(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the events of a chunk of the chat."""
+        (choice,) = chunk["choices"]
+        yield from self._read(choice, choice["delta"])
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the whole answer."""
+        (output,) = outputs
+        (answer,) = output.outputs
+        choice = self.choice(0, output, answer)
+        # A whole message has the form of one large delta. Nobody reads the events.
+        for _ in self._read(choice, choice["message"]):
+            pass
+        return self.answered()
+
+    def _read(self, choice: Mapping[str, Any], delta: Mapping[str, Any]) -> Iterator[bytes]:
+        """Read a delta into blocks, and yield the events."""
+        if delta.get("reasoning_content"):
+            yield from self.enter(BlockKind.REASONING)
+            yield from self._grow(delta["reasoning_content"], ())
+        # Tokens that are part of a character come before its text.
+        self._logprobs += (choice["logprobs"] or {}).get("content", ())
+        if delta.get("content"):
+            yield from self.enter(BlockKind.TEXT)
+            yield from self._grow(delta["content"], self._logprobs)
+            self._logprobs = []
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            # Only the first delta of a call has an id.
+            if "id" in call:
+                yield from self.enter(BlockKind.CALL, function["name"], call["id"])
+            yield from self._grow(function["arguments"], ())
+        self.finish_reason = choice["finish_reason"]
+        self.stop_reason = choice.get("stop_reason")
+
+    def enter(self, kind: BlockKind, name: str = "", call_id: str = "") -> Iterator[bytes]:
+        """Go on with the last block, or begin another one."""
+        if self.blocks and self.blocks[-1].kind is kind and kind is not BlockKind.CALL:
+            return
+        yield from self.end_block()
+        block = Block(kind, len(self.blocks), name=name, call_id=call_id)
+        self.blocks.append(block)
+        yield from self.begun(block)
+
+    def _grow(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+        block = self.blocks[-1]
+        block.text += text
+        block.logprobs += logprobs
+        if text:
+            yield from self.grown(block, text, logprobs)
+
+    def end_block(self) -> Iterator[bytes]:
+        """Yield the events of the end of the last block, if there is one."""
+        if self.blocks:
+            yield from self.ended(self.blocks[-1])
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the answer as a message of a chat."""
+        calls = []
+        texts = {BlockKind.REASONING: "", BlockKind.TEXT: ""}
+        for block in self.blocks:
+            if block.kind is BlockKind.CALL:
+                function = {"name": block.name, "arguments": block.text}
+                calls.append({"id": block.call_id, "type": "function", "function": function})
+            else:
+                texts[block.kind] += block.text
+        return {
+            "role": "assistant",
+            "content": texts[BlockKind.TEXT],
+            "reasoning_content": texts[BlockKind.REASONING] or None,
+            "tool_calls": calls or None,
+        }
+
+    def count_reasoning(self) -> int:
+        """Return the tokens of the reasoning, without the markers."""
+        encode = self.service.tokenizer.encode
+        texts = [block.text for block in self.blocks if block.kind is BlockKind.REASONING]
+        return sum(len(encode(text, add_special_tokens=False)) for text in texts)

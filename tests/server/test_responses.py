@@ -1,0 +1,215 @@
+"""``/v1/responses`` answers as chats do, in items and events, and keeps conversations within a bound."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from opgraft.errors import HTTPError
+from opgraft.serving.server.response_store import ResponseStore
+from pydantic import BaseModel
+from server.processes import Server, error_of
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+CALL = {"call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
+
+
+class Pet(BaseModel):
+    """A form of answers."""
+
+    kind: bool
+
+
+def respond(server: Server, **body: Any) -> Any:
+    given = {"model": server.model, "temperature": 0, "max_output_tokens": 5, **body}
+    return server.openai.responses.create(**given)
+
+
+def events_of(server: Server, **body: Any) -> list[Any]:
+    return list(respond(server, stream=True, **body))
+
+
+def test_the_answer_is_that_of_a_chat(server: Server) -> None:
+    """Text, usage and the reason of the end agree with the same request for a chat."""
+    chat = server.chat(messages=[{"role": "user", "content": "the cat"}]).json()
+    response = respond(server, input="the cat")
+    assert response.output_text == chat["choices"][0]["message"]["content"]
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert response.usage.output_tokens == chat["usage"]["completion_tokens"]
+
+
+def test_items_are_the_messages_of_a_chat(server: Server) -> None:
+    """Instructions, messages, reasoning, calls and results have the places of a chat's messages."""
+    call = {"id": "c1", "type": "function", "function": {**CALL}}
+    del call["function"]["call_id"]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "the cat\nthe dog"},
+        {
+            "role": "assistant",
+            "content": "I look",
+            "reasoning_content": "so",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "user", "content": "thanks"},
+    ]
+    parts = [{"type": "input_text", "text": text} for text in ("the cat", "the dog")]
+    said = {"type": "output_text", "text": "I look", "annotations": []}
+    items = [
+        {"role": "user", "content": parts},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "so"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "m",
+            "status": "completed",
+            "content": [said],
+        },
+        {"type": "function_call", "id": "f", **CALL},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "thanks"},
+    ]
+    chat = server.chat(messages=messages).json()
+    response = respond(server, instructions="be brief", input=items)
+    assert response.output_text == chat["choices"][0]["message"]["content"]
+    assert response.usage.input_tokens == chat["usage"]["prompt_tokens"]
+
+
+def test_a_stream_of_events(server: Server) -> None:
+    """Events are numbered, open and close each item, and end with the response that a whole answer is."""
+    events = events_of(server, input="the cat")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    deltas = kinds.count("response.output_text.delta")
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * deltas,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    text = "".join(event.delta for event in events if event.type.endswith("text.delta"))
+    whole = respond(server, input="the cat")
+    assert text == events[-1].response.output_text == whole.output_text
+    assert events[-1].response.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_forced_call(server: Server) -> None:
+    """The call is an item; its arguments arrive as events that add up to the arguments."""
+    pytest.importorskip("llguidance")
+    choice = {"type": "function", "name": "weather"}
+    body = {"input": "the cat", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 100}
+    (call,) = respond(server, **body).output
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    events = events_of(server, **body)
+    done = [each for each in events if each.type == "response.function_call_arguments.done"]
+    parts = [each for each in events if each.type == "response.function_call_arguments.delta"]
+    assert [each.arguments for each in done] == [call.arguments]
+    assert "".join(each.delta for each in parts) == call.arguments
+    assert events[-1].type == "response.completed"
+
+
+def test_a_form(server: Server) -> None:
+    """The client's own class comes back as an object."""
+    pytest.importorskip("llguidance")
+    response = server.openai.responses.parse(
+        model=server.model, input="the cat", text_format=Pet, max_output_tokens=100
+    )
+    assert isinstance(response.output_parsed, Pet)
+
+
+def test_log_probabilities(server: Server) -> None:
+    """The text has them if the request includes them."""
+    include: Any = ["message.output_text.logprobs"]
+    response = respond(server, input="the cat", include=include, top_logprobs=2)
+    (part,) = response.output[0].content
+    assert len(part.logprobs) == 5
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+
+
+def test_a_conversation_that_the_server_keeps(server: Server) -> None:
+    """The next request goes on with the previous response, until it is deleted; ``store: false`` keeps none."""
+    client = server.openai.responses
+    first = respond(server, input="the cat", instructions="be brief")
+    shown = client.retrieve(first.id)
+    assert shown.output_text == first.output_text
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "and the dog"},
+    ]
+    chat = server.chat(messages=messages).json()
+    second = respond(server, input="and the dog", previous_response_id=first.id)
+    assert second.output_text == chat["choices"][0]["message"]["content"]
+    assert second.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    client.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="does not keep") as raised:
+        respond(server, input="and the dog", previous_response_id=first.id)
+    assert raised.value.param == "previous_response_id"
+    unkept = respond(server, input="the cat", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.retrieve(unkept.id)
+
+
+def test_a_stream_is_kept(server: Server) -> None:
+    """Its response can be asked for after the last event."""
+    *_, last = events_of(server, input="the cat")
+    assert (
+        server.openai.responses.retrieve(last.response.id).output_text == last.response.output_text
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_have_the_names_of_this_interface(
+    server: Server, body: dict[str, Any], field: str
+) -> None:
+    """The field at fault is named as the client has written it."""
+    answer = server.post("/v1/responses", **{"model": server.model, "input": "the cat", **body})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == field
+
+
+def test_the_oldest_responses_go_first() -> None:
+    """The store has room for a number of bytes; a response that is larger alone is not kept."""
+    store = ResponseStore(limit=300)
+    for name in "abcd":
+        store.keep({"id": name, "text": "x" * 60}, [{"role": "user", "content": "y"}])
+    assert [name for name in "abcd" if store.find(name) is not None] == ["c", "d"]
+    store.keep({"id": "e", "text": "x" * 300}, [])
+    assert store.find("e") is None
+    store.drop("c")
+    store.drop("c")
+    store.keep({"id": "f", "text": "x" * 60}, [])
+    assert store.find("d") is not None
+    with pytest.raises(HTTPError, match="'c' is not kept"):
+        store.expect("c")
