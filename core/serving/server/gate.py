@@ -84,14 +84,13 @@ class Gate:
             return
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Clients of Anthropic's interface send the key so.
-        if "x-api-key" in headers:
-            scheme, key = "bearer", headers["x-api-key"]
+        # Clients of Anthropic's interface send the second header.
+        sent = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # latin-1 gives the sent bytes.
-        given = _digest(key.strip().encode("latin-1"))
+        digests = [_digest(each.strip().encode("latin-1")) for each in sent]
         # All keys, so that the time tells nothing.
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        matches = [hmac.compare_digest(given, known) for given in digests for known in self._keys]
+        if not any(matches):
             message = "no valid API key was sent: send the header 'Authorization: Bearer KEY'"
             challenge = {"www-authenticate": "Bearer"}
             raise HTTPError(401, message, code="invalid_api_key", headers=challenge)
