@@ -120,7 +120,9 @@ def rows() -> Iterator[Sequence[str]]:
             continue
         own = statuses(body)
         known = {name for server in facts.values() for name in server["fields"].get(path, ())}
-        for name in sorted({*own, *known} - {*EVERYWHERE}):
+        # Every kind of body takes the fields of all kinds that have no effect.
+        worth = {name for name, status in own.items() if status != "no effect"} | known
+        for name in sorted(worth - {*EVERYWHERE}):
             yield cells(path, name, facts, own.get(name, ""))
 
 

@@ -436,7 +436,7 @@ def test_the_class_is_chosen_by_implementation() -> None:
     assert model_class(["StableLmForCausalLM"]) is TransformersForCausalLM
     assert model_class(["ElectraModel"]).__name__ == "TransformersModel"
     assert model_class(["ElectraForPreTraining"]).__name__ == "TransformersModel"
-    assert model_class(["BertForSequenceClassification"]).__name__ == "BertModel"
+    assert model_class(["BertForTokenClassification"]).__name__ == "BertModel"
     with pytest.raises(
         ModelError, match=r"StableLmForCausalLM: .*--model\.implementation transformers"
     ):

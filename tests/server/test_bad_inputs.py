@@ -77,7 +77,6 @@ MESSAGES: list[tuple[Any, str, str]] = [
 ]
 FIELDS: list[tuple[str, Any, str, str]] = [
     ("model", 5, "model", "expected text"),
-    ("model", None, "model", "expected text"),
     ("temperature", "hot", "temperature", "expected a number"),
     ("temperature", True, "temperature", "expected a number"),
     ("temperature", -1, "temperature", "use 0 for greedy decoding"),

@@ -113,7 +113,7 @@ def test_a_forced_call(server: Server) -> None:
     """The call is an item; its arguments arrive as events that add up to the arguments."""
     pytest.importorskip("llguidance")
     choice = {"type": "function", "name": "weather"}
-    body = {"input": "the cat", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 100}
+    body = {"input": "the cat", "tools": [TOOL], "tool_choice": choice, "max_output_tokens": 200}
     (call,) = respond(server, **body).output
     assert (call.type, call.name) == ("function_call", "weather")
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
@@ -129,7 +129,7 @@ def test_a_form(server: Server) -> None:
     """The client's own class comes back as an object."""
     pytest.importorskip("llguidance")
     response = server.openai.responses.parse(
-        model=server.model, input="the cat", text_format=Pet, max_output_tokens=100
+        model=server.model, input="the cat", text_format=Pet, max_output_tokens=200
     )
     assert isinstance(response.output_parsed, Pet)
 

@@ -18,6 +18,7 @@ from opgraft.serving.server.gate import Gate
 from opgraft.serving.server.messages import Message, count_tokens
 from opgraft.serving.server.messages_protocol import CountRequest, MessagesRequest
 from opgraft.serving.server.page import page
+from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -82,6 +83,15 @@ def _service(request: Request) -> Service:
     return service
 
 
+def _passing(request: Request) -> Passing:
+    passing: Passing = request.state.passing
+    return passing
+
+
+def _scoring(request: Request) -> Scoring:
+    return Scoring(_service(request), _passing(request))
+
+
 @router.get("/", include_in_schema=False)
 async def show_page() -> Response:
     """Show the page for people."""
@@ -91,19 +101,19 @@ async def show_page() -> Response:
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue a prompt, or each of several prompts."""
-    return await Completion(_service(request), body, request.state.passing).respond()
+    return await Completion(_service(request), body, _passing(request)).respond()
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
-    return await Chat(_service(request), body, request.state.passing).respond()
+    return await Chat(_service(request), body, _passing(request)).respond()
 
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation with items, and keep the response."""
-    return await ModelResponse(_service(request), body, request.state.passing).respond()
+    return await ModelResponse(_service(request), body, _passing(request)).respond()
 
 
 @router.get("/v1/responses/{response_id}")
@@ -124,38 +134,38 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
 @router.post("/v1/messages")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat of Anthropic's interface."""
-    return await Message(_service(request), body, request.state.passing).respond()
+    return await Message(_service(request), body, _passing(request)).respond()
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_message_tokens(body: CountRequest, request: Request) -> JSONResponse:
     """Return the number of tokens of a chat of Anthropic's interface."""
-    return JSONResponse(await count_tokens(_service(request), body, request.state.passing))
+    return JSONResponse(await count_tokens(_service(request), body, _passing(request)))
 
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
     """Return the vectors of texts."""
-    return JSONResponse(await embed(_service(request), body, request.state.passing))
+    return JSONResponse(await embed(_service(request), body, _passing(request)))
 
 
 @router.post("/pooling")
 async def create_pooled(body: PoolingRequest, request: Request) -> JSONResponse:
     """Return a vector for each text."""
-    return JSONResponse(await Scoring(_service(request), request.state.passing).pool(body))
+    return JSONResponse(await _scoring(request).pool(body))
 
 
 @router.post("/classify")
 async def create_labels(body: PoolingRequest, request: Request) -> JSONResponse:
     """Return the labels of texts with their probabilities."""
-    return JSONResponse(await Scoring(_service(request), request.state.passing).classify(body))
+    return JSONResponse(await _scoring(request).classify(body))
 
 
 @router.post("/score")
 @router.post("/v1/score")
 async def create_scores(body: ScoreRequest, request: Request) -> JSONResponse:
     """Return the scores of pairs of texts."""
-    return JSONResponse(await Scoring(_service(request), request.state.passing).score(body))
+    return JSONResponse(await _scoring(request).score(body))
 
 
 @router.post("/rerank")
@@ -163,7 +173,7 @@ async def create_scores(body: ScoreRequest, request: Request) -> JSONResponse:
 @router.post("/v2/rerank")
 async def create_order(body: RerankRequest, request: Request) -> JSONResponse:
     """Return documents by their relevance for a query."""
-    return JSONResponse(await Scoring(_service(request), request.state.passing).rerank(body))
+    return JSONResponse(await _scoring(request).rerank(body))
 
 
 @router.post("/tokenize")

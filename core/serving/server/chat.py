@@ -163,24 +163,15 @@ class Chat(Generating[ChatRequest]):
         self, index: int, output: RequestOutput, answer: CompletionOutput, news: News
     ) -> Iterator[dict[str, Any]]:
         """Yield the choices of chunks. The first has the role, the last the reason of the end."""
-        told = self._told.get(index)
-        if told is None:
-            told = self._reading()
-            self._told[index] = told
+        if index not in self._told:
+            self._told[index] = self._reading()
+        told = self._told[index]
         reasoned, answered = told.read(answer)
-        delta: dict[str, Any] = {"role": "assistant"} if news.first else {}
-        reasoning = reasoned[told.reasoned :]
-        told.reasoned = len(reasoned)
-        text = self.tools.plain(told.reader, answered)[told.characters :]
-        told.characters += len(text)
         calls = self._calls(answer, told.reader)
+        reasoning = told.news_of_reasoning(reasoned)
+        text = told.news_of_text(self.tools.plain(told.reader, answered))
         new_calls = told.news_of(calls)
-        if reasoning:
-            delta["reasoning_content"] = reasoning
-        if text or (news.first and not new_calls and not reasoning):
-            delta["content"] = text
-        if new_calls:
-            delta["tool_calls"] = new_calls
+        delta = _delta(reasoning, text, new_calls, news.first)
         logprobs = None
         if news.logprobs:
             logprobs = self._logprobs(news.tokens, news.logprobs)
@@ -239,6 +230,22 @@ class Chat(Generating[ChatRequest]):
         }
 
 
+def _delta(
+    reasoning: str, text: str, calls: Sequence[Mapping[str, Any]], first: bool
+) -> dict[str, Any]:
+    """Return the news of an answer. The first news have the role, and some content."""
+    delta: dict[str, Any] = {"role": "assistant"} if first else {}
+    if reasoning:
+        delta["reasoning_content"] = reasoning
+    if text:
+        delta["content"] = text
+    if calls:
+        delta["tool_calls"] = calls
+    if delta.keys() == {"role"}:
+        delta["content"] = ""
+    return delta
+
+
 def _choice(
     index: int, delta: Mapping[str, Any], logprobs: Any, finish_reason: str | None
 ) -> dict[str, Any]:
@@ -255,8 +262,8 @@ class _Told:
 
     def __init__(self, reader: CallReader | None, reasoning: ReasoningReader | None) -> None:
         self.reader = reader
-        self.reasoned = 0
-        self.characters = 0
+        self._reasoned = 0
+        self._characters = 0
         self._reasoning = reasoning
         self._arguments: list[int] = []
 
@@ -268,6 +275,18 @@ class _Told:
         if self.reader is not None:
             self.reader.read(text, answer.finished)
         return reasoned, text
+
+    def news_of_reasoning(self, reasoned: str) -> str:
+        """Return the new part of the reasoning."""
+        news = reasoned[self._reasoned :]
+        self._reasoned = len(reasoned)
+        return news
+
+    def news_of_text(self, text: str) -> str:
+        """Return the new part of the text."""
+        news = text[self._characters :]
+        self._characters += len(news)
+        return news
 
     def news_of(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the news of calls: each new call, and the further arguments of former calls."""

@@ -10,14 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.serving.async_llm import Pair
+from opgraft.serving.embedding_engine import EmbeddingRequest
+from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.prompts import Prompt
+from opgraft.serving.server import protocol
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
-from opgraft.serving.server.protocol import EmbeddingRequest
 from opgraft.serving.server.service import Service
 
 
-async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> dict[str, Any]:
+async def embed(
+    service: Service, body: protocol.EmbeddingRequest, passing: Passing
+) -> dict[str, Any]:
     """Answer a request for the vectors of texts.
 
     Raises:
@@ -27,18 +33,10 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
     service.expect_model(body.model)
     await service.check()
     texts = several(body.input, "input")
-    most = service.settings.max_inputs
-    if len(texts) > most:
-        message = f"input has {len(texts)} texts, and this server takes {most}"
-        raise HTTPError(400, message, field="input", code="limit_exceeded")
-    for text in texts:
-        service.expect_characters(text if isinstance(text, str) else "", "input")
+    expect_texts(texts, "input", service)
     with at("input"):
         requests = await service.encoder.embedded(texts)
-    tokens = sum(len(request.ids) for request in requests)
-    passing.record["prompt_tokens"] = tokens
-    service.admission.take(passing.slot, len(requests), tokens)
-    outputs = await service.encoder.computed(requests)
+    outputs, tokens = await admitted(requests, service, passing)
     written = _base64 if body.encoding_format == "base64" else list
     rows = []
     for index, output in enumerate(outputs):
@@ -46,6 +44,36 @@ async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> d
         rows.append({"object": "embedding", "index": index, "embedding": vector})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": rows, "model": service.name, "usage": usage}
+
+
+def expect_texts(texts: Sequence[Prompt | Pair], field: str, service: Service) -> None:
+    """Check the number and the length of texts.
+
+    Raises:
+        HTTPError: there are too many, or one is too long.
+    """
+    most = service.settings.max_inputs
+    if len(texts) > most:
+        message = f"{field} has {len(texts)} texts, and this server takes {most}"
+        raise HTTPError(400, message, field=field, code="limit_exceeded")
+    for text in texts:
+        parts = text if isinstance(text, tuple) else (text,)
+        for part in parts:
+            service.expect_characters(part if isinstance(part, str) else "", field)
+
+
+async def admitted(
+    requests: Sequence[EmbeddingRequest], service: Service, passing: Passing
+) -> tuple[Sequence[EmbeddingOutput], int]:
+    """Return the vectors of prepared texts, and the number of their tokens.
+
+    Raises:
+        HTTPError: there is no room for so many texts.
+    """
+    tokens = sum(len(request.ids) for request in requests)
+    passing.record["prompt_tokens"] = tokens
+    service.admission.take(passing.slot, len(requests), tokens)
+    return await service.encoder.computed(requests), tokens
 
 
 def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

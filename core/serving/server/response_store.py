@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 from opgraft.errors import HTTPError
@@ -22,7 +23,7 @@ class KeptResponse(NamedTuple):
 
 
 class ResponseStore:
-    """The latest responses, in memory. One event loop uses the object.
+    """The latest responses, in memory. Any thread may use the object.
 
     Args:
         limit: bytes of all responses and chats together. The oldest ones go first.
@@ -33,6 +34,7 @@ class ResponseStore:
         # As text: Python's objects may take 100 times its memory.
         self._kept: dict[str, bytes] = {}
         self._bytes = 0
+        self._lock = Lock()
 
     def keep(self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
         """Keep a response, unless it is larger than the limit."""
@@ -40,11 +42,12 @@ class ResponseStore:
         text = json.dumps([response, messages], ensure_ascii=False).encode("utf-8", "replace")
         if len(text) > self._limit:
             return
-        self._kept[response["id"]] = text
-        self._bytes += len(text)
-        while self._bytes > self._limit:
-            oldest = next(iter(self._kept))
-            self.drop(oldest)
+        with self._lock:
+            self._kept[response["id"]] = text
+            self._bytes += len(text)
+            while self._bytes > self._limit:
+                oldest = next(iter(self._kept))
+                self._bytes -= len(self._kept.pop(oldest))
 
     def find(self, name: str) -> KeptResponse | None:
         """Return a response by its id, or None."""
@@ -67,4 +70,5 @@ class ResponseStore:
 
     def drop(self, name: str) -> None:
         """Forget a response, if it is kept."""
-        self._bytes -= len(self._kept.pop(name, b""))
+        with self._lock:
+            self._bytes -= len(self._kept.pop(name, b""))

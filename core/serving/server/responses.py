@@ -227,12 +227,8 @@ class ModelResponse(Translated):
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        body = self.request
         has_ended = status != "in_progress"
         is_cut = status == "incomplete"
-        form = None if body.text is None else body.text.format
-        effort = None if body.reasoning is None else body.reasoning.effort
-        choice = body.tool_choice or "auto"
         return {
             "id": self.id,
             "object": "response",
@@ -241,24 +237,12 @@ class ModelResponse(Translated):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
             "model": self.service.name,
             "output": [self._item(block, status) for block in self.blocks],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": effort, "summary": None},
-            "store": body.store is not False,
             "temperature": self.params.temperature,
-            "text": {"format": _told_format(form)},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_logprobs": body.top_logprobs or 0,
             "top_p": self.params.top_p,
-            "truncation": body.truncation or "disabled",
             "usage": self._tokens() if has_ended else None,
-            "user": body.user,
+            **_settings(self.request),
         }
 
     def _tokens(self) -> dict[str, Any]:
@@ -287,6 +271,28 @@ class ModelResponse(Translated):
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
+
+
+def _settings(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the settings of a request, as a response tells them."""
+    form = None if body.text is None else body.text.format
+    effort = None if body.reasoning is None else body.reasoning.effort
+    choice = body.tool_choice or "auto"
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": body.store is not False,
+        "text": {"format": _told_format(form)},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
 
 
 def _messages_before(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:

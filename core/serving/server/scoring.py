@@ -12,6 +12,7 @@ from opgraft.errors import HTTPError
 from opgraft.serving.async_llm import Pair
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt
+from opgraft.serving.server.embeddings import admitted, expect_texts
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
@@ -150,24 +151,13 @@ class Scoring:
         self, texts: Sequence[Prompt | Pair], field: str
     ) -> Sequence[EmbeddingOutput]:
         """Return embeddings of texts, or the probabilities of labels if the model has labels."""
-        service = self._service
-        most = service.settings.max_inputs
-        if len(texts) > most:
-            message = f"{field} has {len(texts)} texts, and this server takes {most}"
-            raise HTTPError(400, message, field=field, code="limit_exceeded")
-        for text in texts:
-            for part in text if isinstance(text, tuple) else (text,):
-                service.expect_characters(part if isinstance(part, str) else "", field)
-        encoder = service.encoder
+        expect_texts(texts, field, self._service)
+        encoder = self._service.encoder
+        prepare = encoder.labelled if self._labels() else encoder.embedded
         with at(field):
-            if self._labels():
-                requests = await encoder.labelled(texts)
-            else:
-                requests = await encoder.embedded(texts)
-        self._tokens = sum(len(request.ids) for request in requests)
-        self._passing.record["prompt_tokens"] = self._tokens
-        service.admission.take(self._passing.slot, len(requests), self._tokens)
-        return await encoder.computed(requests)
+            requests = await prepare(texts)
+        outputs, self._tokens = await admitted(requests, self._service, self._passing)
+        return outputs
 
     def _answer(self, kind: str, rows: Sequence[Any]) -> dict[str, Any]:
         return {**self._head(kind), "object": "list", "data": list(rows)}

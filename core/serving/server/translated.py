@@ -72,7 +72,7 @@ class Translated(Chat):
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self._logprobs: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
 
     @abstractmethod
     def begun(self, block: Block) -> Iterator[bytes]:
@@ -113,11 +113,11 @@ class Translated(Chat):
             yield from self.enter(BlockKind.REASONING)
             yield from self._grow(delta["reasoning_content"], ())
         # Tokens that are part of a character come before its text.
-        self._logprobs += (choice["logprobs"] or {}).get("content", ())
+        self._pending += (choice["logprobs"] or {}).get("content", ())
         if delta.get("content"):
             yield from self.enter(BlockKind.TEXT)
-            yield from self._grow(delta["content"], self._logprobs)
-            self._logprobs = []
+            yield from self._grow(delta["content"], self._pending)
+            self._pending = []
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             # Only the first delta of a call has an id.
