@@ -188,7 +188,11 @@ class Chat(Generating[ChatRequest]):
         reasoned, answered = told.read(answer)
         calls = self._calls(answer, told.reader)
         text = self.tools.plain(told.reader, answered)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text,
+            "refusal": None,
+        }
         if reasoned:
             message["reasoning_content"] = reasoned
         if calls:

@@ -73,7 +73,11 @@ class Completion(Generating[CompletionRequest]):
             index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or []
         )
         ids = self._token_ids(output, answer.token_ids, first=True)
-        return {**choice, **ids, **self.prompt_logprobs(output)}
+        return {
+            **choice,
+            **ids,
+            **self.prompt_logprobs(output),
+        }
 
     def _token_ids(
         self, output: RequestOutput, tokens: Sequence[int], first: bool
@@ -162,7 +166,11 @@ class Completion(Generating[CompletionRequest]):
                 texts.append(token_text(token, ranked))
                 own.append(finite(ranked[token].logprob))
                 top.append(self._top(ranked))
-        return {"tokens": texts, "token_logprobs": own, "top_logprobs": top}
+        return {
+            "tokens": texts,
+            "token_logprobs": own,
+            "top_logprobs": top,
+        }
 
     def _top(self, ranked: Mapping[int, Logprob]) -> dict[str, float]:
         """Return the likeliest tokens by text. Of tokens with one text, the likeliest counts."""

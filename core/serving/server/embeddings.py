@@ -41,9 +41,20 @@ async def embed(
     rows = []
     for index, output in enumerate(outputs):
         vector = written(_cut(output.embedding, body.dimensions))
-        rows.append({"object": "embedding", "index": index, "embedding": vector})
+        rows.append(
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": vector,
+            }
+        )
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": rows, "model": service.name, "usage": usage}
+    return {
+        "object": "list",
+        "data": rows,
+        "model": service.name,
+        "usage": usage,
+    }
 
 
 def expect_texts(texts: Sequence[Prompt | Pair], field: str, service: Service) -> None:
@@ -88,6 +99,7 @@ def _cut(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
         message = f"dimensions is {dimensions}, and vectors have {len(vector)}: use 1 to as many"
         raise HTTPError(400, message, field="dimensions", code="invalid_value")
     part = vector[:dimensions]
+    # Clients compare such vectors by products, which need the length 1.
     length = math.hypot(*part)
     is_normal = math.isclose(math.hypot(*vector), 1, rel_tol=1e-3)
     if not (is_normal and length):

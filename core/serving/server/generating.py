@@ -222,7 +222,13 @@ class Generating(ABC, Generic[_B]):
     def ending(self) -> Iterator[bytes]:
         """Yield the events of a stream behind all chunks."""
         if self._tells_usage:
-            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
+            yield event(
+                {
+                    **self._head(self.chunk_object),
+                    "choices": [],
+                    "usage": self._usage(),
+                }
+            )
         yield DONE
 
     @property
@@ -241,7 +247,13 @@ class Generating(ABC, Generic[_B]):
             if news.first:
                 head |= self.prompt_tokens(output)
             for choice in self.deltas(index, output, answer, news):
-                yield from self.written({**head, "choices": [choice], **self._usage_so_far()})
+                yield from self.written(
+                    {
+                        **head,
+                        "choices": [choice],
+                        **self._usage_so_far(),
+                    }
+                )
                 head = self._head(self.chunk_object)
 
     def _usage_so_far(self) -> dict[str, Any]:
@@ -262,11 +274,20 @@ class Generating(ABC, Generic[_B]):
                 index = number * self.params.n + answer.index
                 choices.append(self.choice(index, output, answer))
         head = self._head(self.whole_object)
-        told = {"choices": choices, "usage": self._usage(), **self.prompt_tokens(outputs[0])}
+        told = {
+            "choices": choices,
+            "usage": self._usage(),
+            **self.prompt_tokens(outputs[0]),
+        }
         return {**head, **told}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.name,
+        }
 
     @property
     def cached_tokens(self) -> int:

@@ -46,6 +46,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     choice = body.tool_choice
     format_ = body.output_config and body.output_config.format
     values = body.chat_template_kwargs or {}
+    # Qwen's and other templates have a value of this name.
     if body.thinking is not None:
         values = {"enable_thinking": body.thinking.type != "disabled", **values}
     return ChatRequest.model_validate(
@@ -79,14 +80,24 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
         if isinstance(block, ResultBlock):
             results = True
             content = _joined(block.content or "")
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": content,
+            }
         elif isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             reasoning.append(block.thinking)
         elif isinstance(block, CallBlock):
             function = {"name": block.name, "arguments": block.input}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            calls.append(
+                {
+                    "id": block.id,
+                    "type": "function",
+                    "function": function,
+                }
+            )
     rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     if reasoning:
         rest["reasoning_content"] = "\n".join(reasoning)
@@ -228,8 +239,16 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def _content(block: Block) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {
+            "type": "thinking",
+            "thinking": block.text,
+            "signature": "",
+        }
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": block.text}
     called = {"id": block.call_id, "name": block.name}
-    return {"type": "tool_use", **called, "input": arguments_of(block.text)}
+    return {
+        "type": "tool_use",
+        **called,
+        "input": arguments_of(block.text),
+    }

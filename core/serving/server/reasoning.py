@@ -30,6 +30,7 @@ class ReasoningReader:
             text: of the answer so far.
             ended: the text is whole.
         """
+        # The answer may still come to begin with the opening.
         if not ended and OPENING.startswith(text.lstrip()):
             return "", ""
         start = self._start(text)

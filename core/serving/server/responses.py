@@ -81,12 +81,17 @@ def _joined(content: str | Sequence[ItemPart | RefusalPart]) -> str:
 
 def _call(item: CallItem) -> dict[str, Any]:
     function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
+    return {
+        "id": item.call_id,
+        "type": "function",
+        "function": function,
+    }
 
 
 def chat_request(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
     """Return a request as a chat of some messages."""
     chat = list(messages)
+    # Those of previous responses do not go on, as at OpenAI.
     if body.instructions:
         chat.insert(0, {"role": "system", "content": body.instructions})
     wants_logprobs = _LOGPROBS in (body.include or ()) or body.top_logprobs is not None
@@ -126,7 +131,11 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
         return None
     if form.type != "json_schema":
         return {"type": form.type}
-    schema = {"name": form.name or "", "schema": form.schema_, "strict": form.strict}
+    schema = {
+        "name": form.name or "",
+        "schema": form.schema_,
+        "strict": form.strict,
+    }
     return {"type": form.type, "json_schema": schema}
 
 
@@ -151,11 +160,19 @@ class ModelResponse(Translated):
         passing.error_event = self._error
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": next(self._numbers), **fields}
+        data = {
+            "type": kind,
+            "sequence_number": next(self._numbers),
+            **fields,
+        }
         return event(data, kind)
 
     def _error(self, error: HTTPError) -> bytes:
-        told = {"code": error.code, "message": str(error), "param": error.field}
+        told = {
+            "code": error.code,
+            "message": str(error),
+            "param": error.field,
+        }
         return self._event("error", **told)
 
     def beginning(self) -> Iterator[bytes]:
@@ -260,10 +277,25 @@ class ModelResponse(Translated):
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind is BlockKind.CALL:
             named = {"call_id": block.call_id, "name": block.name}
-            return {**item, "type": "function_call", **named, "arguments": block.text}
+            return {
+                **item,
+                "type": "function_call",
+                **named,
+                "arguments": block.text,
+            }
         if block.kind is BlockKind.REASONING:
-            return {**item, "type": "reasoning", "summary": [], "content": [_part(block)]}
-        return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
+            return {
+                **item,
+                "type": "reasoning",
+                "summary": [],
+                "content": [_part(block)],
+            }
+        return {
+            **item,
+            "type": "message",
+            "role": "assistant",
+            "content": [_part(block)],
+        }
 
     def _item_id(self, block: Block) -> str:
         return f"{_PREFIXES[block.kind]}_{self.id[-24:]}{block.index}"

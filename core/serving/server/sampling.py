@@ -208,7 +208,7 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     if wanted is None:
         if limit is not None and answers > limit:
             raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
-        usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
+        usual: int = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
         usual = service.llm.engine.inputs.sampling_defaults.get("max_tokens", usual)
         share = usual if limit is None else limit // answers
         return max(1, min(usual, room, share))

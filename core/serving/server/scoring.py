@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
@@ -48,7 +48,11 @@ class Scoring:
         texts = await self._texts(body)
         outputs = await self._vectors(texts, "input")
         rows = [
-            {"index": index, "object": "pooling", "data": list(output.embedding)}
+            {
+                "index": index,
+                "object": "pooling",
+                "data": list(output.embedding),
+            }
             for index, output in enumerate(outputs)
         ]
         return self._answer("pool", rows)
@@ -69,7 +73,13 @@ class Scoring:
         for index, output in enumerate(await self._vectors(texts, "input")):
             likeliest = max(range(len(labels)), key=output.embedding.__getitem__)
             told = {"label": labels[likeliest], "probs": list(output.embedding)}
-            rows.append({"index": index, **told, "num_classes": len(labels)})
+            rows.append(
+                {
+                    "index": index,
+                    **told,
+                    "num_classes": len(labels),
+                }
+            )
         return self._answer("classify", rows)
 
     async def score(self, body: ScoreRequest) -> dict[str, Any]:
@@ -83,6 +93,7 @@ class Scoring:
         await self._begin(body)
         first: Sequence[Any] = several(body.text_1, "text_1")
         second: Sequence[Any] = several(body.text_2, "text_2")
+        # One text is compared with each of the others.
         if len(first) == 1:
             first = [*first] * len(second)
         if len(first) != len(second):
@@ -91,7 +102,11 @@ class Scoring:
             raise HTTPError(400, message, field="text_2", code="invalid_value")
         scores = await self._scores(list(zip(first, second, strict=True)), "text_2")
         rows = [
-            {"index": index, "object": "score", "score": score}
+            {
+                "index": index,
+                "object": "score",
+                "score": score,
+            }
             for index, score in enumerate(scores)
         ]
         return self._answer("score", rows)
@@ -105,7 +120,7 @@ class Scoring:
             RequestError: a text cannot be taken.
         """
         await self._begin(body)
-        given = several(body.documents, "documents")
+        given: Sequence[Any] = several(body.documents, "documents")
         texts = [each.text if isinstance(each, Document) else str(each) for each in given]
         scores = await self._scores([(body.query, text) for text in texts], "documents")
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
@@ -142,6 +157,7 @@ class Scoring:
                 "POST /classify gives the labels"
             )
             raise HTTPError(400, message, field="model", code="unsupported_model")
+        # A text of several pairs is embedded once.
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         outputs = await self._vectors(texts, field)
         by_text = dict(zip(texts, outputs, strict=True))
@@ -153,14 +169,18 @@ class Scoring:
         """Return embeddings of texts, or the probabilities of labels if the model has labels."""
         expect_texts(texts, field, self._service)
         encoder = self._service.encoder
-        prepare = encoder.labelled if self._labels() else encoder.embedded
+        prepare: Callable[..., Any] = encoder.labelled if self._labels() else encoder.embedded
         with at(field):
             requests = await prepare(texts)
         outputs, self._tokens = await admitted(requests, self._service, self._passing)
         return outputs
 
     def _answer(self, kind: str, rows: Sequence[Any]) -> dict[str, Any]:
-        return {**self._head(kind), "object": "list", "data": list(rows)}
+        return {
+            **self._head(kind),
+            "object": "list",
+            "data": list(rows),
+        }
 
     def _head(self, kind: str) -> dict[str, Any]:
         usage = {"prompt_tokens": self._tokens, "total_tokens": self._tokens}

@@ -44,11 +44,23 @@ class EventStream(Response):
             await send({"type": "http.response.start", **head})
             try:
                 async for body in events:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": body,
+                            "more_body": True,
+                        }
+                    )
             except Exception as error:
                 await scope["state"]["passing"].fail(error)
             else:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"",
+                        "more_body": False,
+                    }
+                )
 
 
 class News(NamedTuple):

@@ -129,6 +129,7 @@ class Translated(Chat):
 
     def enter(self, kind: BlockKind, name: str = "", call_id: str = "") -> Iterator[bytes]:
         """Go on with the last block, or begin another one."""
+        # Each call is a block of its own.
         if self.blocks and self.blocks[-1].kind is kind and kind is not BlockKind.CALL:
             return
         yield from self.end_block()
@@ -155,7 +156,13 @@ class Translated(Chat):
         for block in self.blocks:
             if block.kind is BlockKind.CALL:
                 function = {"name": block.name, "arguments": block.text}
-                calls.append({"id": block.call_id, "type": "function", "function": function})
+                calls.append(
+                    {
+                        "id": block.call_id,
+                        "type": "function",
+                        "function": function,
+                    }
+                )
             else:
                 texts[block.kind] += block.text
         return {
