@@ -179,7 +179,7 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    """How much the model should reason."""
+    """Settings of the reasoning of the model."""
 
     place = "reasoning."
     without_effect = frozenset({"summary", "generate_summary", "context", "mode"})
