@@ -121,6 +121,9 @@ DIFFERENCES: Mapping[str, Callable[[], None]] = {
     "LLM.chat(continue_final_message=…)": lambda: expect(
         "continue_final_message" in parameters(LLM.chat)
     ),
+    "LLM.get_default_sampling_params()": lambda: expect(
+        parameters(LLM.get_default_sampling_params) == ["self"]
+    ),
     "LLM.get_tokenizer()": lambda: expect(parameters(LLM.get_tokenizer) == ["self"]),
     'LLM(runner="pooling")': lambda: expect("runner" in parameters(LLM)),
     "LLM.embed(…)[0].outputs.embedding": lambda: expect(
