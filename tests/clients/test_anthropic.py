@@ -8,7 +8,8 @@ import anthropic
 import pytest
 from clients.questions import CALL_TOKENS, MODEL, NEXT, QUESTION, TOKENS, City, Pet, get_weather
 
-GIVEN: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS}
+GREEDY = {"temperature": 0}
+GIVEN: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "extra_body": GREEDY}
 TOOL: dict[str, Any] = {
     "name": "get_weather",
     "description": get_weather.__doc__,
