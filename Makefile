@@ -158,6 +158,10 @@ help.test-vllm-bridge = the names of vLLM that the bridge answers, against its w
 needs.test-vllm-bridge = .venv/opgraft $(VLLM_WHEEL)/complete
 run.test-vllm-bridge = $(PYTEST) --quiet tests/lanes/test_vllm_names.py tests/lanes/test_vllm_bridge.py
 
+help.test-vllm = opgraft's kernels in vLLM for CPUs, eager and compiled (10 minutes; the first time 3 GB)
+needs.test-vllm = .venv/opgraft
+run.test-vllm = VLLM_PYTHON=$$(bash benchmarks/peers/environment.sh vllm) $(PYTEST) --quiet tests/lanes/test_vllm_host.py
+
 help.test-vendor-wheels = vendors' wheels of vLLM plugins through the bridge, from the package index (50 MB)
 needs.test-vendor-wheels = .venv/opgraft $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete)
 run.test-vendor-wheels = $(PYTEST) --quiet -rs tests/lanes/test_vendor_wheels.py
@@ -256,6 +260,14 @@ run.bench-loading = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 help.bench-engine = the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB)
 needs.bench-engine = .demo/installed .venv/bench build
 run.bench-engine = $(DEMO) $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
+
+# BENCH='--eager --rounds 3', say.
+help.bench-vllm = vLLM with opgraft's kernels against plain vLLM, on SmolLM2: JSON in build (3 GB)
+needs.bench-vllm = .demo/installed .venv/bench build
+define run.bench-vllm
+tools/site.sh build/site opgraft-cpu-kernels opgraft-vllm
+$(DEMO) $(BIN)/python benchmarks/in_vllm.py build/site --json build/bench-vllm.json $(BENCH)
+endef
 
 # BENCH='--cpu-time --seconds 15', or '--rows overhead' for a part.
 help.bench-serve = the server against the engine without one, many streams, and twice the load that it can bear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular
@@ -34,6 +35,7 @@ __all__ = [
     "printable",
     "read_regular",
     "report_fault",
+    "report_file",
     "shortened",
     "specs_of",
 ]
@@ -141,6 +143,12 @@ def report_fault(message: str, provider: Provider, location: str | None = None) 
         location: ``file:line`` of the fault.
     """
     report(Finding(message, provider, location))
+
+
+def report_file() -> Path | None:
+    """Return the file for the kernels that run in another host, ``OPGRAFT_REPORT``, or ``None``."""
+    path = host_state().known_environment().report
+    return None if path is None else Path(path)
 
 
 def log_level() -> str:

@@ -30,6 +30,10 @@ _COMMANDS = {
     ),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
+    "exec": (
+        "opgraft.cli.exec",
+        "Run the Python program PROGRAM, and graft the models that it builds.",
+    ),
     "new": ("opgraft.cli.new", "Make a plugin to begin with."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
     "plan": (

@@ -32,6 +32,7 @@ PROVIDERS = "OPGRAFT_PROVIDERS"
 CONFIG = "OPGRAFT_CONFIG"
 LOG = "OPGRAFT_LOG"
 DECISION = "OPGRAFT_DECISION"
+REPORT = "OPGRAFT_REPORT"
 SIMULATED_DEVICE = "OPGRAFT_SIMULATED_DEVICE"
 
 VARIABLES: Mapping[str, str] = MappingProxyType(
@@ -41,6 +42,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         DECISION: "what the process that started this one has decided, to be decided alike; see "
         "opgraft.share_decisions",
         LOG: "what is logged on stderr: debug, info, warning (default) or error",
+        REPORT: "a JSON file for the kernels that run in the process of another program",
         SIMULATED_DEVICE: "an accelerator to simulate: name=Acme X1,memory=64MiB, or default",
     }
 )
@@ -85,12 +87,14 @@ class Environment:
         path: the path of a file of settings, or ``None``.
         log: the level of logs, or ``None``.
         decision: the decisions of another process, or ``None``.
+        report: the path of the file for the kernels that run in another program, or ``None``.
     """
 
     layers: Layers = ()
     path: str | None = None
     log: str | None = None
     decision: SharedDecision | None = None
+    report: str | None = None
 
     @functools.cached_property
     def file(self) -> ConfigFile | None:
@@ -121,6 +125,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         values.get(CONFIG),
         _log_level(values.get(LOG)),
         _shared(values.get(DECISION)),
+        values.get(REPORT) or None,
     )
 
 

@@ -1,0 +1,1 @@
+"""opgraft's kernels in vLLM."""

@@ -1,0 +1,66 @@
+"""opgraft's functional forms as torch ops, which vLLM's compiler takes as they are.
+
+A compiler sees one opaque node. The kernel is called when the node runs, and branches on the number
+of rows then: vLLM traces a model once and drops all guards.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import opgraft
+import torch
+from opgraft import Provider
+from opgraft.kernels import binding_of
+from torch import Tensor
+
+from opgraft_vllm.report import REPORT, Row
+
+NAMESPACE = "opgraft_vllm"
+
+# Torch has no annotations here, and drops the ops with the object.
+_LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+_chosen: dict[str, str] = {}
+"""Form → the kernel that opgraft chose, and its provider."""
+
+
+@functools.cache
+def operator(form: Any) -> Callable[..., Any] | None:
+    """Return a form as a torch op; ``None`` if opgraft chose the native definition.
+
+    Plugins, priorities, allow lists, lockfile and ``custom_ops`` decide as in opgraft.
+    """
+    binding = binding_of(form)
+    if binding.function(form.name) is None:
+        return None
+    row = noted(form.name, binding.kernel_name, binding.provider)
+
+    @functools.wraps(form.native)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        row.count()
+        result = form(*args, **kwargs)
+        return result.contiguous() if isinstance(result, Tensor) else result
+
+    # The annotations are texts, which torch cannot read in this module.
+    signature = inspect.signature(form.native, eval_str=True)
+    vars(run)["__signature__"] = signature
+    opgraft.direct_register_custom_op(form.name, run, form.mutates, form.fake, _LIBRARY)
+    op: Callable[..., Any] = getattr(torch.ops.opgraft_vllm, form.name).default
+    return op
+
+
+def noted(op: str, kernel: str, provider: Provider) -> Row:
+    """Note a choice of opgraft, and return its row in the report."""
+    _chosen[op] = f"{kernel} of {provider}"
+    return REPORT.add(op=op, kernel=kernel, provider=str(provider), classes=[])
+
+
+def digest() -> str:
+    """Return a digest of the kernels that opgraft chose, for the keys of caches."""
+    told = "\n".join(f"{name} {chosen}" for name, chosen in sorted(_chosen.items()))
+    return hashlib.sha256(f"{opgraft.__version__}\n{told}".encode()).hexdigest()

@@ -1,0 +1,73 @@
+"""Replacements of vLLM's classes, registered by its ``register_oot``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import get_cached_compilation_config, get_current_vllm_config_or_none
+from vllm.model_executor.custom_op import op_registry_oot
+
+from opgraft_vllm.operators import digest
+from opgraft_vllm.report import REPORT
+
+Forward = Callable[..., Any]
+
+
+def is_taken(target: type) -> bool:
+    """Return True if another plugin of vLLM replaces a class, and note that."""
+    other = op_registry_oot.get(target.__name__)
+    if other is None:
+        return False
+    REPORT.left[target.__name__] = f"{other.__module__}.{other.__qualname__} replaces it"
+    return True
+
+
+def replace_forward(target: Any, op: str, forward: Forward) -> None:
+    """Replace a class of vLLM by a subclass with another ``forward``.
+
+    ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM; ``none`` does not, which is vLLM's
+    default for compiled models.
+
+    Args:
+        target: the class.
+        op: the name of the op in opgraft.
+        forward: the method. It may call ``target.forward``.
+    """
+    name = target.name
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        target.__init__(self, *args, **kwargs)
+        note_digest()
+        self.left_to_vllm = f"-{name}" in get_cached_compilation_config().custom_ops
+
+    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.left_to_vllm:
+            return target.forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    register(target, op, {"__init__": construct, "forward": chosen})
+
+
+def register(target: Any, op: str, namespace: dict[str, Any]) -> None:
+    """Register a subclass with some attributes in the place of a class of vLLM."""
+    name = target.name
+    made: Any = type(
+        f"Opgraft{target.__name__}", (target,), {"__module__": __name__, **namespace}
+    )
+    target.register_oot(made)
+    # Registering has renamed the op, which users switch by its own name.
+    made.name = name
+    for row in REPORT.rows:
+        if row.told["op"] == op:
+            row.told["classes"].append(target.__name__)
+
+
+def note_digest() -> None:
+    """Make the decisions of opgraft a part of the key of vLLM's compile cache.
+
+    vLLM computes the key after the model is built, and its plugins are no part of the key.
+    """
+    config = get_current_vllm_config_or_none()
+    if config is not None and isinstance(config.additional_config, dict):
+        config.additional_config["opgraft"] = digest()

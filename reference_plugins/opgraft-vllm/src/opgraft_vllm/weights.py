@@ -1,0 +1,86 @@
+"""Linear layers and output layers: weight methods that multiply by opgraft's kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import opgraft
+from opgraft import functional
+from torch import Tensor, nn
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+from opgraft_vllm.operators import operator
+from opgraft_vllm.replacing import is_taken, note_digest, register
+
+PLAIN = {
+    linear: (
+        "ReplicatedLinear",
+        "ColumnParallelLinear",
+        "MergedColumnParallelLinear",
+        "QKVParallelLinear",
+        "RowParallelLinear",
+    ),
+    vocab_parallel_embedding: ("VocabParallelEmbedding", "ParallelLMHead"),
+}
+"""The classes of layers by module."""
+
+
+class _PlainWeight:
+    """Keeps the weight as it is, where vLLM packs it, and multiplies by opgraft's kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply: Any = operator(functional.linear)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = layer.weight
+        # Convolutions of state spaces hold their weights in such a layer, and vLLM packs some.
+        if weight.is_meta or weight.dim() != 2:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            return
+        # vLLM's own classes of parameters tell opgraft that somebody loads the weight.
+        layer.weight = nn.Parameter(weight.data, requires_grad=False)
+        opgraft.freeze(layer.weight)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        result: Tensor = self.multiply(x, layer.weight, bias)
+        return result
+
+
+class OpgraftLinear(_PlainWeight, linear.UnquantizedLinearMethod):  # type: ignore[misc]
+    """The weight method of linear layers."""
+
+
+class OpgraftEmbedding(  # type: ignore[misc]
+    _PlainWeight, vocab_parallel_embedding.UnquantizedEmbeddingMethod
+):
+    """The weight method of embeddings and of output layers."""
+
+
+METHODS = {
+    linear.UnquantizedLinearMethod: OpgraftLinear,
+    vocab_parallel_embedding.UnquantizedEmbeddingMethod: OpgraftEmbedding,
+}
+"""Weight method of vLLM → opgraft's. Quantized layers have other methods and stay as they are."""
+
+
+def replace_layers() -> None:
+    """Give the layers of vLLM these methods, if opgraft has a kernel for linear layers."""
+    if operator(functional.linear) is None:
+        return
+    for module, names in PLAIN.items():
+        for name in names:
+            target = getattr(module, name)
+            if not is_taken(target):
+                _replace_layer(target)
+
+
+def _replace_layer(target: Any) -> None:
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        target.__init__(self, *args, **kwargs)
+        note_digest()
+        method = METHODS.get(type(self.quant_method))
+        if method is not None:
+            self.quant_method = method()
+
+    register(target, "linear", {"__init__": construct})

