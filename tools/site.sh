@@ -8,14 +8,14 @@ folder=$(realpath -m "$1")
 shift
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" --upgrade)
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --target "$folder" --upgrade)
 
 # What opgraft needs and few environments with torch have.
-"${pip[@]}" --constraint constraints.txt pluggy importlib-metadata zipp
+"${pip[@]}" --constraint constraints.txt pluggy importlib-metadata
 # From copies: pip would leave build folders in the source tree.
 cp -R core platforms plugins pyproject.toml setup.py README.md LICENSE "$copy"
-"${pip[@]}" --no-build-isolation "$copy"
+"${pip[@]}" --no-deps --no-build-isolation "$copy"
 for plugin in "$@"; do
     cp -R "reference_plugins/$plugin" "$copy/$plugin"
-    "${pip[@]}" --no-build-isolation "$copy/$plugin"
+    "${pip[@]}" --no-deps --no-build-isolation "$copy/$plugin"
 done

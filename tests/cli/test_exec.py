@@ -68,7 +68,9 @@ def test_a_program_runs_as_by_itself(cli, causal_folder: Path, tmp_path: Path) -
     result = cli("exec", str(program), *arguments, OPGRAFT_REPORT=str(report))
     assert result.returncode == 0, result.stderr
     told, expected = json.loads(result.stdout), json.loads(plainly(program, *arguments))
-    assert told.pop("logits") == [[pytest.approx(row, abs=1e-5) for row in expected.pop("logits")[0]]]
+    assert told.pop("logits") == [
+        [pytest.approx(row, abs=1e-5) for row in expected.pop("logits")[0]]
+    ]
     assert told == expected
     for builder in ("from_pretrained", "_from_config"):
         assert f"patched: transformers.modeling_utils.PreTrainedModel.{builder}\n" in result.stderr
@@ -80,7 +82,9 @@ def test_a_program_runs_as_by_itself(cli, causal_folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("library", ["sentence-transformers", "trainer"])
-def test_libraries_above_transformers(cli, causal_folder: Path, tmp_path: Path, library: str) -> None:
+def test_libraries_above_transformers(
+    cli, causal_folder: Path, tmp_path: Path, library: str
+) -> None:
     """Vectors of SentenceTransformer.encode, and the loss of a Trainer, come from grafted models, and are the same."""
     if library == "trainer":
         program, arguments = tmp_path / "evaluates.py", [str(causal_folder)]
@@ -93,7 +97,9 @@ def test_libraries_above_transformers(cli, causal_folder: Path, tmp_path: Path, 
     report = tmp_path / "report.json"
     result = cli("exec", str(program), *arguments, OPGRAFT_REPORT=str(report))
     assert result.returncode == 0, result.stderr
-    told, expected = (json.loads(text.splitlines()[-1]) for text in (result.stdout, plainly(program, *arguments)))
+    told, expected = (
+        json.loads(text.splitlines()[-1]) for text in (result.stdout, plainly(program, *arguments))
+    )
     rows = zip(told, expected, strict=True) if isinstance(told, list) else [(told, expected)]
     assert all(ours == pytest.approx(theirs, abs=1e-5) for ours, theirs in rows)
     (model,) = models_of(report)
@@ -108,7 +114,9 @@ def test_libraries_above_transformers(cli, causal_folder: Path, tmp_path: Path, 
         ("import sys; print(sys.argv[1])", 0, ""),
     ],
 )
-def test_the_end_is_that_of_the_program(cli, tmp_path: Path, source: str, code: int, printed: str) -> None:
+def test_the_end_is_that_of_the_program(
+    cli, tmp_path: Path, source: str, code: int, printed: str
+) -> None:
     """Its exit code, its traceback and its arguments are those of Python, as a module and as a file."""
     (tmp_path / "program.py").write_text(source)
     for told in (["program.py"], ["-m", "program"]):
@@ -119,7 +127,9 @@ def test_the_end_is_that_of_the_program(cli, tmp_path: Path, source: str, code: 
         assert result.stdout == ("--help\n" if "argv" in source else "")
 
 
-@pytest.mark.parametrize(("program", "words"), [("none-such", "no file"), ("ls", "no Python program")])
+@pytest.mark.parametrize(
+    ("program", "words"), [("none-such", "no file"), ("ls", "no Python program")]
+)
 def test_what_is_no_program(cli, program: str, words: str) -> None:
     """A name without a program, and a program in another language, are errors of usage."""
     result = cli("exec", program)

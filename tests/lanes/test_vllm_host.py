@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_kernels.conftest import installed as installed
 
 REPOSITORY = Path(__file__).parents[2]
 PEERS = REPOSITORY / "benchmarks/peers"
-PLUGINS = ("opgraft-cpu-kernels", "opgraft-vllm")
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 LAYERS = 30
 
@@ -66,10 +66,11 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> str:
+    """The folders with opgraft, opgraft-vllm and the CPU kernels, for another Python's path."""
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run(["bash", REPOSITORY / "tools/site.sh", folder, *PLUGINS], check=True)
-    return folder
+    subprocess.run(["bash", REPOSITORY / "tools/site.sh", folder, "opgraft-vllm"], check=True)
+    return os.pathsep.join(map(str, (folder, installed)))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(site: Path, checkpoint: Path, report: Path) -> Iterator[Answers]:
+def answers(site: str, checkpoint: Path, report: Path) -> Iterator[Answers]:
     """Answer one request and 32 in vLLM, with or without opgraft; then kill all of its processes."""
 
     @cache
@@ -98,7 +99,7 @@ def answers(site: Path, checkpoint: Path, report: Path) -> Iterator[Answers]:
         variables = {"EAGER": "1"} if eager else {}
         if opgraft:
             written = report.with_stem("eager" if eager else "compiled")
-            variables |= {"PYTHONPATH": str(site), "OPGRAFT_REPORT": str(written)}
+            variables |= {"PYTHONPATH": site, "OPGRAFT_REPORT": str(written)}
         with subprocess.Popen(
             [PYTHON, PEERS / "with_vllm.py", checkpoint, "float32"],
             env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
@@ -108,7 +109,8 @@ def answers(site: Path, checkpoint: Path, report: Path) -> Iterator[Answers]:
             start_new_session=True,
         ) as process:
             try:
-                assert process.stdout and process.stdin
+                assert process.stdout
+                assert process.stdin
                 assert process.stdout.readline(), "vLLM ended: see its messages"
                 found = []
                 for prompts in (ONE, MANY):
@@ -123,11 +125,11 @@ def answers(site: Path, checkpoint: Path, report: Path) -> Iterator[Answers]:
     ask.cache_clear()
 
 
-def on_layers(site: Path, config: dict[str, Any], **variables: str) -> Any:
+def on_layers(site: str, config: dict[str, Any], **variables: str) -> Any:
     """Compare layers of vLLM that opgraft serves with vLLM's own definitions."""
     result = subprocess.run(
         [PYTHON, "-c", ON_LAYERS, json.dumps(config)],
-        env={**os.environ, "PYTHONPATH": str(site), **variables},
+        env={**os.environ, "PYTHONPATH": site, **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -137,7 +139,7 @@ def on_layers(site: Path, config: dict[str, Any], **variables: str) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_layers_compute_what_vllm_computes(site: Path) -> None:
+def test_layers_compute_what_vllm_computes(site: str) -> None:
     """Norms, activations and rotary embeddings run opgraft's kernels, to float32's precision."""
     told = on_layers(site, {})
     assert max(told["differences"].values()) < 1e-5, told
@@ -149,7 +151,7 @@ def test_layers_compute_what_vllm_computes(site: Path) -> None:
     assert "Sampler" in told["left"]
 
 
-def test_opgraft_decides(site: Path) -> None:
+def test_opgraft_decides(site: str) -> None:
     """Providers and custom_ops of opgraft count in vLLM; so does vLLM's own word about a class."""
     by_opgraft = on_layers(site, {}, OPGRAFT_PROVIDERS="rms_norm=native")
     assert "rms_norm" not in by_opgraft["calls"]
@@ -159,7 +161,7 @@ def test_opgraft_decides(site: Path) -> None:
     assert by_vllm["calls"]["silu_and_mul"] == 1
 
 
-def test_the_decisions_are_in_the_key_of_compiled_code(site: Path) -> None:
+def test_the_decisions_are_in_the_key_of_compiled_code(site: str) -> None:
     """vLLM's key changes with opgraft's kernels, and is another one for other kernels."""
     told, other = on_layers(site, {}), on_layers(site, {}, OPGRAFT_PROVIDERS="rms_norm=native")
     assert told["key changed"]
@@ -184,6 +186,7 @@ def test_the_report_outlives_its_process(answers: Answers, report: Path, mode: s
     assert steps > 32
     assert 32 <= heads <= steps
     assert calls == {
+        "attention": LAYERS * steps,
         "rms_norm": steps,
         "fused_add_rms_norm": 2 * LAYERS * steps,
         "silu_and_mul": LAYERS * steps,

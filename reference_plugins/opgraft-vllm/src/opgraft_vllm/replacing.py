@@ -52,9 +52,7 @@ def replace_forward(target: Any, op: str, forward: Forward) -> None:
 def register(target: Any, op: str, namespace: dict[str, Any]) -> None:
     """Register a subclass with some attributes in the place of a class of vLLM."""
     name = target.name
-    made: Any = type(
-        f"Opgraft{target.__name__}", (target,), {"__module__": __name__, **namespace}
-    )
+    made: Any = type(f"Opgraft{target.__name__}", (target,), {"__module__": __name__, **namespace})
     target.register_oot(made)
     # Registering has renamed the op, which users switch by its own name.
     made.name = name
