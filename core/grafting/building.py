@@ -73,7 +73,9 @@ class Grafting(MetaPathFinder):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Patch each library that is imported within the block."""
+        """Patch each library, when it is imported within the block if it was not before."""
+        for name in BUILDERS.keys() & sys.modules.keys():
+            self._patch_all(sys.modules[name])
         sys.meta_path.insert(0, self)
         try:
             yield
@@ -98,10 +100,13 @@ class Grafting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for name in BUILDERS[module.__name__]:
-                self._patch(module, name)
+            self._patch_all(module)
 
         loader.exec_module = exec_module
+
+    def _patch_all(self, module: ModuleType) -> None:
+        for name in BUILDERS[module.__name__]:
+            self._patch(module, name)
 
     def _patch(self, module: ModuleType, name: str) -> None:
         owner_name, _, attribute = name.rpartition(".")
