@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 20, (8, 12))]
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 9, (8, 12))]
 settings = TrainingArguments("out", report_to=[], use_cpu=True, per_device_eval_batch_size=4)
 print(Trainer(model, settings, eval_dataset=rows).evaluate()["eval_loss"])
 """
