@@ -31,8 +31,15 @@ ROWS = {
 """Row → a task, the task whose time is subtracted, and the least ratio that is wanted."""
 
 
-def measure(sides: Mapping[str, Side], rounds: int) -> Iterator[tuple[str, str, float]]:
-    """Yield task, side and seconds; the first round warms up and is not yielded."""
+CLOCKS = ("seconds", "cpu_seconds")
+"""On the clock, and of all processors, where other work runs beside this."""
+
+Times = dict[tuple[str, str, str], list[float]]
+"""Task, side and clock → the rounds."""
+
+
+def measure(sides: Mapping[str, Side], rounds: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield task, side and times; the first round warms up and is not yielded."""
     tasks = [task for row in ROWS.values() for task in row[:2] if task]
     for turn in range(rounds + 1):
         order = list(sides.items())[:: 1 if turn % 2 else -1]
@@ -40,22 +47,29 @@ def measure(sides: Mapping[str, Side], rounds: int) -> Iterator[tuple[str, str, 
             for name, side in order:
                 answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
                 if turn:
-                    yield task, name, answer["seconds"]
+                    yield task, name, answer
 
 
-def rows(seconds: Mapping[tuple[str, str], list[float]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each comparison: tokens per second, and the ratio of opgraft's to plain."""
+def rows(times: Times) -> Iterator[dict[str, Any]]:
+    """Yield a row for each comparison and clock: tokens per second, and opgraft's over plain."""
     for name, (task, before, least) in ROWS.items():
-        times = {}
-        for side in (PLAIN, GRAFTED):
-            whole = seconds[task, side]
-            first = seconds[before, side] if before else [0.0] * len(whole)
-            times[side] = [total - start for total, start in zip(whole, first, strict=True)]
         tokens = TASKS[task].tokens - bool(before)
-        pairs = zip(times[PLAIN], times[GRAFTED], strict=True)
-        ratio = statistics.median(plain / ours for plain, ours in pairs)
-        speeds = {side: round(tokens / statistics.median(times[side]), 2) for side in times}
-        yield {"name": name, "tokens_per_second": speeds, "ratio": round(ratio, 3), "least": least}
+        for clock in CLOCKS:
+            spent = {}
+            for side in (PLAIN, GRAFTED):
+                whole = times[task, side, clock]
+                first = times[before, side, clock] if before else [0.0] * len(whole)
+                spent[side] = [total - start for total, start in zip(whole, first, strict=True)]
+            pairs = zip(spent[PLAIN], spent[GRAFTED], strict=True)
+            yield {
+                "name": name,
+                "clock": clock,
+                "tokens_per_second": {
+                    side: round(tokens / statistics.median(spent[side]), 2) for side in spent
+                },
+                "ratio": round(statistics.median(plain / ours for plain, ours in pairs), 3),
+                "least": least,
+            }
 
 
 def parsed() -> argparse.Namespace:
@@ -77,7 +91,7 @@ def main() -> None:
     ENGINES[GRAFTED] = Engine("with_vllm.py", "vllm", variables=grafted)
     found = pythons([], [PLAIN])
     load = [os.getloadavg()[0]]
-    seconds: dict[tuple[str, str], list[float]] = {}
+    times: Times = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = arguments.checkpoints or Path(temporary)
         checkpoint = checkpoint_of(ENGINES[PLAIN], arguments.dtype, folder)
@@ -85,8 +99,9 @@ def main() -> None:
             name: stack.enter_context(Side(name, arguments.dtype, found["vllm"], checkpoint))
             for name in (PLAIN, GRAFTED)
         }
-        for task, side, taken in measure(sides, arguments.rounds):
-            seconds.setdefault((task, side), []).append(taken)
+        for task, side, answer in measure(sides, arguments.rounds):
+            for clock in CLOCKS:
+                times.setdefault((task, side, clock), []).append(answer[clock])
             load.append(os.getloadavg()[0])
         version = sides[PLAIN].version
     data = {
@@ -97,7 +112,7 @@ def main() -> None:
         "dtype": arguments.dtype,
         "mode": "eager" if arguments.eager else "compiled",
         "rounds": arguments.rounds,
-        "rows": list(rows(seconds)),
+        "rows": list(rows(times)),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
