@@ -160,7 +160,7 @@ def _scattered(rows: int, hidden: int, intermediate: int) -> _Product:
     exchange = partial(
         torch.ops.opgraft.reduce_scatter_rows, torch.randn(rows, hidden), 2, "tensor"
     )
-    divided = {
+    divided: dict[str, Callable[[], object]] = {
         BY_ROWS: partial(_by_rows, x, weight),
         BY_COLUMNS: lambda: [functional.linear(x, half) for half in halves],
     }
@@ -177,7 +177,7 @@ def _gathered(rows: int, hidden: int, intermediate: int) -> _Product:
 
     exchange = partial(torch.ops.opgraft.all_gather_rows, part, rows, 2, "tensor")
     # Each column of the product needs all rows of the other rank.
-    divided = {BY_ROWS: partial(_by_rows, whole, weight)}
+    divided: dict[str, Callable[[], object]] = {BY_ROWS: partial(_by_rows, whole, weight)}
     return _Product(partial(functional.linear, whole, weight), exchange, divided)
 
 
