@@ -51,15 +51,22 @@ class SimulatedExecutor:
         step = self.submitted.pop(0)
         for name in step.removed:
             self.runner.sequences.pop(name, None)
-        return StepResult(self.runner.execute(Step((), step.added, step.copies, step.sequences)))
+        tokens = self.runner.execute(Step((), step.added, step.copies, step.sequences))
+        return StepResult(tokens, further=self.runner.further)
 
 
-def simulated_core(policy: str = "fcfs", depth: int = 1) -> EngineCore:
+def simulated_core(policy: str = "fcfs", depth: int = 1, drafts: int = 0) -> EngineCore:
     """An engine over a cache that is too small for all, with a window, and nothing of a model."""
     core = EngineCore.__new__(EngineCore)
     kinds = [LayerKind(), LayerKind(6)]
     core.scheduler = make_scheduler(
-        kinds, num_blocks=24, max_model_len=32, max_num_seqs=4, budget=10, policy=policy
+        kinds,
+        num_blocks=24,
+        max_model_len=32,
+        max_num_seqs=4,
+        budget=10,
+        policy=policy,
+        drafts=drafts,
     )
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]
     core.cache, core.counters = core.scheduler.cache, core.scheduler.counters
@@ -107,16 +114,16 @@ def expect_all_told(core: EngineCore, given: list[Request], told: dict[str, list
     assert sum(scheduler.counters.finished.values()) == len(given)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "drafts"), [(1, 0), (2, 0), (1, 3)])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("steps_before", [0, 2, 6])
 def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
-    policy: str, steps_before: int, depth: int
+    policy: str, steps_before: int, depth: int, drafts: int
 ) -> None:
     """Wherever in choosing a step or taking its tokens in: all answers are whole, and each token is told once."""
     number, interrupted = 1, True
     while interrupted:
-        core = simulated_core(policy, depth)
+        core = simulated_core(policy, depth, drafts)
         given = requests()
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         core.add(given)

@@ -27,6 +27,8 @@ class PendingStep:
         left: ids of the requests that have left: see ``drop_result_of``.
         sequences, added, copies: as of ``Step``.
         step: the finished step.
+        ended_before: ended requests by reason, as of ``Counters.finished``, before the update;
+            ``None`` until then.
     """
 
     step: Step
@@ -42,6 +44,7 @@ class PendingStep:
         self.sequences: list[Scheduled] = []
         self.added: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
+        self.ended_before: dict[str, int] | None = None
 
     def take(
         self, request: Request, count: int, new_blocks: Blocks, draft: tuple[int, ...] = ()

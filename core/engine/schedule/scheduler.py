@@ -199,6 +199,7 @@ class Scheduler(PluggableClass):
                 not those of its draft. Call ``recover`` then.
         """
         pending = self.under_way.take_first()
+        pending.ended_before = dict(self.counters.finished)
         finished = []
         for request, scheduled in zip(pending.batch, step.sequences, strict=True):
             # Aborted or preempted while the step was computed.
@@ -295,9 +296,10 @@ class Scheduler(PluggableClass):
         """
         pending = self.under_way.of(step)
         batch = pending.drop_tokens() if pending else []
+        # The update ended some of them, and an interrupt may have come before or after the count.
+        if pending is not None and pending.ended_before is not None:
+            self.counters.finished = pending.ended_before
         for request in batch:
-            if request.finish_reason is not None and request.status == "finished":
-                self.counters.finished[request.finish_reason] -= 1
             self._requests[request.request_id] = request
         self.under_way.forget()
         self.under_way.removed += self._requests
