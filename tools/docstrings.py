@@ -99,8 +99,8 @@ def fenced(lines: Sequence[str]) -> str:
 
 
 def broken(line: str) -> str:
-    """Break a signature over several lines where it does not fit a screen."""
-    if len(line) <= 88:
+    """Break a signature over several lines if it is wider than a page of the documentation."""
+    if len(line) <= 80:
         return line
     head, _, rest = line.partition("(")
     inside, bracket, returned = (

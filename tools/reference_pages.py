@@ -92,7 +92,8 @@ def key_of(cell: str) -> str:
 def settings(known: Known) -> Iterator[Row]:
     for field in FIELDS.values():
         default = field.unset if field.default is None else f"`{text_of(field.default)}`"
-        yield f"`{field.name}`<br>`{field.variable}`", field.words, default, field.help
+        names = f"`{field.name}`<br>`{field.variable}`"
+        yield names, f"{field.words}<br>default: {default}", field.help
 
 
 def hooks(known: Known) -> Iterator[Row]:
@@ -130,7 +131,7 @@ def error_rows(known: Known) -> Iterator[Row]:
 
 
 TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
-    "settings": ("| setting and variable | value | default | |", settings),
+    "settings": ("| setting and variable | value | |", settings),
     "hooks": ("| hook | returns | |", hooks),
     "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
     "errors": ("| error | also a | exit code | |", error_rows),
