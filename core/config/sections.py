@@ -377,12 +377,12 @@ class ServerConfig(Section):
         minimum=0,
     )
     request_templates: bool = setting(
-        "take chat templates in requests; they are rendered in a process with limits",
+        "accept chat templates in requests, and render them in a process with limits",
         default=False,
     )
     max_kept_bytes: int = setting(
-        "bytes of the conversations of /v1/responses that are kept for previous_response_id, at "
-        "most; the oldest go first, and 0 keeps none",
+        "bytes of conversations of /v1/responses to keep for previous_response_id, at most; the "
+        "oldest are removed first, and 0 keeps none",
         default=64 << 20,
         minimum=0,
     )
