@@ -53,7 +53,7 @@ class SuffixAutomaton:
             known = self._exact(state, token)
             self._place[known] = len(self.tokens)
             return known
-        # Shorter suffixes go on to the new state too, up to the first one with this token behind it.
+        # Shorter suffixes go on to the new state too, up to the first with this token behind it.
         new = self._new_state(self._length[state] + 1, {}, _ROOT, len(self.tokens))
         while state != _NONE and token not in self._next[state]:
             self._next[state][token] = new
