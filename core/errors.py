@@ -204,9 +204,16 @@ class ModelError(OpgraftError, ValueError):
 
 
 class PlatformError(OpgraftError):
-    """The platform of this process could not be decided, or is another one than requested."""
+    """The platform of this process could not be decided, or is another one than requested.
+
+    ``location`` is ``file:line`` of a fault in the class of a platform, if known.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, location: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class PlatformConflictError(PlatformError, ConflictError):

@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, Protocol
 
 from opgraft.base.text import described
+
+Awaited = threading.Thread | BaseProcess
+"""A thread or a child process, which Python waits for at the end of the process."""
 
 ABSENT = object()
 """Stands for the value of a key that is not there."""
@@ -48,7 +52,7 @@ class Change:
         stays: the change stays as long as the plugin does.
         patch: a change of torch. The plugin of a device may need the change.
         harmless: the change is set back without a message.
-        thread: a started thread.
+        started: a thread or process that must end before this process does.
     """
 
     what: str
@@ -56,7 +60,7 @@ class Change:
     stays: bool = False
     patch: bool = False
     harmless: bool = False
-    thread: threading.Thread | None = None
+    started: Awaited | None = None
 
     def set_back(self) -> str:
         """Undo the change; returns the outcome in words."""
@@ -158,7 +162,7 @@ class Row:
             partial(self.write, key, ABSENT),
             stays=addition.stays,
             patch=self.patch,
-            thread=value if isinstance(value, threading.Thread) else None,
+            started=value if isinstance(value, Awaited) else None,
         )
 
     def _words(self, key: Any, old: Any, new: Any) -> str:

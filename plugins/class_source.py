@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular
+from opgraft.base.text import described
 from opgraft.errors import ChildError, PluginError, close_matches
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.plugins.kept_properties import PROPERTIES, checked
 from opgraft.plugins.metadata import specs_of
 from opgraft.plugins.probing import TIME_LIMIT, ProbeFailed, spec_of
 from opgraft.registry.decision import Provider
@@ -63,6 +65,12 @@ _STORED = "self."
 
 _CONSTRUCTION = ("__init__", "__getattribute__")
 """Methods of a class that may give its instances other values than the class has."""
+
+_UNKNOWN = object()
+"""Stands for the value of a property that only running the source tells."""
+
+_IMPLIED = ("oot", "native")
+"""The keys that each dispatch chain has, whether a platform lists them or not."""
 
 _Members = Mapping[str, ast.stmt | None]
 """By name, the statement that defines a member; ``None`` if only running the source tells."""
@@ -177,7 +185,10 @@ class _Source:
             raise _unknown(f"{module} has no source")
         try:
             tree = ast.parse(read_regular(file, _LARGEST))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except SyntaxError as error:
+            place = f"{file}:{error.lineno or 1}"
+            raise _Settled(Verified(f"{place} is no Python: {described(error)}")) from error
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise _unknown(f"{file} cannot be read: {type(error).__name__}") from error
         source = cls(module, file)
         is_package = specs[-1].submodule_search_locations is not None
@@ -391,13 +402,39 @@ def _fault_of(chain: list[_Members], offer: Offer) -> str | None:
     abstract = [name for name in names if _is_abstract(chain, name)]
     if abstract:
         return f"its class is abstract: it does not define {', '.join(abstract)}"
+    for each in PROPERTIES:
+        fault = _fault_of_property(chain, each)
+        if fault is not None:
+            return fault
     name = _value(chain, "name")
-    if isinstance(name, str) and name != offer.name:
+    if name not in (_UNKNOWN, offer.name):
         return f"it calls itself {name!r}, its entry point is {offer.name!r}"
     keys = _value(chain, "dispatch_chain")
-    unknown = [key for key in keys if key not in DISPATCH_KEYS] if isinstance(keys, tuple) else []
-    if unknown:
-        return f"its dispatch chain has {unknown[0]!r}: each key must be one of {DISPATCH_KEYS}"
+    return None if keys is _UNKNOWN else _fault_of_chain(tuple(keys))
+
+
+def _fault_of_property(chain: list[_Members], name: str) -> str | None:
+    """Name the fault of a property whose value the source shows."""
+    definition = _definition(chain, name)
+    if isinstance(definition, ast.FunctionDef) and not definition.decorator_list:
+        return f"its {name} is a method: write @property above it"
+    value = _value(chain, name)
+    if value is _UNKNOWN:
+        return None
+    try:
+        checked(name, value)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _fault_of_chain(keys: tuple[str, ...]) -> str | None:
+    """Name the first key of a dispatch chain that no platform may have, or has twice."""
+    for key in keys:
+        if key not in DISPATCH_KEYS:
+            return f"its dispatch chain has {key!r}: each key must be one of {DISPATCH_KEYS}"
+        if keys.count(key) > 1 and key not in _IMPLIED:
+            return f"its dispatch chain has {key!r} twice: each key may stand once"
     return None
 
 
@@ -417,25 +454,25 @@ def _decorators(statement: ast.stmt | None) -> set[str]:
 
 
 def _value(chain: list[_Members], name: str) -> Any:
-    """Return the constant of an instance, ``None`` if the source shows none."""
+    """Return the constant of an instance, ``_UNKNOWN`` if the source shows none."""
     changing = {_STORED + name, *_CONSTRUCTION}
     if any(not changing.isdisjoint(members) for members in chain):
-        return None
+        return _UNKNOWN
     return _constant(_definition(chain, name))
 
 
 def _constant(statement: ast.stmt | None) -> Any:
-    """Return the constant of an assignment or a property; ``None`` for anything else."""
+    """Return the constant of an assignment or a property; ``_UNKNOWN`` for anything else."""
     value = getattr(statement, "value", None)
     body = getattr(statement, "body", [])
     if not _decorators(statement) <= _PROPERTIES:
-        return None
+        return _UNKNOWN
     if body and isinstance(body[-1], ast.Return) and len(body) == 1 + _has_docstring(body):
         value = body[-1].value
     try:
-        return ast.literal_eval(value) if isinstance(value, ast.expr) else None
+        return ast.literal_eval(value) if isinstance(value, ast.expr) else _UNKNOWN
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
+        return _UNKNOWN
 
 
 def _has_docstring(body: list[ast.stmt]) -> bool:

@@ -72,6 +72,7 @@ _VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
 _SIMULATED = "opgraft.testing.devices"
 _BUILT_IN = "opgraft.platforms"
 _NO_MODULE = "__main__"
+_POINTS = "entry_points.txt"
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,7 @@ class _Scan:
                 continue
             try:
                 # Most distributions end here, unparsed: start-up waits for this loop.
-                text = text_of(found, "entry_points.txt") or ""
+                text = text_of(found, _POINTS) or ""
                 for group in groups_in(text):
                     self.discovery.groups.setdefault(group, []).append(found)
                 if "opgraft." in text:
@@ -414,7 +415,7 @@ class _Scan:
         There are none if the distribution has offers for opgraft itself, or is the other host. The
         name of a host begins the name of its groups.
         """
-        text = text_of(found, "entry_points.txt") or ""
+        text = text_of(found, _POINTS) or ""
         fields = fields_of(found)
         provider = _provider(fields)
         offers_itself = {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text))
@@ -562,11 +563,25 @@ def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Prob
     with suppress(Exception):
         provider = _provider(fields_of(found))
     where = f" ({place})" if place else ""
-    return Problem(provider, f"its plugin metadata is malformed: {described(error)}{where}")
+    why = str(error) if isinstance(error, _RowError) else described(error)
+    reason = f"its plugin metadata is malformed: {why}{where}"
+    location = None
+    if place and isinstance(error, _RowError):
+        lines = [line.strip() for line in (text_of(found, _POINTS) or "").splitlines()]
+        location = f"{os.path.join(place, _POINTS)}:{lines.index(error.row) + 1}"
+    return Problem(provider, reason, location)
 
 
 def _provider(fields: Mapping[str, list[str]]) -> Provider:
     return Provider(fields["name"][0], fields["version"][0])
+
+
+class _RowError(ValueError):
+    """A row of a file of entry points is malformed."""
+
+    def __init__(self, message: str, row: str) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 def _check(text: str, groups: Collection[str]) -> None:
@@ -588,7 +603,8 @@ def _check(text: str, groups: Collection[str]) -> None:
             continue
         foreign = f": the name {name!r} has {_FOREIGN}"
         told = "" if _NAME.fullmatch(name) or not name else foreign
-        raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'{told}")
+        expected = f"{row!r} in {group}, expected 'name = package.module:object'{told}"
+        raise _RowError(expected, row)
 
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:

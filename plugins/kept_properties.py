@@ -41,9 +41,18 @@ def keep_properties(platform: Platform, entry: str, provider: Provider) -> None:
     # By object's own way, as a platform may refuse that its attributes are set.
     object.__setattr__(platform, "__class__", keeping)
     for name in PROPERTIES:
-        value = _CHECKS[name](name, _read(platform, name))
+        value = checked(name, _read(platform, name))
         type.__setattr__(keeping, name, value)
     guard_methods(keeping, cls, entry, provider)
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return the value to keep of a property.
+
+    Raises:
+        TypeError, ValueError: no platform may have the value.
+    """
+    return _CHECKS[name](name, value)
 
 
 def _read(platform: Platform, name: str) -> Any:

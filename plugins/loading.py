@@ -23,7 +23,7 @@ from opgraft.plugins.admission import check_admission, objection
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
-from opgraft.plugins.remarks import STARTED_THREADS
+from opgraft.plugins.remarks import STARTED
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
 from opgraft.registry.adapter import Adapter, CallAdapter
 from opgraft.registry.declarations import ANY_PLATFORM, Owner
@@ -302,8 +302,8 @@ class PluginPass:
         def report(kept: Sequence[Change], told: Sequence[str]) -> None:
             for change in kept:
                 undos.callback(change.set_back)
-                if change.thread is not None:
-                    STARTED_THREADS.get()[change.thread] = record.provider
+                if change.started is not None:
+                    STARTED.get()[change.started] = record.provider
                 record.notes += (
                     f"changed {change.what} {when}: it stays as long as the plugin does",
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig
 from opgraft.config.environment import PLATFORM, PLUGINS_DISABLE
-from opgraft.errors import ConflictError, PlatformError
+from opgraft.errors import ConflictError, PlatformError, raised_in
 from opgraft.logger import logger
-from opgraft.platform import Platform, PlatformSpec, effective_chain
+from opgraft.platform import Platform, effective_chain
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover
 from opgraft.plugins.guarded_methods import expect_plain
 from opgraft.plugins.kept_properties import keep_properties
-from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES, STARTED_THREADS
+from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES, STARTED
 from opgraft.plugins.requirements import check_adjustment
 from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import Owner
@@ -99,13 +100,17 @@ def _activate_declarations_of_platform(transaction: Transaction) -> None:
 
 
 def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
+    spec: Any = None
     try:
         with watching_code(
             f"platform {offer.name!r} of {offer.provider} while its class was loaded",
             offer.provider,
         ):
-            spec: PlatformSpec = offer.load()
-            platform = spec.load_class()()
+            spec = offer.load()
+            cls: Any = spec.load_class()
+            if isinstance(cls, Platform):
+                raise TypeError(f"it is an instance of {type(cls).__qualname__}, name the class")
+            platform = cls()
             if not isinstance(platform, Platform):
                 raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
             if not offer.built_in:
@@ -125,9 +130,27 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     except BaseException as error:
         raise PlatformError(
             f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be "
-            f"used: {described(error)}"
+            f"used: {described(error)}",
+            _place_of(offer, spec, error),
         ) from error
     return platform, defaults
+
+
+def _place_of(offer: Offer, spec: Any, error: BaseException) -> str | None:
+    """Return ``file:line`` of the code of a platform that raised, or else of the class."""
+    path = getattr(spec, "platform_class", None)
+    named = path if isinstance(path, str) else f"{getattr(path, '__module__', offer.module)}:"
+    module, _, name = named.partition(":")
+    for package in (module.partition(".")[0], offer.package):
+        place = raised_in(package, error)
+        if place is not None:
+            return place
+    loaded = sys.modules.get(module)
+    cls = getattr(loaded, name, None)
+    if isinstance(cls, type):
+        return location_of(cls)
+    file = getattr(loaded, "__file__", None)
+    return file and f"{file}:1"
 
 
 def prepare_platform(selection: PlatformSelection, config: OpgraftConfig) -> None:
@@ -185,8 +208,8 @@ def _guarded(
 
     def keep(changes: Sequence[Change], words: Sequence[str]) -> None:
         kept.extend(changes)
-        threads = [change.thread for change in changes if change.thread is not None]
-        STARTED_THREADS.get().update(dict.fromkeys(threads, provider))
+        started = [change.started for change in changes if change.started is not None]
+        STARTED.get().update(dict.fromkeys(started, provider))
         told.extend(words)
 
     # With torch, which detection does without.

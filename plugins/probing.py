@@ -66,7 +66,14 @@ _ANSWERING = threading.Event()
 
 
 class ProbeFailed(Exception):  # noqa: N818  # an outcome for selection, which no user catches
-    """A probe gave no evidence; the message says why."""
+    """A probe gave no evidence; the message says why.
+
+    ``location`` is ``file:line`` of the fault, if a line tells.
+    """
+
+    def __init__(self, message: str, location: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
 
 
 def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evidence:
@@ -176,13 +183,15 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
         if isinstance(error, ProbeFailed):
             raise
         if isinstance(error, PluginError):  # of a bridge, which says where the fault is
-            raise ProbeFailed(f"probe {offer.value}: {error}") from error
+            raise ProbeFailed(f"probe {offer.value}: {error}", error.location) from error
+        place = _place(offer, error)
         raise ProbeFailed(
-            f"probe {offer.value} raised {described(error)} at {_place(offer, error)}"
+            f"probe {offer.value} raised {described(error)} at {place}", place
         ) from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(
-            f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence"
+            f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence",
+            _place_of_probe(offer, spec),
         )
     return spec, evidence
 
@@ -249,7 +258,7 @@ def _evidence(reply: dict[str, Any], what: str, offer: Offer, private: dict[str,
         ProbeFailed: the probe has failed.
     """
     if "failure" in reply:
-        raise ProbeFailed(masked(reply["failure"], private))
+        raise ProbeFailed(masked(reply["failure"], private), reply["location"])
     # A probe tells what it has asked for, so these values may be shown.
     for name in reply.pop("asked"):
         private.pop(name, None)
@@ -442,7 +451,7 @@ def answer(
         reply["asked"] = asked.asked
         reply["remarks"] = list(_remarks(offer, spec, before))
     except ProbeFailed as failure:
-        reply = {"failure": str(failure)}
+        reply = {"failure": str(failure), "location": failure.location}
     # Not to the standard output: the probe may print.
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump(reply, pipe)

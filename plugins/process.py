@@ -136,7 +136,14 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
     Row(
         "the threads of this process, which waits for",
         python.awaited_threads,
-        python.end_thread,
+        python.end_awaited,
+        same=lambda before, after: True,
+        added=python.awaited,
+    ),
+    Row(
+        "the children of this process, which waits for",
+        python.awaited_children,
+        python.end_awaited,
         same=lambda before, after: True,
         added=python.awaited,
     ),

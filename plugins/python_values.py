@@ -21,6 +21,7 @@ from opgraft.config import Scope
 from opgraft.plugins.changes import (
     STAYS,
     Addition,
+    Awaited,
     Item,
     Row,
     attribute,
@@ -94,18 +95,26 @@ def _meets_all(row: Any) -> bool:
     return message is None and module is None and category.__module__ == "builtins"
 
 
-def awaited_threads() -> dict[Item, threading.Thread]:
+def awaited_threads() -> dict[Item, Awaited]:
     """Return the threads that must end before the process does."""
-    awaited = (thread for thread in threading.enumerate() if not thread.daemon)
-    return {Item(f"{thread.name!r} to end", id(thread)): thread for thread in awaited}
+    return _by_name(threading.enumerate())
 
 
-def awaited(key: Item, thread: threading.Thread) -> Addition:
+def awaited_children() -> dict[Item, Awaited]:
+    """Return the child processes that must end before the process does."""
+    return _by_name(multiprocessing.active_children())
+
+
+def _by_name(started: Iterable[Awaited]) -> dict[Item, Awaited]:
+    return {Item(f"{each.name!r} to end", id(each)): each for each in started if not each.daemon}
+
+
+def awaited(key: Item, started: Awaited) -> Addition:
     return Addition("", stays=True)
 
 
-def end_thread(key: Item, former: object) -> None:
-    raise RuntimeError("nobody can end the thread of somebody else")
+def end_awaited(key: Item, former: object) -> None:
+    raise RuntimeError("nobody can end what somebody else has started")
 
 
 def stand_in(name: str, module: Any) -> Addition | None:

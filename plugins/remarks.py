@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import StateValue
@@ -14,5 +12,5 @@ PLATFORM_FINDINGS = StateValue[list[Finding]](list)
 PLATFORM_NOTES = StateValue[list[tuple[Provider, str]]](list)
 """Changes of the process by the platform, which stay, in words."""
 
-STARTED_THREADS = StateValue[dict[threading.Thread, Provider]](dict)
-"""Threads that plugins have started while loaded, and that keep a process from ending."""
+STARTED = StateValue[dict[object, Provider]](dict)
+"""Threads and processes that plugins have started while loaded, and that keep a process open."""

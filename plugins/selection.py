@@ -178,13 +178,13 @@ def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) ->
     if offer.name != config.platform and not config.strict:
         # This failure may have put the provider into quarantine.
         exit_code = 4 if quarantined(offer.provider) else 1
-        report(_left_out(offer, str(answer), exit_code))
+        report(_left_out(offer, str(answer), exit_code, answer.location))
     return _Asked(offer, None, str(answer), failed=True)
 
 
-def _left_out(offer: Offer, why: str, exit_code: int) -> Finding:
+def _left_out(offer: Offer, why: str, exit_code: int, location: str | None = None) -> Finding:
     message = f"platform {offer.name!r} of {offer.provider} is left out: {why}"
-    return Finding(message, offer.provider, exit_code=exit_code)
+    return Finding(message, offer.provider, location, exit_code=exit_code)
 
 
 def _conflict(out_of_tree: Sequence[_Asked]) -> PlatformConflictError:
@@ -310,5 +310,6 @@ def _first_usable(
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
-            report(Finding(f"platform {offer.name!r} is left out: {error}", offer.provider))
+            message = f"platform {offer.name!r} is left out: {error}"
+            report(Finding(message, offer.provider, error.location))
             unloadable.append((offer, str(error)))

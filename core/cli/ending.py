@@ -1,32 +1,48 @@
-"""The end of the command line. No thread of a plugin can hold up the end."""
+"""The end of the command line. Nothing that a plugin has started can hold up the end."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import faulthandler
+import multiprocessing
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 import click
 from opgraft.base.text import printable
 from opgraft.config.environment import PLUGINS_DISABLE
+from opgraft.plugins.changes import Awaited
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.remarks import STARTED_THREADS
+from opgraft.plugins.remarks import STARTED
 from opgraft.registry.decision import Provider
 
 PATIENCE = 5.0
 """Seconds that threads have to end by themselves after the answer."""
 
+_LONGEST = 30.0
+"""Seconds for code that runs at exit and shows no plugin, such as a destructor."""
+
+_OF_NOBODY = (
+    f"code that runs at exit has not returned {_LONGEST:g} s after the answer, so this command "
+    "ends without it: 'opgraft plugins doctor' names its plugin."
+)
+
 
 def end_in_time(code: int) -> None:
-    """End the process with this exit code if threads keep it from ending for ``PATIENCE`` seconds.
+    """End the process with this exit code if plugins keep it from ending for ``PATIENCE`` seconds.
 
-    A line on stderr names each thread with its plugin. Call it when the answer was given.
+    A line on stderr names each thread or process with its plugin. Call it when the answer was
+    given.
     """
+    # At the very end no thread of Python runs any more. A destructor is shown with its line.
+    atexit.register(faulthandler.dump_traceback_later, _LONGEST + PATIENCE, exit=True)
     thread = threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True)
     # Some processes may start no thread.
     with contextlib.suppress(RuntimeError):
@@ -35,9 +51,16 @@ def end_in_time(code: int) -> None:
 
 def _end(code: int) -> None:
     time.sleep(PATIENCE)
-    lines = [*_lines_of_threads(), *_line_of_exit()]
-    if not lines:
-        return
+    lines = [*_lines_of_awaited(), *_line_of_exit()]
+    if lines:
+        _end_with(lines, code)
+    time.sleep(_LONGEST - PATIENCE)
+    # Threads of other packages may take their time.
+    if not awaited():
+        _end_with([_OF_NOBODY], code)
+
+
+def _end_with(lines: Sequence[str], code: int) -> None:
     for line in lines:
         # Nobody may read stderr any more.
         with contextlib.suppress(OSError, ValueError):
@@ -45,27 +68,35 @@ def _end(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    for child in multiprocessing.active_children():
+        # A copy of this process may hold the pipe open that the answer was written to.
+        if child in STARTED.get():
+            child.kill()
     os._exit(code)
 
 
-def awaited_threads() -> list[threading.Thread]:
-    """Return the threads that Python waits for at the end of the process."""
+def awaited() -> list[Awaited]:
+    """Return the threads and child processes that Python waits for at the end of the process."""
     main = threading.main_thread()
-    threads = threading.enumerate()
-    return [thread for thread in threads if not thread.daemon and thread is not main]
+    started = (*threading.enumerate(), *multiprocessing.active_children())
+    return [each for each in started if not each.daemon and each is not main]
 
 
-def _lines_of_threads() -> Iterator[str]:
-    """Yield a line for each thread of a plugin. Threads of other packages may take their time."""
-    for thread in awaited_threads():
-        frame = sys._current_frames().get(thread.ident or 0)
-        provider = STARTED_THREADS.get().get(thread) or _provider_of(frame)
-        if provider is not None:
-            yield (
-                f"the thread {thread.name!r} of {provider} has not ended {PATIENCE:g} s after the "
-                f"answer, so this command ends without it: make it a daemon thread. "
-                f"{_advice(provider)}"
-            )
+def _lines_of_awaited() -> Iterator[str]:
+    """Yield a line for each thread and each child process of a plugin.
+
+    Those of other packages may take their time.
+    """
+    for each in awaited():
+        frame = sys._current_frames().get(each.ident or 0)
+        provider = STARTED.get().get(each) or _provider_of(frame)
+        if provider is None:
+            continue
+        kind = "process" if isinstance(each, BaseProcess) else "thread"
+        yield (
+            f"the {kind} {each.name!r} of {provider} has not ended {PATIENCE:g} s after the "
+            f"answer, so this command ends without it: make it a daemon. {_advice(provider)}"
+        )
 
 
 def _line_of_exit() -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opgraft.cli.ending import PATIENCE, awaited_threads
+from opgraft.cli.ending import PATIENCE, awaited
 from opgraft.cli.output import COMMAND_LINE
 from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
 from opgraft.config.environment import PLUGINS_DISABLE
@@ -378,8 +378,8 @@ def answer(
         call = getattr(owner, function)
         result = call(*arguments)
     _write(reply_to, {"result": result})
-    # A thread may go on for ever.
-    if awaited_threads():
+    # A thread or a process may go on for ever.
+    if awaited():
         os._exit(0)
     # Functions of plugins that run at exit run now, and the parent sees the end.
     faulthandler.dump_traceback_later(PATIENCE, exit=True)

@@ -12,8 +12,10 @@ _IDS = re.compile(
     r"|(?P<uuid>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
     r"|(?P<bare>[0-9a-f]{8}[0-9a-f-]*))(?![0-9a-z])"
 )
-_ACCOUNT = re.compile(r"(?<![\w.+-])[A-Za-z0-9_][\w.+-]*@[A-Za-z0-9_](?:[\w.-]*\w)?")
-"""A user at a host. Drivers and kernels name their builder so."""
+_ACCOUNT = re.compile(
+    r"(?:(?<=//)[^\s/@]+|(?<![\w.+%\\-])\w[\w.+%\\-]*)@(?:\[[^\]\s]*\]|\w(?:[\w.-]*\w)?)"
+)
+"""A user at a host. Drivers and kernels name their builder so, and addresses may have a password."""
 _LONGEST_ID = 40
 """Characters of an id. A UUID has 36, and longer ones name no device."""
 

@@ -17,6 +17,7 @@ from opgraft.binding.marks import CheckRaised, SwitchRaised
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.binding.specialisation import Binding, bind
+from opgraft.config import NATIVE_CHOICE, OpgraftConfig, set_config
 from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
 from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
@@ -358,15 +359,8 @@ def changes_by_layers() -> Iterator[Finding]:
 
     An exception is no finding: the layer may need an input of another size.
     """
-    device = selected_platform().platform.device_type
-    if why_unusable(device) is not None:
-        return
     guard = Guard()
-    for replacement, binding in _bound():
-        target = _target(replacement)
-        call = call_of(target, device)
-        if binding.replacement.winner is not replacement or call is None:
-            continue
+    for replacement, binding, call in _called_layers(torch.float32):
         provider = replacement.provider
         name = binding.kernel_name
         location = binding.kernel.winner.location
@@ -381,6 +375,57 @@ def changes_by_layers() -> Iterator[Finding]:
                 changes.append(_SEEDS)
         for change in changes:
             yield Finding(f"{name} {change}", provider, location)
+
+
+def wrong_results_of_layers() -> Iterator[Finding]:
+    """Find layers of plugins without a functional form that return tensors of another form.
+
+    Number, shape, dtype, device and layout are compared with those of the replaced class. An
+    exception is no finding, as in ``changes_by_layers``.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        for replacement, binding, call in _called_layers(dtype):
+            name = binding.kernel_name
+            inputs = (
+                f"for {str(dtype).removeprefix('torch.')} inputs of {_target(replacement).__name__}"
+            )
+            for fault in _faults_of_layer(replacement, binding, call):
+                message = f"{name} {fault} {inputs}"
+                yield Finding(message, replacement.provider, binding.kernel.winner.location)
+
+
+def _faults_of_layer(
+    replacement: Replacement, binding: Binding, call: Callable[[], object]
+) -> list[str]:
+    native = OpgraftConfig(providers={str(binding.replacement.op_name): NATIVE_CHOICE})
+    provider = replacement.provider
+    with (
+        watching_code(f"{binding.kernel_name} of {provider}", provider),
+        torch.random.fork_rng([]),
+        torch.no_grad(),
+    ):
+        try:
+            with exits_as_errors():
+                found = tensors(call())
+            with set_config(native):
+                expected = tensors(call())
+        except Exception:  # of the layer, or of an input that the layer does not take
+            return []
+    return list(other_tensors(found, expected))
+
+
+def _called_layers(
+    dtype: torch.dtype,
+) -> Iterator[tuple[Replacement, Binding, Callable[[], object]]]:
+    """Yield the layers of plugins without a functional form, each with a call in a dtype."""
+    platform = selected_platform().platform
+    device = platform.device_type
+    if why_unusable(device) is not None or dtype not in claimed_dtypes(platform):
+        return
+    for replacement, binding in _bound():
+        call = call_of(_target(replacement), device, dtype)
+        if binding.replacement.winner is replacement and call is not None:
+            yield replacement, binding, call
 
 
 _SEEDS = (
@@ -635,6 +680,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     wrong_fakes,
     wrong_results,
     changes_by_layers,
+    wrong_results_of_layers,
     lost_gradients,
 )
 """The checks, each a generator of findings."""

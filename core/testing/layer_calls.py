@@ -90,15 +90,22 @@ LAYERS: Mapping[type, Callable[[], Built]] = MappingProxyType(
 """Functions to build a layer and the input, by the class of the layer."""
 
 
-def call_of(target: type, device: str) -> Callable[[], object] | None:
+def call_of(
+    target: type, device: str, dtype: torch.dtype = torch.float32
+) -> Callable[[], object] | None:
     """Return a function to build and call a layer; ``None`` for a class without a row."""
     build = LAYERS.get(target)
     if build is None:
         return None
 
     def call() -> object:
-        with torch.device(device):
-            layer, inputs = build()
+        former = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                layer, inputs = build()
+        finally:
+            torch.set_default_dtype(former)
         for parameter in layer.parameters():
             # The weights of engine layers are not initialised.
             parameter.data.fill_(1 / _SIZE)

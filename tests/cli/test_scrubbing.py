@@ -51,6 +51,10 @@ PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "
             "Linux version 6.1 (user@host) (gcc 12)",
         ),
         ("mail jo@localhost, or a@b.", "mail user@host, or user@host."),
+        ("built by root@[fe80::1], in ACME\\eve@db", "built by user@host, in user@host"),
+        ("by dave%corp@host.local:/src", "by user@host:/src"),
+        ("by émile@hôte.fr", "by user@host"),
+        ("https://jo:s3cret@db.acme.com/x", "https://user@host/x"),
         ("@decorator and 3 @ 4 and x@ y", "@decorator and 3 @ 4 and x@ y"),
     ],
 )

@@ -144,6 +144,35 @@ def test_a_server(site, tmp_path: Path) -> None:
     assert set(re.findall(r'kernel_info\{.*kernel="([^"]+)"', metrics)) == set(counts["ran"])
 
 
+def test_a_verification(counted: Counted, tmp_path: Path) -> None:
+    """Each place of a verification names the kernels that ran there."""
+    printed, counts = counted("verify", str(decoder(tmp_path / "model")), TEXT, "--json")
+    places = json.loads(printed)["places"]
+    served = [each for place in places for each in place["ops"]]
+    assert {each["provider"]["name"] for each in served} == {"counting"}
+    assert {each["kernel"] for each in served} <= set(counts["ran"])
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_profile(family: str) -> None:
+    """A profile has a range for each call of each kernel."""
+    counting_plugin.opgraft_register_ops()
+    model = build(family)
+    opgraft.graft(model)
+    counting_plugin.RAN.clear()
+    counting_plugin.SHAPES.clear()
+    with torch.inference_mode(), opgraft.profile(), torch.profiler.profile() as profiled:
+        model(**inputs(family))
+    ranges: Counter[str] = Counter()
+    for event in profiled.key_averages():
+        kernel = re.fullmatch(r"opgraft\.\w+ (Counting\w+\.\w+) \[.*\]", event.key)
+        if kernel is not None:
+            ranges[kernel[1]] += event.count
+    assert set(ranges) == set(counting_plugin.RAN)
+    forms = (key for key in counting_plugin.SHAPES if "__init__" not in key)
+    assert ranges.total() == sum(counting_plugin.SHAPES[key].total() for key in forms)
+
+
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_graft(family: str) -> None:
     """The report counts what a call without a gradient runs."""

@@ -1,4 +1,4 @@
-"""Threads and functions of plugins that would keep a command from ending after its answer."""
+"""Threads, processes and functions of plugins that would keep a command from ending after its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from faults.process_rows import PLUGIN
 
 LIMIT = 60.0  # seconds, where a busy machine takes 20 for the answer and 5 for patience
 
-IMPORTS = "import atexit, threading, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+IMPORTS = "import atexit, multiprocessing, threading, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
 
 STARTS = "threading.Thread(target={}, name='acme poll').start()"
 
@@ -35,6 +35,15 @@ ROWS: dict[str, tuple[str, str]] = {
         f"{OWN}atexit.register(poll)",
         "a function of acme 1.0 that runs at exit has not returned 5 s after the answer",
     ),
+    "a process": (
+        "multiprocessing.get_context('fork').Process(target=poll, name='acme poll').start()",
+        "the process 'acme poll' of acme 1.0 has not ended 5 s after the answer",
+    ),
+    "a function of C at exit": (
+        "atexit.register(time.sleep, 3600)",
+        "code that runs at exit has not returned 30 s after the answer, so this command ends "
+        "without it: 'opgraft plugins doctor' names its plugin.",
+    ),
     "a pool that waits for jobs": ("pool = ThreadPoolExecutor()\npool.submit(time.time)", ""),
     "a thread that ends soon": ("threading.Thread(target=time.sleep, args=(1,)).start()", ""),
 }
@@ -42,6 +51,22 @@ ROWS: dict[str, tuple[str, str]] = {
 
 ALWAYS = ("a thread of a hook that waits for ever", "a pool that waits for jobs")
 """Rows of every run of the tests; each takes some seconds."""
+
+DESTRUCTOR = """
+class Held:
+    def __del__(self, wait=time.sleep):
+        wait(3600)
+HELD = Held()
+"""
+
+
+@pytest.mark.faults
+def test_a_destructor(cli, site) -> None:
+    """A command ends without a destructor that never returns, and shows its line."""
+    site.plugin("acme", f"{IMPORTS}{DESTRUCTOR}{PLUGIN.format('pass')}")
+    ended = cli("ops", "explain", "SiluAndMul")
+    assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
+    assert f'File "{site.folder / "acme.py"}", line 5 in __del__' in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -52,7 +77,8 @@ def test_endings(cli, site, name: str) -> None:
     """The answer is whole, the exit code that of the answer, and a line names thread and plugin."""
     source, words = ROWS[name]
     hook = "" if "opgraft_veto" in source else PLUGIN.format("pass")
-    site.plugin("acme", f"{IMPORTS}{source}\n{hook}")
+    own = "" if source.startswith("\n") else OWN
+    site.plugin("acme", f"{IMPORTS}{own}{source}\n{hook}")
     began = time.monotonic()
     ended = cli("ops", "explain", "SiluAndMul")
     assert time.monotonic() - began < LIMIT
@@ -60,7 +86,7 @@ def test_endings(cli, site, name: str) -> None:
     assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
     assert len(ended.stderr.splitlines()) == bool(words), ended.stderr
     assert ended.stderr.startswith(words)
-    if words:
+    if "acme" in words:
         assert ended.stderr.endswith(". OPGRAFT_PLUGINS_DISABLE=acme goes without it.\n")
 
 

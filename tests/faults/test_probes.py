@@ -14,6 +14,7 @@ from faults.planting import doctor_finds, in_time
 from faults.probe_rows import ROWS, SECRETS
 from opgraft.base.text import printable
 from opgraft.machine.machine import Machine
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.probing import is_device_file
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_platform
@@ -111,6 +112,58 @@ def test_probes_that_do_what_they_must_not(cli, site) -> None:
         place = f"{site.folder / f'{name}_device.py'}:"
         assert [row for row in told if words in row and place in row], (name, told)
     assert [row for row in told if "harmless" in row] == []
+
+
+PLACES = {
+    "an error": ("return machine.environ['ACME_NONE']", "acme_device.py:4"),
+    "an error of a helper": ("import acme_platform; acme_platform.ask()", "acme_device.py:4"),
+    "a wrong answer": ("return None", "acme_device.py:2"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_line_of_a_probe_that_fails(site, name: str) -> None:
+    """The finding has the line of the plugin's code, or that of the probe."""
+    probe, place = PLACES[name]
+    site.platform("acme", probe=f"{HEAD}{probe}", platform="def ask(): return 1 / 0\n")
+    opgraft.reset()
+    decide_platform(host_state().settings(), Machine())
+    (finding,) = [each for each in PLATFORM_FINDINGS.get() if "left out" in each.message]
+    assert finding.location == f"{site.folder / place}"
+
+
+CLASSES = {
+    "an error of the module": ("\n1 / 0\n", 2),
+    "a class that is abstract": ("import opgraft\nclass Device(opgraft.Platform): pass\n", 2),
+    "an instance": (
+        "from opgraft.platforms.cpu.platform import CpuPlatform\nDevice = CpuPlatform()\n",
+        1,
+    ),
+    "settings that raise": (
+        "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n"
+        "    name = 'acme'\n    def default_config(self):\n        return {}[0]\n",
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_line_of_a_class_that_fails(site, name: str) -> None:
+    """The finding has the line that raised, or that of the class or its module."""
+    source, line = CLASSES[name]
+    site.platform("acme", probe="return Evidence(True, 'here')", platform=source)
+    assert opgraft.current_platform().name == "cpu"
+    (finding,) = [each for each in PLATFORM_FINDINGS.get() if "left out" in each.message]
+    assert finding.location == f"{site.folder / 'acme_platform.py'}:{line}"
+
+
+def test_the_line_of_a_malformed_entry_point(site) -> None:
+    """A name with a space is reported with the line of its file."""
+    points = "[opgraft.plugins]\n\nacme norm = acme\n"
+    site.install("acme", {"acme.py": ""}, points)
+    (problem,) = discover().problems
+    assert "the name 'acme norm' has other characters" in problem.reason
+    assert problem.location == f"{site.folder / 'acme-1.0.dist-info/entry_points.txt'}:3"
 
 
 BRIDGE = """

@@ -20,7 +20,12 @@ from opgraft.binding.provenance import exits_as_errors
 from opgraft.errors import CheckpointError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from opgraft.plugins.host import load_plugins
-from opgraft.testing.diagnosis import changes_by_layers, lost_gradients, wrong_results
+from opgraft.testing.diagnosis import (
+    changes_by_layers,
+    lost_gradients,
+    wrong_results,
+    wrong_results_of_layers,
+)
 from safetensors.torch import load_file, save_file
 from support.small_words import word_llama
 from torch import nn
@@ -663,6 +668,44 @@ def test_a_layer_that_patches_torch_at_a_call(site: Site, layer: str) -> None:
     (finding,) = map(str, changes_by_layers())
     assert finding.startswith("Acme.forward changed torch.nn.functional.silu when it was called")
     assert torch.nn.functional.silu is silu
+
+
+OTHER_LAYERS = {
+    "RowParallelLinear": (
+        "(super().forward(input_)[0].float(), None)",
+        "returns float32 [4, 32], expected bfloat16 [4, 32], for bfloat16 inputs of RowParallel",
+    ),
+    "GatedMLP": (
+        "super().forward(x)[..., :3]",
+        "returns float32 [4, 3], expected float32 [4, 32], for float32 inputs of GatedMLP",
+    ),
+    "VocabParallelEmbedding": (
+        "super().forward(input_).T.contiguous().T",
+        "returns a tensor that is not contiguous, with strides [1, 4], expected [32, 1], for ",
+    ),
+    "MLP": ("None", "returns 0 tensors, expected 1, for float32 inputs of MLP"),
+}
+
+
+@pytest.mark.parametrize("layer", OTHER_LAYERS)
+def test_a_layer_that_returns_another_form(site: Site, layer: str) -> None:
+    """The doctor compares a layer's result with that of the replaced class, and names the line."""
+    result, words = OTHER_LAYERS[layer]
+    site.plugin("acme", kernel(layer, PATCHED_LAYERS[layer], f"return {result}"))
+    load_plugins()
+    found = [*wrong_results_of_layers()]
+    assert [each for each in found if words in each.message], found
+    assert {each.location for each in found} == {f"{site.folder / 'acme.py'}:5"}
+
+
+@pytest.mark.parametrize("layer", PATCHED_LAYERS)
+def test_a_layer_that_returns_the_same(site: Site, layer: str) -> None:
+    """A layer that computes as its base does is left alone."""
+    arguments = PATCHED_LAYERS[layer]
+    names = ", ".join(each.partition("=")[0] for each in arguments[:-1].split(", ")[1:])
+    site.plugin("acme", kernel(layer, arguments, f"return super().forward({names})"))
+    load_plugins()
+    assert [*wrong_results_of_layers()] == []
 
 
 @pytest.mark.parametrize("told", EXITS)

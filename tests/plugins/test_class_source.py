@@ -64,6 +64,33 @@ FAULTS = {
         f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    dispatch_chain = ('npu',)\n",
         "its dispatch chain has 'npu'",
     ),
+    "a key twice": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    dispatch_chain = ('cpu', 'cpu')\n",
+        "its dispatch chain has 'cpu' twice",
+    ),
+    "keys in a text": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    dispatch_chain = 'cpu'\n",
+        "its dispatch_chain is a str, expected a tuple of strings",
+    ),
+    "no type of device": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    device_type = None\n",
+        "its device_type is None",
+    ),
+    "a device without numbers": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    @property\n"
+        "    def device_type(self):\n        return 'meta'\n",
+        "its device_type is 'meta'",
+    ),
+    "a property that is a method": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    def device_type(self):\n"
+        "        return 'cpu'\n",
+        "its device_type is a method: write @property above it",
+    ),
+    "no Python": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    def memory(:\n",
+        "acme_platform.py:4 is no Python: SyntaxError",
+    ),
+    "an encoding that nobody knows": ("# -*- coding: klingon -*-\n", "is no Python: SyntaxError"),
 }  # fmt: skip
 
 FINE = {
