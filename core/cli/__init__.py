@@ -56,6 +56,8 @@ _COMMANDS = {
 _TRACEBACK = "--traceback"
 _WORD = "error: "
 _CLICKS_WORD = "Error: "
+_SEARCH = ("<frozen importlib._bootstrap>", "_find_spec")
+"""The file and the function of Python that ask each finder."""
 
 
 @click.group(
@@ -156,7 +158,8 @@ def _called(arguments: Sequence[str]) -> object:
     try:
         return cli.main(arguments, prog_name="opgraft", standalone_mode=False)
     except SystemExit as error:
-        own = importlib.import_module("opgraft.binding.raised").exit_of_plugin(error)
+        own = _of_finder(error)
+        own = own or importlib.import_module("opgraft.binding.raised").exit_of_plugin(error)
         if own is None:
             raise
         raise own from error
@@ -188,7 +191,7 @@ def _failure(error: Exception, told: Any) -> Exception:
     return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
 
 
-def _of_finder(error: Exception) -> OpgraftError | None:
+def _of_finder(error: BaseException) -> PluginError | None:
     """Return an error about a finder on ``sys.meta_path`` that raised an error at an import.
 
     The finder is removed, because the code for the message must be imported, too. Returns ``None``
@@ -196,21 +199,24 @@ def _of_finder(error: Exception) -> OpgraftError | None:
     """
     trace = error.__traceback__
     while trace is not None and not isinstance(error, OpgraftError):
-        code = trace.tb_frame.f_code
-        local = trace.tb_frame.f_locals
-        # A finder may be a class with class methods.
-        finder: Any = local.get("self", local.get("cls"))
-        is_known = any(finder is each for each in sys.meta_path)
-        if is_known and code.co_name == "find_spec":
-            sys.meta_path.remove(finder)
-            fault = _finder_error(finder, error, f"{code.co_filename}:{trace.tb_lineno}")
-            fault.__cause__ = error
-            return fault
-        trace = trace.tb_next
+        frame, trace = trace.tb_frame, trace.tb_next
+        is_search = (frame.f_code.co_filename, frame.f_code.co_name) == _SEARCH
+        if trace is None or not is_search:
+            continue
+        finder: Any = frame.f_locals.get("finder")
+        # Python's own finders call hooks of others, and must stay.
+        is_own = getattr(finder, "__module__", "").startswith("_frozen_importlib")
+        if is_own or not any(finder is each for each in sys.meta_path):
+            continue
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        fault = _finder_error(finder, error, place)
+        fault.__cause__ = error
+        return fault
     return None
 
 
-def _finder_error(finder: Any, error: Exception, place: str) -> PluginError:
+def _finder_error(finder: Any, error: BaseException, place: str) -> PluginError:
     kind = finder if isinstance(finder, type) else type(finder)
     return PluginError(
         f"the finder {kind.__module__}.{kind.__qualname__} on sys.meta_path raised "

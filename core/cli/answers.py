@@ -6,6 +6,7 @@ of their own. All of this goes to stderr. So stdout has the answer alone.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _STDERR = 2
+
+_HIGH = 512
+"""The least number of a copied descriptor. Some libraries close all low numbers."""
+
 _apart: list[TextIO] = []
 """The streams for answers of running commands, the innermost last.
 
@@ -36,7 +41,7 @@ def answers_apart() -> Iterator[None]:
     number = _number_of(stdout)
     errors = _number_of(stderr)
     stream = stdout if number is None else _copy(stdout, number)
-    kept = None if errors is None else os.dup(errors)
+    kept = None if errors is None else _duplicate(errors)
     _apart.append(stream)
     # A stream without a descriptor, such as a text of a test.
     if number is None:
@@ -52,10 +57,12 @@ def answers_apart() -> Iterator[None]:
         if number is not None:
             _flush(stdout)
             sys.stdout = _put_back(stdout, number, stream.fileno())
-            stream.close()
+            with suppress(OSError):
+                stream.close()
         if errors is not None and kept is not None:
             sys.stderr = _put_back(stderr, errors, kept)
-            os.close(kept)
+            with suppress(OSError):
+                os.close(kept)
 
 
 def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
@@ -64,7 +71,9 @@ def _put_back(stream: TextIO, number: int, copy: int) -> TextIO:
     Returns:
         The stream of the descriptor: a new one, if a plugin has closed it.
     """
-    os.dup2(copy, number)
+    # A plugin may have closed the copy.
+    with suppress(OSError):
+        os.dup2(copy, number)
     if _is_open(stream):
         return stream
     encoding, errors = stream.encoding, stream.errors
@@ -111,7 +120,15 @@ def _number_of(stream: TextIO) -> int | None:
 def _copy(stdout: TextIO, number: int) -> TextIO:
     """Open another stream to the file of stdout."""
     stdout.flush()
-    return open(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+    return open(_duplicate(number), "w", encoding=stdout.encoding, errors=stdout.errors)
+
+
+def _duplicate(number: int) -> int:
+    """Return a copy of a descriptor with a high number, if this process may open one."""
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    except OSError:
+        return os.dup(number)
 
 
 def _flush(stdout: TextIO) -> None:

@@ -61,12 +61,12 @@ HELD = Held()
 
 
 @pytest.mark.faults
-def test_a_destructor(cli, site) -> None:
+def test_a_destructor(cold_cli, site) -> None:
     """A command ends without a destructor that never returns, and shows its line."""
     site.plugin("acme", f"{IMPORTS}{DESTRUCTOR}{PLUGIN.format('pass')}")
-    ended = cli("ops", "explain", "SiluAndMul")
+    ended = cold_cli("ops", "explain", "SiluAndMul")
     assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
-    assert f'File "{site.folder / "acme.py"}", line 5 in __del__' in ended.stderr
+    assert f'File "{site.folder / "acme.py"}", line 6 in __del__' in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from faults.planting import GOOD
 from faults.process_rows import PLUGIN
@@ -29,6 +31,13 @@ FINDERS = {
         condition="name.startswith('opgraft.cli.detect')", put="insert(0, Finder())"
     ),
     "behind all others": FINDER.format(condition="True", put="append(Finder())"),
+    "with other names": FINDER.replace("find_spec(self,", "find_spec(this,").format(
+        condition="name.startswith('opgraft.cli.detect')", put="insert(0, Finder())"
+    ),
+    "a static method": FINDER.replace(
+        "class Finder:\n    def find_spec(self, name",
+        "class Finder:\n    @staticmethod\n    def find_spec(name",
+    ).format(condition="name.startswith('opgraft.cli.detect')", put="insert(0, Finder())"),
 }
 """Modules that Python imports when it starts, with a finder that raises at an import."""
 
@@ -66,13 +75,37 @@ def test_a_stream_that_is_closed_later(cli, site) -> None:
     assert "plugins: acme (1 of 1 installed plugins active)" in ended.stdout
 
 
+DESCRIPTORS = {
+    "all but the standard ones": "os.closerange(3, 256)",
+    "standard output too": "os.closerange(1, 2); os.closerange(3, 256)",
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTORS)
+def test_descriptors_that_are_closed(cli, site, name: str) -> None:
+    """The answer is whole, although a plugin closes descriptors as a daemon does."""
+    site.plugin("acme", f"import os\n{PLUGIN.format(DESCRIPTORS[name])}")
+    ended = cli("ops", "explain", "RMSNorm", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["schema"] == "opgraft.ops.explain/2"
+
+
+def test_every_descriptor_is_closed(cli, site) -> None:
+    """A command whose answer has no file left ends with one message."""
+    site.plugin("acme", f"import os\n{PLUGIN.format('os.closerange(3, 9999)')}")
+    ended = cli("ops", "explain", "RMSNorm")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "error: the answer cannot be written to stdout: Bad file descriptor\n"
+
+
 @pytest.mark.parametrize("name", FINDERS)
 def test_finders_that_raise(cold_cli, site, name: str) -> None:
     """A command that cannot import what it needs names the finder and its place in one sentence."""
     (site.folder / "sitecustomize.py").write_text(FINDERS[name])
     ended = cold_cli("detect")
+    line = 6 if "static" in name else 5
     assert (ended.returncode, ended.stdout) == (4, "")
     assert ended.stderr == (
         "error: the finder sitecustomize.Finder on sys.meta_path raised RuntimeError: the disk is gone at an import "
-        f"({site.folder}/sitecustomize.py:5): uninstall the package that puts it there, or mend it\n"
+        f"({site.folder}/sitecustomize.py:{line}): uninstall the package that puts it there, or mend it\n"
     )
