@@ -42,7 +42,7 @@ class Provenance:
         op: the name of the op in settings, or the class; empty for a plugin's code outside of ops.
         kernel: the method of an op's class, or the function of the plugin.
         provider: the provider of the code.
-        location: ``file:line`` of the innermost code outside of torch.
+        location: ``file:line`` of the plugin's innermost code, or else outside of torch.
         setting: the setting to go without the code; empty for a native definition, which has none.
     """
 
@@ -79,7 +79,7 @@ def explain_exception(error: BaseException) -> Provenance | None:
     """Name the op that raised an exception: provider, version, line, and the setting to disable it.
 
     The tracebacks of the exception and of its causes tell. If ops were nested, the innermost op is
-    named. If no op ran, the plugin with the innermost code is named.
+    named. If no op ran, or an op of opgraft has called a plugin, the plugin is named.
 
     Returns:
         The record; ``None`` if neither an op nor a plugin ran, as in compiled code.
@@ -90,18 +90,37 @@ def explain_exception(error: BaseException) -> Provenance | None:
     # The first exception of the chain comes first: it has the innermost code.
     errors = reversed(list(_chain(error)))
     raised = [list(traceback.walk_tb(each.__traceback__)) for each in errors]
-    for tell in (_of_op, _of_plugin):
+    for tell in (_of_op_or_within, _of_plugin):
         for places in raised:
-            for depth in reversed(range(len(places))):
-                told = tell(places[depth:])
-                if told is not None:
-                    return told
+            told = _innermost(places, tell)
+            if told is not None:
+                return told
     return None
+
+
+def _innermost(
+    places: list[Place], tell: Callable[[list[Place]], Provenance | None]
+) -> Provenance | None:
+    """Return the first answer of ``tell`` for some frames, without more and more outer ones."""
+    for depth in reversed(range(len(places))):
+        told = tell(places[depth:])
+        if told is not None:
+            return told
+    return None
+
+
+def _of_op_or_within(places: list[Place]) -> Provenance | None:
+    """Describe the op of the outermost frame, or a plugin that opgraft's own op has called."""
+    told = _of_op(places)
+    if told is None or told.of_plugin:
+        return told
+    # Such as the weight method of a layer.
+    return _innermost(places[1:], _of_plugin) or told
 
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Turn ``SystemExit`` and ``KeyboardInterrupt`` of a plugin's code in this scope into errors.
+    """Turn ``SystemExit`` and all that is no ``Exception``, of a plugin's code, into errors.
 
     Raises:
         PluginError: the code raised such an exception. An exception of a signal's handler passes
@@ -110,14 +129,16 @@ def exits_as_errors() -> Iterator[None]:
     with interrupts_counted() as interrupted:
         try:
             yield
-        except (SystemExit, KeyboardInterrupt) as error:
+        except Exception:
+            raise
+        except BaseException as error:
             own = None if interrupted() else exit_of_plugin(error)
             if own is None:
                 raise
             raise own from error
 
 
-def exit_of_plugin(error: SystemExit | KeyboardInterrupt) -> PluginError | None:
+def exit_of_plugin(error: BaseException) -> PluginError | None:
     """Return an error about a plugin that raised an exit; None for other code and for signals."""
     if _by_signal(error):
         return None
@@ -132,10 +153,10 @@ def own_words(error: Exception) -> str:
     return described(exit_behind(error) or error)
 
 
-def exit_behind(error: BaseException) -> SystemExit | KeyboardInterrupt | None:
+def exit_behind(error: BaseException) -> BaseException | None:
     """Return the exit that ``exits_as_errors`` turned into this error, or None."""
     cause = error.__cause__
-    if isinstance(error, PluginError) and isinstance(cause, SystemExit | KeyboardInterrupt):
+    if isinstance(error, PluginError) and not isinstance(cause, Exception):
         return cause
     return None
 
@@ -244,7 +265,7 @@ def _of_op(places: list[Place], choice_for: _ChoiceFor = choice_of) -> Provenanc
     if not _is_native(ran, constructing):
         plugin = choice.winner.plugin if choice.winner else None
         setting = choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin or "")
-    location = _location(places) or binding.kernel.winner.location
+    location = _location(places, provider) or binding.kernel.winner.location
     name = choice.op_name or choice.target.__qualname__
     return Provenance(name, kernel, provider, location, setting)
 
@@ -317,10 +338,17 @@ def _of_plugin(places: list[Place]) -> Provenance | None:
     return Provenance("", code.co_name, offer.provider, location, setting)
 
 
-def _location(places: list[Place]) -> str:
-    """Return ``file:line`` of the innermost code outside of torch; empty if there is none."""
-    for frame, line in reversed(places):
+def _location(places: list[Place], provider: Provider) -> str:
+    """Return ``file:line`` of the innermost code of a plugin, or else outside of torch.
+
+    The text is empty if there is none.
+    """
+    found = ""
+    discovery = discover()
+    of_plugin = discovery.has_plugin(provider)
+    for frame, line in places:
         module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] != "torch":
-            return f"{frame.f_code.co_filename}:{line}"
-    return ""
+        is_own = discovery.provider_of(module) == provider if of_plugin else True
+        if is_own and module.partition(".")[0] != "torch":
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found

@@ -186,9 +186,15 @@ def _takes_traceback(arguments: Sequence[str]) -> tuple[bool, list[str]]:
 
 def _failure(error: Exception, told: Any) -> Exception:
     """Return an error of a plugin's code as a ``PluginError`` of one sentence."""
-    if isinstance(error, OpgraftError | click.ClickException) or told is None or not told.of_plugin:
+    if isinstance(error, click.ClickException) or told is None or not told.of_plugin:
         return error
-    return PluginError(f"{described(error)}, {told}. {_TRACEBACK} shows the calls that led there.")
+    words = described(error)
+    if isinstance(error, OpgraftError):
+        # A further exit code says more than that a plugin has failed.
+        if error.exit_code != OpgraftError.exit_code:
+            return error
+        words = str(error)
+    return PluginError(f"{words}, {told}. {_TRACEBACK} shows the calls that led there.")
 
 
 def _of_finder(error: BaseException) -> PluginError | None:

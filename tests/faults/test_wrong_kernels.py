@@ -489,6 +489,52 @@ def test_a_kernel_that_raises(capfd: pytest.CaptureFixture[str], site: Site, lla
         assert "error: OSError: no device, raised in op rms_norm" in said
 
 
+AT_LINE_7 = {
+    "a library that is called": (
+        "import json\n        return json.loads('{')",
+        "error: JSONDecodeError: ",
+    ),
+    "no Exception": (
+        "\n        raise GeneratorExit",
+        "error: GeneratorExit, raised in op rms_norm",
+    ),
+    "an error of opgraft": (
+        "from opgraft.errors import OpgraftError\n        raise OpgraftError('mine')",
+        "error: mine, raised in op rms_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_LINE_7)
+def test_a_kernel_that_raises_in_another_way(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, name: str
+) -> None:
+    """The plugin's own line is named, with exit code 4, whatever it raises."""
+    body, words = AT_LINE_7[name]
+    site.plugin("acme", kernel("RMSNorm", NORM, body))
+    code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert code == 4
+    assert line.startswith(words)
+    assert f"by Acme.forward_oot of acme 1.0 {place(site)}7" in line
+    assert "Traceback" not in said
+
+
+def test_a_weight_method_that_raises(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """A hook after the load is the plugin's failure, not the weight's."""
+    source = class_of(
+        "opgraft.ops.linear.methods",
+        "UnquantizedLinearMethod",
+        "process_weights_after_loading(self, layer): raise OSError('no post')",
+    )
+    site.plugin("acme", source)
+    code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    assert code == 4
+    assert "OSError: no post, raised by process_weights_after_loading of acme 1.0 at" in said
+
+
 NORMAL = "made = RMSNorm.forward_native(self, x, residual)\n        "
 FIRST = "first, *rest = made if residual is not None else [made]\n        "
 RETURNED = "return (CHANGED, *rest) if residual is not None else CHANGED"
