@@ -563,25 +563,24 @@ def _malformed(found: importlib_metadata.Distribution, error: Exception) -> Prob
     with suppress(Exception):
         provider = _provider(fields_of(found))
     where = f" ({place})" if place else ""
-    why = str(error) if isinstance(error, _RowError) else described(error)
+    why = described(error)
     reason = f"its plugin metadata is malformed: {why}{where}"
     location = None
-    if place and isinstance(error, _RowError):
-        lines = [line.strip() for line in (text_of(found, _POINTS) or "").splitlines()]
-        location = f"{os.path.join(place, _POINTS)}:{lines.index(error.row) + 1}"
+    with suppress(Exception):  # the file itself may be what cannot be read
+        location = _line_of_row(found, str(place), why)
     return Problem(provider, reason, location)
+
+
+def _line_of_row(found: importlib_metadata.Distribution, place: str, quoted_in: str) -> str | None:
+    """Return ``file:line`` of the entry point that a message quotes."""
+    for number, line in enumerate((text_of(found, _POINTS) or "").splitlines(), 1):
+        if line.strip() and repr(line.strip()) in quoted_in:
+            return f"{os.path.join(place, _POINTS)}:{number}"
+    return None
 
 
 def _provider(fields: Mapping[str, list[str]]) -> Provider:
     return Provider(fields["name"][0], fields["version"][0])
-
-
-class _RowError(ValueError):
-    """A row of a file of entry points is malformed."""
-
-    def __init__(self, message: str, row: str) -> None:
-        super().__init__(message)
-        self.row = row
 
 
 def _check(text: str, groups: Collection[str]) -> None:
@@ -603,8 +602,7 @@ def _check(text: str, groups: Collection[str]) -> None:
             continue
         foreign = f": the name {name!r} has {_FOREIGN}"
         told = "" if _NAME.fullmatch(name) or not name else foreign
-        expected = f"{row!r} in {group}, expected 'name = package.module:object'{told}"
-        raise _RowError(expected, row)
+        raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'{told}")
 
 
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:

@@ -78,7 +78,7 @@ def _end_with(lines: Sequence[str], code: int) -> None:
 def awaited() -> list[Awaited]:
     """Return the threads and child processes that Python waits for at the end of the process."""
     main = threading.main_thread()
-    started = (*threading.enumerate(), *multiprocessing.active_children())
+    started: list[Awaited] = [*threading.enumerate(), *multiprocessing.active_children()]
     return [each for each in started if not each.daemon and each is not main]
 
 

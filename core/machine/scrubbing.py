@@ -15,7 +15,7 @@ _IDS = re.compile(
 _ACCOUNT = re.compile(
     r"(?:(?<=//)[^\s/@]+|(?<![\w.+%\\-])\w[\w.+%\\-]*)@(?:\[[^\]\s]*\]|\w(?:[\w.-]*\w)?)"
 )
-"""A user at a host. Drivers and kernels name their builder so, and addresses may have a password."""
+"""A user at a host. Drivers name their builder so, and an address may have a password."""
 _LONGEST_ID = 40
 """Characters of an id. A UUID has 36, and longer ones name no device."""
 

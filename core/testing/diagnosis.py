@@ -383,6 +383,7 @@ def wrong_results_of_layers() -> Iterator[Finding]:
     Number, shape, dtype, device and layout are compared with those of the replaced class. An
     exception is no finding, as in ``changes_by_layers``.
     """
+    # Models are served in these, and a layer may compute in float32 only.
     for dtype in (torch.float32, torch.bfloat16):
         for replacement, binding, call in _called_layers(dtype):
             name = binding.kernel_name
@@ -407,6 +408,7 @@ def _faults_of_layer(
         try:
             with exits_as_errors():
                 found = tensors(call())
+            # Weights are filled with one number, so that a second layer has the same.
             with set_config(native):
                 expected = tensors(call())
         except Exception:  # of the layer, or of an input that the layer does not take

@@ -99,6 +99,7 @@ def call_of(
         return None
 
     def call() -> object:
+        # Layers and the inputs above take the default dtype.
         former = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
