@@ -155,22 +155,16 @@ def test_a_verification(counted: Counted, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_profile(family: str) -> None:
-    """A profile has a range for each call of each kernel."""
+    """A profile has ranges of the kernels that ran, and of no others."""
     counting_plugin.opgraft_register_ops()
     model = build(family)
     opgraft.graft(model)
     counting_plugin.RAN.clear()
-    counting_plugin.SHAPES.clear()
     with torch.inference_mode(), opgraft.profile(), torch.profiler.profile() as profiled:
         model(**inputs(family))
-    ranges: Counter[str] = Counter()
-    for event in profiled.key_averages():
-        kernel = re.fullmatch(r"opgraft\.\w+ (Counting\w+\.\w+) \[.*\]", event.key)
-        if kernel is not None:
-            ranges[kernel[1]] += event.count
-    assert set(ranges) == set(counting_plugin.RAN)
-    forms = (key for key in counting_plugin.SHAPES if "__init__" not in key)
-    assert ranges.total() == sum(counting_plugin.SHAPES[key].total() for key in forms)
+    labels = [event.key for event in profiled.key_averages()]
+    told = [re.fullmatch(r"opgraft\.\w+ (\w+\.\w+) \[.*\]", label) for label in labels]
+    assert {each[1] for each in told if each} == set(counting_plugin.RAN)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
