@@ -1,6 +1,6 @@
-"""The linear layer: on few rows, and on AVX-512 with bfloat16 on any number, over the weight as it is; on many over one
-packed for the tiles of AMX, which is a copy and so for frozen weights only. Frozen weights elsewhere are left on many
-rows to opgraft, which keeps a packed copy of each.
+"""The linear layer: on few rows, and in half types on AVX-512 with bfloat16 and on AVX2 on any number, over the weight
+as it is; on many over one packed for the tiles of AMX, which is a copy and so for frozen weights only. Frozen weights
+elsewhere are left on many rows to opgraft, which keeps a packed copy of each.
 
 Where neither pays, and where a gradient is required or something follows the operators that run, opgraft's own linear
 kernel runs, which sees to those. Compilers see that one too.
@@ -28,6 +28,8 @@ from opgraft_cpu_kernels.kernels import REFUSED, op
 from opgraft_cpu_kernels.library import missing, path_or_none
 
 UNLIMITED = sys.maxsize
+ALL = 1 << 30
+"""Rows of any number, also of a frozen weight, of which nothing else makes a packed copy."""
 
 FEW = {
     (path, dtype): 4
@@ -37,11 +39,16 @@ FEW = {
     ("amx", torch.bfloat16): 2,
     ("avx512_bf16", torch.float32): UNLIMITED,
     ("avx512_bf16", torch.bfloat16): UNLIMITED,
+    ("avx2", torch.float32): 8,
+    ("avx2", torch.bfloat16): ALL,
+    ("avx2", torch.float16): ALL,
 }
 """Path and dtype → up to how many rows the weight is read as it is.
 
 Measured on two cores of Zen 5 over weights of 576 to 3,072 columns and one of 49,152, for 8 to 1,024 rows, beside
-oneDNN over the weight as it is, which takes 0.98 to 2.0 times as long, and over a packed copy: 0.94 to 1.7."""
+oneDNN over the weight as it is, which takes 0.98 to 2.0 times as long, and over a packed copy: 0.94 to 1.7. On a core of
+Zen 3 ("avx2") torch takes 1.1 to 3.3 times as long over float32 weights for up to 8 rows, and over a packed copy 0.99 to
+1.3 times; over half types, which it computes without vectors, 2.1 to 7.8 times for 1 to 1,024 rows."""
 
 FEW_OF_FROZEN = 96
 """Up to how many rows that holds for a frozen weight, of which opgraft's own kernel keeps a packed copy.
