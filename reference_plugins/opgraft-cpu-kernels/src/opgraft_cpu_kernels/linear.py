@@ -46,9 +46,9 @@ FEW = {
 """Path and dtype → up to how many rows the weight is read as it is.
 
 Measured on two cores of Zen 5 over weights of 576 to 3,072 columns and one of 49,152, for 8 to 1,024 rows, beside
-oneDNN over the weight as it is, which takes 0.98 to 2.0 times as long, and over a packed copy: 0.94 to 1.7. On a core of
-Zen 3 ("avx2") torch takes 1.1 to 3.3 times as long over float32 weights for up to 8 rows, and over a packed copy 0.99 to
-1.3 times; over half types, which it computes without vectors, 2.1 to 7.8 times for 1 to 1,024 rows."""
+oneDNN over the weight as it is, which takes 0.98 to 2.0 times as long, and over a packed copy: 0.94 to 1.7. On a core
+of Zen 3 ("avx2") torch takes 1.1 to 3.3 times as long over float32 weights for up to 8 rows, and over a packed copy
+0.99 to 1.3 times; over half types, which it computes without vectors, 2.1 to 7.8 times for 1 to 1,024 rows."""
 
 FEW_OF_FROZEN = 96
 """Up to how many rows that holds for a frozen weight, of which opgraft's own kernel keeps a packed copy.
