@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,9 +38,11 @@ Times = dict[tuple[str, str, str], list[float]]
 """Task, side and clock → the rounds."""
 
 
-def measure(sides: Mapping[str, Side], rounds: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+def measure(
+    sides: Mapping[str, Side], rounds: int, names: Sequence[str]
+) -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield task, side and times; the first round warms up and is not yielded."""
-    tasks = [task for row in ROWS.values() for task in row[:2] if task]
+    tasks = [task for name in names for task in ROWS[name][:2] if task]
     for turn in range(rounds + 1):
         order = list(sides.items())[:: 1 if turn % 2 else -1]
         for task in tasks:
@@ -53,6 +55,8 @@ def measure(sides: Mapping[str, Side], rounds: int) -> Iterator[tuple[str, str, 
 def rows(times: Times) -> Iterator[dict[str, Any]]:
     """Yield a row for each comparison and clock: tokens per second, and opgraft's over plain."""
     for name, (task, before, least) in ROWS.items():
+        if (task, PLAIN, CLOCKS[0]) not in times:
+            continue
         tokens = TASKS[task].tokens - bool(before)
         for clock in CLOCKS:
             spent = {}
@@ -79,6 +83,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compiler")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS), help="these only")
     parser.add_argument("--checkpoints", type=Path, help="a folder that keeps the checkpoint")
     return parser.parse_args()
 
@@ -99,7 +104,7 @@ def main() -> None:
             name: stack.enter_context(Side(name, arguments.dtype, found["vllm"], checkpoint))
             for name in (PLAIN, GRAFTED)
         }
-        for task, side, answer in measure(sides, arguments.rounds):
+        for task, side, answer in measure(sides, arguments.rounds, arguments.rows):
             for clock in CLOCKS:
                 times.setdefault((task, side, clock), []).append(answer[clock])
             load.append(os.getloadavg()[0])
