@@ -37,7 +37,8 @@ def replace_ops() -> None:
         layernorm.GemmaRMSNorm, functional.gemma_rms_norm, functional.fused_add_gemma_rms_norm
     )
     base = rotary_embedding.RotaryEmbedding
-    for cls in list(vars(rotary_embedding).values()):
+    found: list[Any] = list(vars(rotary_embedding).values())
+    for cls in found:
         # Variants with another table of cosines rotate alike; those with another forward do not.
         if isinstance(cls, type) and issubclass(cls, base) and cls.forward_cpu is base.forward_cpu:
             _replace_rotary(cls)

@@ -8,6 +8,7 @@ import opgraft
 from opgraft import functional
 from torch import Tensor, nn
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from opgraft_vllm.operators import operator
 from opgraft_vllm.replacing import is_taken, note_digest, register
@@ -51,15 +52,13 @@ class OpgraftLinear(_PlainWeight, linear.UnquantizedLinearMethod):  # type: igno
     """The weight method of linear layers."""
 
 
-class OpgraftEmbedding(  # type: ignore[misc]
-    _PlainWeight, vocab_parallel_embedding.UnquantizedEmbeddingMethod
-):
+class OpgraftEmbedding(_PlainWeight, UnquantizedEmbeddingMethod):  # type: ignore[misc]
     """The weight method of embeddings and of output layers."""
 
 
 METHODS = {
     linear.UnquantizedLinearMethod: OpgraftLinear,
-    vocab_parallel_embedding.UnquantizedEmbeddingMethod: OpgraftEmbedding,
+    UnquantizedEmbeddingMethod: OpgraftEmbedding,
 }
 """Weight method of vLLM → opgraft's. Quantized layers have other methods and stay as they are."""
 
