@@ -36,12 +36,16 @@ def replace_ops() -> None:
     _replace_norm(
         layernorm.GemmaRMSNorm, functional.gemma_rms_norm, functional.fused_add_gemma_rms_norm
     )
-    base = rotary_embedding.RotaryEmbedding
+    base: Any = rotary_embedding.RotaryEmbedding
     found: list[Any] = list(vars(rotary_embedding).values())
     for cls in found:
         # Variants with another table of cosines rotate alike; those with another forward do not.
-        if isinstance(cls, type) and issubclass(cls, base) and cls.forward_cpu is base.forward_cpu:
+        if isinstance(cls, type) and issubclass(cls, base) and _rotates_alike(cls, base):
             _replace_rotary(cls)
+
+
+def _rotates_alike(cls: Any, base: Any) -> bool:
+    return bool(cls.forward_cpu is base.forward_cpu)
 
 
 def _replace_activation(target: Any, form: Any, settings: tuple[str, ...]) -> None:
