@@ -151,6 +151,8 @@ class EngineCore:
             self.executor.call("context_fits"),
             self.executor.depth,
         )
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.vocab_size = self.executor.call("vocab_size")
         self.counters = self.scheduler.counters
 
     def _cache_sizes(self) -> list[CacheSizes]:
@@ -527,7 +529,9 @@ def _expect_result_of(step: Step, result: StepResult) -> None:
     sampling = {each.request_id for each in step.sequences if each.samples}
     unknown = result.tokens.keys() - sampling
     if result.further:
-        unknown |= result.further.keys() - sampling
+        unknown |= result.further.keys() - {
+            each.request_id for each in step.sequences if each.draft
+        }
     if result.errors:
         unknown |= result.errors.keys() - {each.request_id for each in step.sequences}
     if unknown:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from engine.scheduling import step
 from engine.simulated import Traffic, make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,13 +17,41 @@ from opgraft.config import CacheConfig, ModelConfig, OpgraftConfig, SpeculationC
 from opgraft.engine.drafting.answer_memory import SharedSuffixes
 from opgraft.engine.drafting.drafting import Drafting
 from opgraft.engine.drafting.prompt_lookup import PromptLookup
+from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.drafting.suffix_automaton import SuffixAutomaton
 from opgraft.engine.request import Request
+from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.errors import ConfigError, RequestError
 from opgraft.testing.part_contracts import check_proposer
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=4)
+
+
+class Told(Proposer):
+    """Proposes the tokens that it was told, or raises in the place of that."""
+
+    told: Sequence[int] | Exception = ()
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        if isinstance(self.told, Exception):
+            raise self.told
+        return self.told[:most]
+
+    def forget(self, request: Request) -> None:
+        if isinstance(self.told, Exception):
+            raise self.told
+
+    def forget_all(self) -> None:
+        pass
+
+
+def telling(scheduler: Scheduler, told: Sequence[int] | Exception) -> Scheduler:
+    """A scheduler that drafts the same tokens for each request."""
+    assert scheduler.drafting is not None
+    scheduler.drafting.proposer = Told(scheduler.opgraft_config)
+    scheduler.drafting.proposer.told = told  # type: ignore[attr-defined]
+    return scheduler
 
 
 def config(method: str = "ngram", **values: Any) -> OpgraftConfig:
@@ -166,6 +197,62 @@ def test_tokens_that_are_not_those_of_the_draft_are_refused() -> None:
     wrong = [(7, None), (7, None)]
     with pytest.raises(RequestError, match=r"tokens \[\d, 7, 7\] for request 'a' with the draft"):
         scheduler.update(step, {"a": tokens["a"]}, further={"a": wrong})
+
+
+def test_nobody_gives_up_blocks_for_a_guess() -> None:
+    """A draft is cut to the block of its request while others may need the free blocks."""
+    scheduler = telling(make_scheduler(num_blocks=4, max_model_len=16, drafts=5), [5] * 5)
+    scheduler._reserve = lambda: 0  # type: ignore[method-assign]  # so that all are admitted
+    for name, length in (("a", 2), ("b", 4), ("c", 1)):
+        scheduler.add(request([5] * length, name))
+    step(scheduler)
+    del scheduler._reserve
+    made = scheduler.schedule()
+    assert made is not None
+    drafts = {each.request_id: len(each.draft) for each in made.sequences}
+    assert drafts == {"a": 1, "b": 3, "c": 2}
+    assert scheduler.counters.preemptions == scheduler.cache.pool.num_free == 0
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_prompts_come_before_drafts(chunked: bool) -> None:
+    """While tokens of a prompt are missing, no draft takes their room in a step."""
+    scheduler = telling(make_scheduler(drafts=7, budget=16, chunked=chunked), [5] * 7)
+    scheduler.add(request([5] * 2, "a"))
+    step(scheduler)
+    scheduler.add(request([5] * (20 if chunked else 15), "b"))
+    counts = []
+    for _ in range(3):
+        made = step(scheduler)
+        counts.append({each.request_id: each.count for each in made.sequences})
+    if chunked:
+        assert counts == [{"a": 1, "b": 15}, {"a": 1, "b": 5}, {"a": 8, "b": 7}]
+    else:
+        assert counts[:2] == [{"a": 1, "b": 15}, {"a": 8, "b": 7}]
+
+
+def test_guesses_end_before_unknown_tokens() -> None:
+    """A number that is no token of the vocabulary ends a guess, so the step has none."""
+    scheduler = telling(make_scheduler(drafts=5), [7, 9, 10, 3])
+    assert scheduler.drafting is not None
+    scheduler.drafting.vocab_size = 10
+    scheduler.add(request([5]))
+    step(scheduler)
+    made = scheduler.schedule()
+    assert made is not None
+    assert made.sequences[0].draft == (7, 9)
+
+
+def test_a_proposer_that_fails_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is logged once, and requests get their tokens without drafts."""
+    scheduler = telling(make_scheduler(drafts=5), ValueError("no idea"))
+    scheduler.add(request([5]))
+    with caplog.at_level(logging.ERROR, "opgraft"):
+        for _ in range(4):
+            step(scheduler)
+        scheduler.abort("a")
+    assert caplog.text.count("the proposer Told failed: ValueError: no idea") == 1
+    assert scheduler.counters.drafts == 0
 
 
 def test_bits_are_promised_or_given_up() -> None:

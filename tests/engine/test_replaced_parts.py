@@ -53,6 +53,10 @@ BAD_RESULTS: dict[str, tuple[Callable[[StepResult], StepResult], str]] = {
         lambda result: replace(result, tokens={**result.tokens, "nobody": 5}),
         "has a token or an error for 'nobody'",
     ),
+    "tokens behind no draft": (
+        lambda result: replace(result, further={"r0": [(5, None)]}),
+        "has a token or an error for 'r0'",
+    ),
     "an error of nobody": (
         lambda result: replace(result, errors={"nobody": "gone"}),
         "has a token or an error for 'nobody'",

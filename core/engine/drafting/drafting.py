@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
+from typing import Any
 
+from opgraft.base.text import described
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
 from opgraft.engine.drafting.answer_memory import SharedSuffixes
@@ -13,6 +17,7 @@ from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.request import Request
 from opgraft.engine.step import Step
+from opgraft.logger import logger
 
 _METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
     {"ngram": PromptLookup, "suffix": SharedSuffixes}
@@ -75,14 +80,17 @@ class Drafting:
         opgraft_config: resolved, with ``speculation.method``.
 
     Attributes:
-        proposer: guesses.
+        proposer: guesses, until a call of it fails.
         times: of recent steps.
+        vocab_size: number of tokens of the vocabulary. A guess ends before an id beyond.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         config = opgraft_config.speculation
         self.proposer = proposer_of(opgraft_config)
         self.times = StepTimes()
+        self.vocab_size = sys.maxsize
+        self._has_failed = False
         self._most = config.max_tokens
         self._adaptive = config.adaptive
         self._chance = _FIRST_CHANCE
@@ -105,8 +113,9 @@ class Drafting:
             self._chance += (is_right - self._chance) * _OF_ALL
         guessed.at = request.num_tokens
         most = min(most, self._most)
-        guess = self.proposer.propose(request, most)
-        guessed.tokens = tuple(guess[:most])
+        guess = self._ask(self.proposer.propose, request, most) or ()
+        known = takewhile(range(self.vocab_size).__contains__, guess[:most])
+        guessed.tokens = tuple(known)
         if not self._adaptive:
             return guessed.tokens
         share = self.times.share_of_row(rows)
@@ -122,12 +131,29 @@ class Drafting:
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         self._guessed.pop(request.request_id, None)
-        self.proposer.forget(request)
+        self._ask(self.proposer.forget, request)
 
     def forget_all(self) -> None:
         """Forget all requests. Their last tokens may be gone."""
         self._guessed.clear()
-        self.proposer.forget_all()
+        self._ask(self.proposer.forget_all)
+
+    def _ask(self, method: Callable[..., Any], *given: Any) -> Any:
+        """Return the answer of the proposer; ``None`` once a call of it has failed."""
+        if self._has_failed:
+            return None
+        try:
+            return method(*given)
+        except Exception as error:
+            self._has_failed = True
+            name = type(self.proposer).__qualname__
+            logger.exception(
+                "nothing is drafted any more, because the proposer %s failed: %s. Mend it, or "
+                "leave speculation.method out",
+                name,
+                described(error),
+            )
+            return None
 
 
 def proposer_of(opgraft_config: OpgraftConfig) -> Proposer:

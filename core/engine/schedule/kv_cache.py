@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from sys import maxsize
 from typing import NamedTuple
 
 from opgraft.binding.pluggable_class import PluggableClass
@@ -357,6 +358,19 @@ class KVCacheManager(PluggableClass):
         for table, blocks in zip(tables, new, strict=True):
             table.blocks += blocks
         return new
+
+    def room_beside(self, request: Request, reserve: int) -> int:
+        """Return how many next tokens leave ``reserve`` free blocks to others.
+
+        The block of the first of them counts as taken.
+        """
+        tables = self._tables[request.request_id]
+        if not tables:
+            return maxsize
+        held = len(tables[0].blocks)
+        needed = request.num_computed // self.block_size + 1
+        free = (self.pool.num_free - reserve) // len(tables)
+        return max(needed, held, held + free) * self.block_size - request.num_computed
 
     def _drop(self, tables: Sequence[_Table], num_computed: int) -> None:
         """Give back the blocks before a window."""

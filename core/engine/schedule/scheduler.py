@@ -328,6 +328,7 @@ class Scheduler(PluggableClass):
         blocks itself keeps those it has: it goes on running, and misses this step.
         """
         had_blocks = True
+        drafting = self._drafting_now()
         # Preemption shortens the list at its end only, so the loop stays valid.
         for request in self.running:
             if self.depth > 1 and (request.computing or len(pending.batch) == pending.places):
@@ -339,23 +340,30 @@ class Scheduler(PluggableClass):
             draft: tuple[int, ...] = ()
             if missing != 1 or not budget:
                 count = self._count(request, request.num_computed, missing, budget)
-            elif self.drafting is not None:
-                draft = self._draft(self.drafting, request, budget)
+            elif drafting is not None:
+                draft = self._draft(drafting, request, budget)
                 count += len(draft)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
-                # Nobody gives up blocks for a guess.
-                if draft:
-                    draft = ()
-                    count = 1
-                    continue
                 had_blocks = False
                 if request is self.running[-1]:
                     return False
                 self._preempt(self.running[-1])
             pending.take(request, count, new_blocks, draft)
         return had_blocks
+
+    def _drafting_now(self) -> Drafting | None:
+        """Return the drafting; ``None`` if the next step may compute tokens of prompts.
+
+        Drafts would take their places in the step.
+        """
+        if self.drafting is None:
+            return None
+        may_admit = self.waiting and len(self.running) < self.config.max_num_seqs
+        if may_admit or any(each.num_tokens - each.num_computed > 1 for each in self.running):
+            return None
+        return self.drafting
 
     def _draft(self, drafting: Drafting, request: Request, budget: int) -> tuple[int, ...]:
         """Return a draft of the next tokens of a running request; empty if none pays.
@@ -366,8 +374,9 @@ class Scheduler(PluggableClass):
         if request.num_computed < request.num_tokens_at_admission:
             return ()
         longest = min(request.num_most, self.max_model_len)
-        # Each running request has its token of the step.
-        most = min(longest - request.num_tokens - 1, budget - len(self.running))
+        # Each running request has its token of the step, and nobody gives up blocks for a guess.
+        room = self.cache.room_beside(request, self._reserve()) - 1
+        most = min(longest - request.num_tokens - 1, budget - len(self.running), room)
         if most < 1:
             return ()
         draft = drafting.draft(request, most, len(self.running))

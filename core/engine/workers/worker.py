@@ -172,6 +172,11 @@ class Worker(PluggableClass):
         config = self.runner.model.config
         return None if config is None else trained_context(config.get_text_config())
 
+    def vocab_size(self) -> int:
+        """Return the number of tokens of the vocabulary; ``sys.maxsize`` if it is not known."""
+        config = self.runner.model.config
+        return sys.maxsize if config is None else int(config.get_text_config().vocab_size)
+
     def why_uncached(self) -> str:
         """Return the reason why a model of transformers has no cache; empty if it has one."""
         model = self.runner.model
