@@ -111,17 +111,27 @@ def imports_of(source: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """Map local names to imported dotted names; ``import *`` brings the names of the module."""
+    """Map local names to imported dotted names; ``import *`` brings the module's ``__all__``."""
     found: dict[str, str] = {}
     for node in _statements(tree):
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.names[0].name == "*":
-            found |= _passed_on(source_of(node.module or "") or "")
+            exported = _exported(source_of(node.module or "") or "")
+            found |= {name: f"{node.module}.{name}" for name in exported}
             continue
         for alias in node.names:
             found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return found
+
+
+def _exported(source: str) -> list[str]:
+    """Return the names in the ``__all__`` of a module."""
+    for node in _tree_of(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
