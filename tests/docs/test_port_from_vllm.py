@@ -23,7 +23,7 @@ def rows(heading: str) -> list[list[str]]:
     """The rows of the table under a heading, as the cells' text."""
     section = TEXT.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+    return [line.strip("|").split("|") for line in lines[1:]]
 
 
 def names(cell: str) -> list[str]:
@@ -45,7 +45,7 @@ SIGNATURES = rows("What takes what")
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: names(row[0])[0])
 def test_constructors_and_calls(row: list[str]) -> None:
     """A class takes vLLM's arguments in vLLM's order, and besides exactly what the table says, by keyword."""
-    (name,), (constructor,), (call,), besides = (names(cell) for cell in row)
+    (name, constructor), (call,), besides = (names(cell) for cell in row)
     cls = getattr(ops, name)
     positional, _, by_keyword = constructor.strip("()").partition("*")
     first = [part for part in positional.replace(" ", "").split(",") if part]
@@ -64,7 +64,7 @@ def own_classes() -> set[str]:
     """The classes of opgraft's own, and torch's: those whose rows in the reference of ops say so."""
     lines = (GUIDE.parents[1] / "reference/ops.md").read_text(encoding="utf-8").splitlines()
     cells = [line.strip("|").split("|") for line in lines if line.startswith("| [`")]
-    return {names(row[1])[0].partition("(")[0] for row in cells if OWN.search(row[3].strip())}
+    return {names(cell)[1] for cell, maths in cells if OWN.search(maths.strip())}
 
 
 OWN = re.compile(r"opgraft's own|torch's function|a `(torch\.nn\.\w+|PluggableLayer)`$")
