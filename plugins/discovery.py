@@ -384,7 +384,9 @@ class _Scan:
             rows = list(namesakes.values())
             chosen, why = installed([found for found, _ in rows])
             best, counting = rows[chosen]
-            outdated += [found for found, _ in rows if found is not best]
+            left = {place for place, (found, _) in namesakes.items() if found is not best}
+            # A folder that is on sys.path twice gives each distribution twice.
+            outdated += [found for found in several if str(place_of(found)) in left]
             for place, (found, provider) in namesakes.items():
                 if provider == counting:
                     continue
