@@ -133,6 +133,19 @@ def test_a_folder_that_pip_has_renamed(site: Any) -> None:
     assert "~cme_kit-1.0.dist-info" in problem.reason
 
 
+@pytest.mark.parametrize("again", ["{folder}", "{folder}/."])
+def test_a_folder_that_is_on_the_path_twice(
+    site: Any, again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outdated metadata does not count if a second entry of sys.path finds it again."""
+    install(site, "1.0", "acme_old")
+    install(site, "2.0", "acme_new")
+    monkeypatch.syspath_prepend(again.format(folder=site.folder))
+    offers, problems = counted()
+    assert offers == ["2.0 acme_new"]
+    assert {str(problem.provider) for problem in problems} == {"acme-kit 1.0"}
+
+
 def test_three_versions(site: Any) -> None:
     """Each version that does not count is a problem of its own."""
     for version in ("1.0", "3.0", "2.0"):
