@@ -136,6 +136,16 @@ def test_what_is_generated_is_current() -> None:
     assert (REFERENCE / "python/opgraft.md").read_text("utf-8").count("\n## ") > 60
 
 
+def test_an_empty_cell_keeps_its_place() -> None:
+    """A renewed table has the author's cell in its column, also behind an empty cell."""
+    header = "| name | chain | available if |"
+    table = f"{header}\n|---|---|---|\n| `tpu` | | a TPU is there |\n"
+    renewed = reference_pages.with_table(
+        table, header, lambda known: [("`tpu`", "`oot`", known["tpu"][2])]
+    )
+    assert renewed.endswith("| `tpu` | `oot` | a TPU is there |\n")
+
+
 def test_every_setting_is_an_option() -> None:
     """The rows of the table are the settings, and each is an option of commands."""
     assert names("settings", "setting and variable") == list(FIELDS)
