@@ -93,7 +93,7 @@ def settings(known: Known) -> Iterator[Row]:
     for field in FIELDS.values():
         default = field.unset if field.default is None else f"`{text_of(field.default)}`"
         names = f"`{field.name}`<br>`{field.variable}`"
-        yield names, f"{field.words}<br>default: {default}", field.help
+        yield names, f"{field.help}<br>{field.words}; default: {default}"
 
 
 def hooks(known: Known) -> Iterator[Row]:
@@ -131,7 +131,7 @@ def error_rows(known: Known) -> Iterator[Row]:
 
 
 TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
-    "settings": ("| setting and variable | value | |", settings),
+    "settings": ("| setting and variable | meaning, value and default |", settings),
     "hooks": ("| hook | returns | |", hooks),
     "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
     "errors": ("| error | also a | exit code | |", error_rows),
