@@ -8,7 +8,6 @@ kernel runs, which sees to those. Compilers see that one too.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import torch
@@ -27,9 +26,11 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.kernels import REFUSED, op
 from opgraft_cpu_kernels.library import missing, path_or_none
 
-UNLIMITED = sys.maxsize
-ALL = 1 << 30
-"""Rows of any number, also of a frozen weight, of which nothing else makes a packed copy."""
+UNLIMITED = 1 << 30
+"""Any number of rows. The library multiplies it by a width."""
+
+KEEPS_COPIES = "avx512_bf16"
+"""The path on which many rows of a frozen weight are left to opgraft's packed copy."""
 
 FEW = {
     (path, dtype): 4
@@ -40,8 +41,8 @@ FEW = {
     ("avx512_bf16", torch.float32): UNLIMITED,
     ("avx512_bf16", torch.bfloat16): UNLIMITED,
     ("avx2", torch.float32): 8,
-    ("avx2", torch.bfloat16): ALL,
-    ("avx2", torch.float16): ALL,
+    ("avx2", torch.bfloat16): UNLIMITED,
+    ("avx2", torch.float16): UNLIMITED,
 }
 """Path and dtype → up to how many rows the weight is read as it is.
 
@@ -101,10 +102,13 @@ def compiled(
         each is None or (each.dtype is x.dtype and each.is_cpu)
         for each in (x, weight, bias, residual)
     )
-    rows = FEW.get((path_or_none(), weight.dtype), 0)
-    if not rows or not alike:
+    path = path_or_none()
+    few = FEW.get((path, weight.dtype), 0)
+    if not few or not alike:
         return compiled_packed_linear(x, weight, bias, activation, residual)
-    few = FEW_OF_FROZEN if rows is UNLIMITED else rows  # a compiler does not know what is frozen
+    # A compiler does not know which weights are frozen.
+    if few == UNLIMITED and path == KEEPS_COPIES:
+        few = FEW_OF_FROZEN
     return _linear_of_rows(x, weight, bias, activation, residual, few)  # type: ignore[no-any-return]
 
 
@@ -144,7 +148,8 @@ def takes_few(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
 def _are_few(x: Tensor, weight: Tensor, path: str) -> bool:
     """Tell whether rows are so few that the weight is read as it is."""
     rows, elements = FEW.get((path, weight.dtype), 0), x.numel()
-    if rows is UNLIMITED and elements > FEW_OF_FROZEN * weight.size(-1):
+    is_many = elements > FEW_OF_FROZEN * weight.size(-1)
+    if rows == UNLIMITED and path == KEEPS_COPIES and is_many:
         return not declaration(weight)
     return elements <= rows * weight.size(-1)
 
