@@ -118,6 +118,7 @@ def test_variables_are_named_by_a_rule() -> None:
         environment.CONFIG,
         environment.DECISION,
         environment.LOG,
+        environment.REPORT,
         environment.SIMULATED_DEVICE,
     }
     assert len(VARIABLES) == len(FIELDS) + len(of_the_process)
