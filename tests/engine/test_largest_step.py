@@ -141,6 +141,11 @@ def plain(family: str, **values: Any) -> Callable[[Path], None]:
 SMALL = {"max_position_embeddings": 512, "hidden_size": 32, "intermediate_size": 32}
 GPT_OSS = {**DECODERS["gpt_oss"][1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 LATENT = dict(DECODERS["deepseek v3, with experts"][1])
+DRAFTS = {
+    "speculation.method": "ngram",
+    "speculation.exact": False,
+    "speculation.adaptive": False,
+}
 PEAKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "a long context": (plain("Llama", **SMALL), {}),
     "many heads": (plain("Llama", **{**SMALL, "num_attention_heads": 16, "head_dim": 4}), {}),
@@ -149,6 +154,7 @@ PEAKS: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "sinks": (plain("GptOss", **{**GPT_OSS, "max_position_embeddings": 512}), {}),
     "latents": (plain("DeepseekV3", **{**LATENT, "max_position_embeddings": 512}), {}),
     "a quantized head": (quantized_head, {}),
+    "drafts": (plain("Llama", **{**SMALL, "vocab_size": 4096}), DRAFTS),
 }
 
 
@@ -166,6 +172,20 @@ def test_no_step_takes_more_than_the_bound(
     params = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0, ignore_eos=True)
     most = peak(lambda: llm.generate(prompts(500, *[8] * 7), params))
     assert 0 < most < runner.bound_of_largest_step()
+
+
+def test_drafts_take_memory(open_llm: Callable[..., LLM]) -> None:
+    """Bound and trial count the logits of drafted tokens, of which the sampler takes one for each sequence at a time."""
+    sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "cache.num_blocks": 64}
+    bounds, peaks = [], []
+    for given in ({}, {**DRAFTS, "speculation.max_tokens": 6}):
+        llm = open_llm(**sizes, **given, **{"parallel.executor": "in_process"})
+        runner = llm.engine.core.executor.worker.runner
+        bounds.append(runner.bound_of_largest_step())
+        peaks.append(runner.peak_of_largest_step(lambda: -live_bytes()))
+    copies_of_logits = 4 * runner.vocab_size * 4
+    assert bounds[1] - bounds[0] == 4 * 6 * copies_of_logits
+    assert peaks[1] - peaks[0] == pytest.approx(4 * 6 * copies_of_logits, rel=0.1)
 
 
 def test_contexts_are_gathered_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,11 @@ def step_bound(
     return _FLOAT32 * (kept + scores + gathered + widths.matrix + logits)
 
 
+def logits_bound(rows: int, vocabulary: int) -> int:
+    """Return an upper bound on the bytes of rows of logits, with the copies of their operation."""
+    return rows * vocabulary * _FLOAT32 * _COPIES
+
+
 def _count(widths: _Widths, path: str, module: nn.Module) -> bool:
     """Add a module to the widths, and return False if its memory is not known."""
     if isinstance(module, LinearBase):

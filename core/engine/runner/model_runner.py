@@ -32,7 +32,7 @@ from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.engine.runner.input_batch import Draft, InputBatch, Inputs
 from opgraft.engine.runner.invariance import make_batch_invariant
-from opgraft.engine.runner.largest_step import largest_step, step_bound
+from opgraft.engine.runner.largest_step import largest_step, logits_bound, step_bound
 from opgraft.engine.runner.recorded_steps import (
     RecordedSteps,
     blocks_of_padding,
@@ -377,23 +377,32 @@ class ModelRunner(PluggableClass):
         if isinstance(self.model, TransformersModel) or self.layout.states:
             return None
         limits = self.opgraft_config.scheduler
-        return step_bound(
+        bound = step_bound(
             self.model,
             limits.max_num_batched_tokens,
-            max(self._most_rows_of_logits, ROWS_AT_ONCE),
+            max(limits.max_num_seqs, ROWS_AT_ONCE),
             self.model.max_position,
             limits.max_num_seqs,
         )
+        return None if bound is None else bound + self._bytes_of_drafts()
 
-    @property
-    def _most_rows_of_logits(self) -> int:
-        """The rows that a step samples from, at most."""
-        limits = self.opgraft_config.scheduler
+    def _bytes_of_drafts(self) -> int:
+        """Return the most bytes of the logits of drafted tokens.
+
+        They are there at once, and the sampler takes one for each sequence at a time.
+        """
         speculation = self.opgraft_config.speculation
         if speculation.method is None:
-            return limits.max_num_seqs
-        most = limits.max_num_seqs * (1 + speculation.max_tokens)
-        return min(most, limits.max_num_batched_tokens)
+            return 0
+        limits = self.opgraft_config.scheduler
+        rows = min(limits.max_num_seqs * speculation.max_tokens, limits.max_num_batched_tokens)
+        return logits_bound(rows, self.vocab_size or 0)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens of the vocabulary; ``None`` if the model has no config."""
+        config = self.model.config
+        return None if config is None else int(config.get_text_config().vocab_size)
 
     def calls_of_largest_step(self) -> int:
         """Return the approximate number of calls of modules in the largest step."""
@@ -436,7 +445,7 @@ class ModelRunner(PluggableClass):
             removed = tuple(new.request_id for new in step.added)
             self.execute(Step(removed, (), (), ()))
             del self.caches, self.states, self.batch
-        return seen[0] - min(seen)
+        return seen[0] - min(seen) + self._bytes_of_drafts()
 
     def _apply(self, step: Step) -> dict[str, str]:
         """Apply the changes of a step to the sequences, and return the errors of added ones."""

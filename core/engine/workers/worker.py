@@ -174,8 +174,7 @@ class Worker(PluggableClass):
 
     def vocab_size(self) -> int:
         """Return the number of tokens of the vocabulary; ``sys.maxsize`` if it is not known."""
-        config = self.runner.model.config
-        return sys.maxsize if config is None else int(config.get_text_config().vocab_size)
+        return self.runner.vocab_size or sys.maxsize
 
     def why_uncached(self) -> str:
         """Return the reason why a model of transformers has no cache; empty if it has one."""
