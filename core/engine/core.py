@@ -6,12 +6,14 @@ One step has three parts, in ``EngineCore.step``:
    the cache, and returns a ``Step``: plain data without tensors. The executor sends the step to the
    workers.
 2. Run. The ``ModelRunner`` of each worker makes tensors of the step, calls the model and samples.
-   The executor returns a ``StepResult``: a token for each sequence that samples.
+   The executor returns a ``StepResult``: a token for each sequence that samples, or several for
+   one with a draft.
 3. Update. ``Scheduler.update`` appends the tokens to their requests, and requests end. The step
    returns an ``EngineOutput`` for each new token.
 
 For example, a request with a prompt of five tokens takes one step for the prompt, which samples the
-first token, and one step for each further token.
+first token, and one step for each further token. If further tokens are drafted, one step may
+verify several (``opgraft.engine.drafting``).
 
 ``Scheduler(...)``, ``Worker(...)`` and ``Sampler(...)`` construct a plugin's subclass if one is
 active (``PluggableClass``).
@@ -515,12 +517,12 @@ def _with_further_tokens(
     The last one of a request has the reason of its end.
     """
     found = []
-    for first in news:
-        found.append(first)
-        for token, logprobs in further.get(first.request_id, ()):
-            found[-1] = found[-1]._replace(finish_reason=None)
-            reason = first.finish_reason
-            found.append(EngineOutput(first.request_id, token, reason, logprobs=logprobs))
+    for output in news:
+        found.append(output._replace(finish_reason=None))
+        for token, logprobs in further.get(output.request_id, ()):
+            next_output = EngineOutput(output.request_id, token, logprobs=logprobs)
+            found.append(next_output)
+        found[-1] = found[-1]._replace(finish_reason=output.finish_reason)
     return found
 
 

@@ -37,14 +37,16 @@ class Counters:
         steps: computed steps, failed ones included.
         failed_steps: steps with an error.
         prompt_tokens: computed tokens of prompts, and tokens computed anew after a preemption.
-        decode_tokens: computed tokens of outputs, one for each sequence and step, and drafts.
-        sampled_tokens: tokens from the sampler.
+        decode_tokens: computed tokens of outputs, one for each sequence and step, and drafts,
+            rejected ones too.
+        sampled_tokens: tokens from the sampler. With drafts, some may lie behind a stop string.
         prefix_queries: tokens of admitted sequences.
         prefix_hits: the part of these tokens with keys and values in the cache.
         preemptions: sequences that gave their blocks to others.
         drafts: drafts that steps have computed, one for each sequence and step.
         draft_tokens: tokens of these drafts.
-        accepted_tokens: the part of these tokens that the sampler has chosen, too.
+        accepted_tokens: the part of these tokens that the sampler has chosen, too. Some may lie behind
+            a stop string.
         finished: ended requests by ``finish_reason``. An encoder has "stop" and "error" only.
         seconds: host time by part of the step. A device may compute while the host goes on. The
             time of the device then counts under "sample", because the host waits there.

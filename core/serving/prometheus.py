@@ -16,13 +16,15 @@ COUNTERS = MappingProxyType(
         "prompt_tokens": (
             "Tokens computed of prompts, also anew after a preemption, without tokens of the cache."
         ),
-        "generation_tokens": "Tokens that were sampled.",
+        "generation_tokens": "Tokens that were sampled, also behind a stop string.",
         "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
         "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
         "num_preemptions": "Sequences that gave their blocks of the cache to others.",
         "spec_decode_num_drafts": "Drafts of requests, one for each request and step.",
-        "spec_decode_num_draft_tokens": "Tokens that were drafted.",
-        "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+        "spec_decode_num_draft_tokens": "Tokens that were drafted, accepted or not.",
+        "spec_decode_num_accepted_tokens": (
+            "Drafted tokens that were accepted, also behind a stop string."
+        ),
         "engine_steps": "Steps that the engine computed.",
         "engine_step_errors": "Steps that failed.",
     }

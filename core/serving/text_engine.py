@@ -106,7 +106,8 @@ class TextEngine(RequestEngine):
             now = time.monotonic()
             for news in found:
                 opened = self._owner.get(news.request_id)
-                # Another answer of the same request has failed in this step.
+                # Another answer of the request has failed in this step, or the text of an earlier
+                # token of the step has a stop string.
                 if opened is None:
                     continue
                 try:
@@ -204,7 +205,7 @@ class TextEngine(RequestEngine):
                 self._take_logprobs(output, logprobs)
             if self._show(answer, token, reason) and reason is None:
                 # A later token of the same step may have ended the request already.
-                with suppress(RequestError):
+                if answer.request.status != "finished":
                     self.core.abort(request_id, "stop")
                 reason = "stop"
         if reason is not None:

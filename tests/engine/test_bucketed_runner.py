@@ -111,6 +111,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], str]] =
         {"model": {"batch_invariant": True}, "compilation_config": {"mode": 0}},
         "model.batch_invariant",
     ),
+    "drafts": (
+        "Llama",
+        {},
+        {"speculation": {"method": "ngram", "exact": False}},
+        "speculation.method is set, and a program has the logits of a sequence's last token alone",
+    ),
     "a latent cache": (
         *DECODERS["deepseek v2"],
         {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,17 @@ from engine.simulated import Traffic, make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from opgraft import SamplingParams
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import CacheConfig, ModelConfig, OpgraftConfig, SpeculationConfig
-from opgraft.engine.drafting.answer_memory import SharedSuffixes
-from opgraft.engine.drafting.drafting import Drafting
-from opgraft.engine.drafting.prompt_lookup import PromptLookup
+from opgraft.config.declaration import own_fields
+from opgraft.engine.drafting.drafting import _METHODS, Drafting, drafting_of, proposer_of
+from opgraft.engine.drafting.prompt_lookup import NOTED_AT_ONCE, PromptLookup
 from opgraft.engine.drafting.proposer import Proposer
+from opgraft.engine.drafting.shared_suffixes import SharedSuffixes
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.drafting.suffix_automaton import SuffixAutomaton
 from opgraft.engine.request import Request
+from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.errors import ConfigError, RequestError
 from opgraft.testing.part_contracts import check_proposer
@@ -61,6 +65,22 @@ def config(method: str = "ngram", **values: Any) -> OpgraftConfig:
 
 def request(prompt: list[int], name: str = "a", salt: str | None = None) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=1000), cache_salt=salt)
+
+
+def test_settings_name_the_methods() -> None:
+    """Each choice of the setting has a proposer, and each proposer a choice."""
+    assert own_fields(SpeculationConfig)["method"].bounds.choices == tuple(_METHODS)
+
+
+def test_the_proposer_of_a_plugin_replaces_all() -> None:
+    """With any method, drafts come from it. Without a method, nothing is drafted."""
+    PluggableClass.register_oot(Told, name="proposer")
+    try:
+        for method in _METHODS:
+            assert type(proposer_of(config(method))) is Told
+        assert drafting_of(OpgraftConfig().resolved()) is None
+    finally:
+        PluggableClass.unregister_oot(Told)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
@@ -115,24 +135,79 @@ def test_memory_is_bounded() -> None:
     """However many answers and salts there are, the memory has its limit, and the newest answer stays."""
     proposer = SharedSuffixes(config("suffix", remembered_tokens=100))
     draw = random.Random(1)  # noqa: S311
-    for number in range(200):
+    for _ in range(200):
         answered = request([1], salt=f"salt {draw.randrange(9)}")
         answered.output = [draw.randrange(50) for _ in range(draw.randrange(1, 80))]
         proposer.forget(answered)
-        assert sum(map(len, proposer._memories.values())) <= 100, number
+        assert sum(each.size for each in proposer._memories.values()) == proposer._size <= 100
         again = request(answered.output[-4:-1] or [1], salt=answered.cache_salt)
         if len(answered.output) > 4:
             assert list(proposer.propose(again, 1)) == answered.output[-1:]
-        proposer._indices.clear()
+        proposer._own.forget_all()
+
+
+def test_long_salts_and_short_answers_take_no_more_memory() -> None:
+    """Many salts with an answer of one token each stay below the bytes that the docs promise for tokens."""
+    tokens = 20_000
+    proposer = SharedSuffixes(config("suffix", remembered_tokens=tokens))
+    tracemalloc.start()
+    for number in range(5_000):
+        answered = request([1], salt=f"{number}" * 5_000)
+        answered.output = [number]
+        proposer.forget(answered)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 1_000 < len(proposer._memories) < 5_000
+    assert used < 650 * tokens
+
+
+def test_the_longer_match_decides() -> None:
+    """A long match in the request beats a shorter one in an answer, or one at its end."""
+    proposer = SharedSuffixes(config("suffix"))
+    answered = request([1])
+    answered.output = [14, 15, 16, 17, 18, 70]
+    proposer.forget(answered)
+    text = [*range(10, 19)]
+    assert proposer.propose(request([*text, 60, *text], "b"), 1) == [60]
+    assert proposer.propose(request([18, 60, *text[4:]], "c"), 1) == [70]
+    answered.output = [*range(30, 40)]
+    proposer.forget(answered)
+    assert proposer.propose(request([38, 39, 60, *answered.output], "d"), 1) == [60]
+
+
+def test_the_latest_place_in_answers_counts() -> None:
+    """Of two answers that go on in another way, the newer one is proposed, after a part of both, too."""
+    automaton = SuffixAutomaton()
+    for text in ([1, 2, 3, 4], [5, 2, 3, 6]):
+        automaton.add(text)
+    assert automaton.guess([2, 3], 1).tokens == [6]
+
+
+def test_long_prompts_are_noted_in_parts() -> None:
+    """A step notes a part of a long prompt, and nothing is guessed before all of it is noted."""
+    proposer = PromptLookup(config())
+    asked = request([1, 2, 3] * NOTED_AT_ONCE)
+    guesses = [list(proposer.propose(asked, 2)) for _ in range(3)]
+    assert guesses == [[], [], [1, 2]]
 
 
 def test_times_of_steps_are_a_line() -> None:
-    """The share of a row comes from the times of steps, stays while steps are alike, and heeds no single slow step."""
+    """The share of a row comes from the times of steps, stays while steps are alike, and heeds no single slow step.
+
+    Not even the first, which reads files.
+    """
     times = StepTimes()
     assumed = times.share_of_row(1)
     for _ in range(100):
         times.add(1, 0.5)
     assert times.share_of_row(1) == assumed
+    times = StepTimes()
+    times.add(1, 1000.0)
+    for number in range(45):
+        rows = 1 + number % 9
+        times.add(rows, 1.0 + 0.25 * rows)
+    assert times.share_of_row(1) == pytest.approx(0.2, rel=0.05)
+    times = StepTimes()
     for number in range(400):
         rows = 1 + number % 9
         times.add(rows, 1.0 + 0.25 * rows + 1000 * (number == 200))
@@ -170,15 +245,17 @@ def test_guesses_that_become_right_are_drafted_again() -> None:
     """Nothing is verified while guesses are wrong, and yet it is noticed when they are right."""
     drafting = Drafting(config(max_tokens=6))
     asked = request([1, 2])
-    draw = random.Random(3)  # noqa: S311
-    for _ in range(200):
+    for number in range(100):
+        # The same two tokens, and another one each time.
         drafting.draft(asked, 6, 1)
-        asked.append(draw.randrange(2), 10_000)
+        for token in (20 + number, 1, 2):
+            asked.append(token, 10_000)
     before = len(drafting.draft(asked, 6, 1))
+    guessed = drafting._guessed["a"].tokens
     for number in range(100):
         drafting.draft(asked, 6, 1)
         asked.append(10 + number % 5, 10_000)
-    assert before < 6
+    assert before == 0 < len(guessed)
     assert len(drafting.draft(asked, 6, 1)) == 6
 
 
@@ -229,6 +306,16 @@ def test_prompts_come_before_drafts(chunked: bool) -> None:
         assert counts == [{"a": 1, "b": 15}, {"a": 1, "b": 5}, {"a": 8, "b": 7}]
     else:
         assert counts[:2] == [{"a": 1, "b": 15}, {"a": 8, "b": 7}]
+
+
+def test_no_draft_outgrows_a_rotation() -> None:
+    """Keys behind a length are rotated in another way, so drafts that would go beyond it are left out."""
+    scheduler = telling(make_scheduler(drafts=5), [5] * 5)
+    scheduler.context_ropes = [ContextFit(trained=12, gradual=False)]
+    scheduler.add(request([5] * 5))
+    step(scheduler)
+    lengths = [len(step(scheduler).sequences[0].draft) for _ in range(3)]
+    assert lengths == [5, 5, 0]
 
 
 def test_guesses_end_before_unknown_tokens() -> None:

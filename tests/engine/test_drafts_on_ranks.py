@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from engine.engines import engine, news, prompts, replaced, settings
+from opgraft.distributed import get_world_group
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.step import Step, StepResult
 from support.random_decoders import written
+from support.ranks import Ranks
 
 
 def requests() -> list[Request]:
@@ -30,6 +34,36 @@ def tokens_of(core: EngineCore) -> dict[str, list[int | None]]:
         assert output.error is None
         found.setdefault(output.request_id, []).append(output.token)
     return found
+
+
+def with_other_times(folder: str) -> tuple[dict[str, list[int | None]], tuple[int, ...]]:
+    """Serve requests on a rank of a launcher, of which the second measures that rows cost much."""
+    given = replaced(settings(Path(folder)), speculation={"method": "suffix", "exact": False})
+    core = EngineCore(given)
+    if get_world_group().rank == 1:
+        runner = core.executor.worker.runner
+        execute = runner.execute
+
+        def slow(step: Step) -> StepResult:
+            rows = sum(each.count for each in step.sequences)
+            return dataclasses.replace(execute(step), seconds={"model": 100.0**rows})
+
+        runner.execute = slow
+    found = tokens_of(core)
+    counters = core.stats().counters
+    return found, (counters.steps, counters.drafts, counters.draft_tokens)
+
+
+def test_ranks_of_a_launcher_draft_alike(tmp_path: Path) -> None:
+    """Each rank has a scheduler, and all go by the times of the first rank, so none waits for another step."""
+    folder = tmp_path / "llama"
+    written("Llama", folder)
+    right = tokens_of(engine(folder))
+    with Ranks(2) as two:
+        (first, counted), other = two.run(with_other_times, str(folder))
+    assert (first, counted) == other
+    assert first == right
+    assert min(counted)
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])

@@ -175,7 +175,7 @@ def test_no_step_takes_more_than_the_bound(
 
 
 def test_drafts_take_memory(open_llm: Callable[..., LLM]) -> None:
-    """Bound and trial count the logits of drafted tokens, of which the sampler takes one for each sequence at a time."""
+    """Bound and trial count the logits of drafted tokens, which are not sorted all at once."""
     sizes = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "cache.num_blocks": 64}
     bounds, peaks = [], []
     for given in ({}, {**DRAFTS, "speculation.max_tokens": 6}):

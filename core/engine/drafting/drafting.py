@@ -11,9 +11,9 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
-from opgraft.engine.drafting.answer_memory import SharedSuffixes
 from opgraft.engine.drafting.prompt_lookup import PromptLookup
 from opgraft.engine.drafting.proposer import Proposer
+from opgraft.engine.drafting.shared_suffixes import SharedSuffixes
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.request import Request
 from opgraft.engine.step import Step

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from opgraft.config import OpgraftConfig
+from opgraft.engine.drafting.guess import LONGEST_MATCH, NO_GUESS, Guess
 from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.request import Request
 
 LENGTHS = (4, 2)
-"""Numbers of last tokens to look for, in this order. Longer ones guess better."""
+"""Numbers of last tokens to look for, the better one first."""
 
-
-class Guess(NamedTuple):
-    """The continuation of an earlier place of the last tokens.
-
-    Attributes:
-        matched: number of equal tokens before the place.
-        tokens: after the place.
-    """
-
-    matched: int
-    tokens: Sequence[int]
-
-
-NO_GUESS = Guess(0, ())
+NOTED_AT_ONCE = 2048
+"""Tokens of a request to note in a step, at most: others wait for the end of the step."""
 
 
 class TokenIndex:
@@ -58,8 +46,16 @@ class TokenIndex:
             # Near the end, the text is taken to go on repeating itself.
             while len(following) < most:
                 following += following[: most - len(following)]
-            return Guess(length, following)
+            return Guess(self._matched(place, length), following)
         return NO_GUESS
+
+    def _matched(self, place: int, matched: int) -> int:
+        """Return how many last tokens are those before a place, where ``matched`` ones are."""
+        known = self.tokens
+        most = min(LONGEST_MATCH, place)
+        while matched < most and known[place - 1 - matched] == known[-1 - matched]:
+            matched += 1
+        return matched
 
 
 class PromptLookup(Proposer):
@@ -82,8 +78,11 @@ class PromptLookup(Proposer):
         if index is None:
             index = TokenIndex()
             self._indices[request.request_id] = index
-        new_tokens = request.tokens(len(index.tokens))
-        index.extend(new_tokens)
+        noted = len(index.tokens)
+        end = min(noted + NOTED_AT_ONCE, request.num_tokens)
+        index.extend(request.tokens(noted, end))
+        if end < request.num_tokens:
+            return NO_GUESS
         return index.guess(most)
 
     def forget(self, request: Request) -> None:

@@ -14,8 +14,11 @@ from opgraft.engine.request import Request
 class Proposer(PluggableClass, ABC):
     """Guesses the next tokens of requests. A wrong guess costs time, and changes no token.
 
-    ``speculation.method`` chooses one of opgraft's proposers. The proposer of a plugin replaces all
-    of them.
+    ``speculation.method`` chooses one of opgraft's proposers. If any method is chosen, the proposer
+    of a plugin replaces all of them. After an exception, the proposer is not asked again.
+
+    Each rank of a launcher has a proposer, and all must guess alike: a guess may depend on requests
+    and settings only.
 
     Args:
         opgraft_config: resolved.

@@ -14,6 +14,9 @@ _LEAST = 0.01
 _SPREAD = 0.25
 """The least variance of numbers of rows to fit a line."""
 
+_WARMING = 8
+"""The first steps, which do not count: files are read, and memory is taken."""
+
 _LONGEST = 4.0
 """The longest time to count, over the average. Other programs may have taken the machine."""
 
@@ -28,6 +31,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.ratio = _ASSUMED
+        self._left_out = 0
         # Weighted sums over steps: of weights, rows, seconds, and their products.
         self._weight = 0.0
         self._rows = 0.0
@@ -37,6 +41,9 @@ class StepTimes:
 
     def add(self, rows: int, seconds: float) -> None:
         """Add a measured step."""
+        if self._left_out < _WARMING:
+            self._left_out += 1
+            return
         if self._weight:
             seconds = min(seconds, _LONGEST * self._seconds / self._weight)
         self._weight = self._weight * _KEPT + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from opgraft.engine.drafting.prompt_lookup import NO_GUESS, Guess
+from opgraft.engine.drafting.guess import NO_GUESS, Guess
 
 _ROOT = 0
 _NONE = -1
@@ -13,10 +13,9 @@ _NONE = -1
 class SuffixAutomaton:
     """The smallest automaton for all parts of some texts.
 
-    A token adds two states at most, in constant time on average. Blumer et al., "The smallest
-    automaton recognizing the subwords of a text", 1985.
-
-    A state stands for parts of texts that occur at the same places.
+    A state stands for parts of texts that occur at the same places. A token adds two states at
+    most, in constant time on average (Blumer et al., "The smallest automaton recognizing the
+    subwords of a text", 1985).
 
     Attributes:
         tokens: of all texts, one behind the other.
@@ -49,9 +48,8 @@ class SuffixAutomaton:
     def _extend(self, state: int, token: int) -> int:
         """Return the state of the text of ``state`` with one more token."""
         if token in self._next[state]:
-            # The latest place is the best guess of what follows.
             known = self._exact(state, token)
-            self._place[known] = len(self.tokens)
+            self._renew_place(known)
             return known
         # Shorter suffixes go on to the new state too, up to the first with this token behind it.
         new = self._new_state(self._length[state] + 1, {}, _ROOT, len(self.tokens))
@@ -60,7 +58,17 @@ class SuffixAutomaton:
             state = self._link[state]
         if state != _NONE:
             self._link[new] = self._exact(state, token)
+        self._renew_place(new)
         return new
+
+    def _renew_place(self, state: int) -> None:
+        """Note the latest place, the best guess of what follows, for a state and its link.
+
+        The links behind keep earlier places, because there may be many of them.
+        """
+        place = len(self.tokens)
+        self._place[state] = place
+        self._place[self._link[state]] = place
 
     def _exact(self, state: int, token: int) -> int:
         """Return the state behind ``token`` with parts up to one token longer than before.

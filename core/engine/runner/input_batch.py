@@ -194,13 +194,15 @@ class InputBatch:
             sequence = _Sequence(self._rows.pop(), new, len(self.groups))
             self._sequences[new.request_id] = sequence
             extended.append((sequence, new.blocks))
-        for request_id, start, _, new_blocks, _, token, draft in step.sequences:
+        for request_id, start, _count, new_blocks, _samples, token, draft in step.sequences:
             if token is not None:
                 tokens = self._sequences[request_id].tokens
-                # What is left of a draft that was not accepted.
-                del tokens[start:]
+                # The rest of a draft that was not accepted.
+                if len(tokens) > start:
+                    del tokens[start:]
                 tokens.append(token)
-                tokens.extend(draft)
+                if draft:
+                    tokens.extend(draft)
             if any(new_blocks):
                 extended.append((self._sequences[request_id], new_blocks))
         if extended:
@@ -231,7 +233,8 @@ class InputBatch:
 
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
-        request_ids, starts, counts, _, samples, _, drafted = zip(*scheduled, strict=True)
+        columns = zip(*scheduled, strict=True)
+        request_ids, starts, counts, _blocks, samples, _tokens, drafted = columns
         sequences = [self._sequences[request_id] for request_id in request_ids]
         ends = list(accumulate(counts))
         lengths = list(map(add, starts, counts))

@@ -5,9 +5,10 @@
 1. ``_apply`` removes and adds sequences, appends tokens and blocks to known ones, and copies
    blocks.
 2. ``_compute`` makes tensors of the step (``InputBatch.inputs``), calls the model, and takes the
-   logits of the last token of each sequence.
+   logits of the last token of each sequence, and of drafted tokens.
 3. ``_sample`` draws a token from each row of logits (``Sampler``). ``_append_sampled`` appends the
-   tokens to the sequences of the sampler, and makes a ``StepResult``.
+   tokens to the sequences of the sampler, and makes a ``StepResult``. With drafts,
+   ``_sample_after_drafts`` does so once for each accepted place.
 """
 
 # Three copies of a sequence receive a sampled token, one after another: ``SamplingBatch`` in the

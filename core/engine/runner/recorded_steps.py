@@ -149,6 +149,7 @@ class RecordedSteps:
     def __call__(self, inputs: Inputs) -> Tensor | None:
         """Return the hidden states of a step; ``None`` for a step without a graph.
 
+        Steps with prompts or drafts have none, because a sequence has several tokens there.
         The next call writes to the same memory.
         """
         batch = inputs.batch

@@ -78,13 +78,18 @@ class InProcessExecutor(Executor):
         # The stages of a pipeline tell each other about failures.
         with self._leaving_on_failure(get_pp_group().world_size):
             result = of_last_stage(lambda: self.call("execute", step))
-            group = get_tp_group()
-            # Without all_gather, only the first rank has the logits and samples.
-            samples = group.communicator is None or group.communicator.use_all_gather
-            # Drafts depend on the times of a step, and all ranks must draft alike.
-            if self.opgraft_config.speculation.method is not None:
-                samples = group.world_size == 1
-            return result if samples else cast(StepResult, group.broadcast_object(result))
+            if self._goes_by_first_rank():
+                result = cast(StepResult, get_tp_group().broadcast_object(result))
+            return result
+
+    def _goes_by_first_rank(self) -> bool:
+        """Return True if the result of a step is that of the first tensor rank."""
+        group = get_tp_group()
+        # Drafts depend on the times of a step, and all ranks must draft alike.
+        if self.opgraft_config.speculation.method is not None:
+            return group.world_size > 1
+        # Without all_gather, only the first rank has the logits and samples.
+        return group.communicator is not None and not group.communicator.use_all_gather
 
     @contextmanager
     def _leaving_on_failure(self, agreeing: int = 1) -> Iterator[None]:
