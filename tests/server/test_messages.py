@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opgraft.serving.server.chat_messages import arguments_of
 from server.processes import Server
 
 SCHEMA = {
@@ -126,6 +127,12 @@ def test_a_forced_call(server: Server, choice: dict[str, Any]) -> None:
     assert begun[0]["content_block"]["input"] == {}
     written = "".join(each["delta"]["partial_json"] for each in parts)
     assert json.loads(written) == call["input"]
+
+
+@pytest.mark.parametrize("written", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}'])
+def test_arguments_that_only_python_reads(written: str) -> None:
+    """Arguments with numbers or characters that JSON lacks stay text, so that the answer is JSON."""
+    assert arguments_of(written) == {"invalid_json": written}
 
 
 def test_a_form(server: Server) -> None:

@@ -19,6 +19,7 @@ CITY = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+INFINITE = float("inf")
 CALL = {"call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'}
 
 
@@ -143,6 +144,16 @@ def test_log_probabilities(server: Server) -> None:
     assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_repeats_halves_of_characters(server: Server, stream: bool) -> None:
+    """Text of the client that no file may have comes back with a question mark."""
+    body = {"input": "the cat", "user": "half \ud800", "stream": stream, "max_output_tokens": 2}
+    answer = server.send("/v1/responses", json.dumps(body).encode())
+    assert answer.status_code == 200
+    assert "half ?" in answer.text
+    assert "event: error" not in answer.text
+
+
 def test_a_conversation_that_the_server_keeps(server: Server) -> None:
     """The next request goes on with the previous response, until it is deleted; ``store: false`` keeps none."""
     client = server.openai.responses
@@ -187,6 +198,11 @@ def test_a_stream_is_kept(server: Server) -> None:
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"temperature": -1}, "temperature"),
+        ({"tools": [{**TOOL, "parameters": {"const": INFINITE}}]}, "tools[0].parameters"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": INFINITE}}}},
+            "text.format.schema",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -194,7 +210,8 @@ def test_errors_have_the_names_of_this_interface(
     server: Server, body: dict[str, Any], field: str
 ) -> None:
     """The field at fault is named as the client has written it."""
-    answer = server.post("/v1/responses", **{"model": server.model, "input": "the cat", **body})
+    given = json.dumps({"model": server.model, "input": "the cat", **body})
+    answer = server.send("/v1/responses", given.encode())
     assert answer.status_code == 400
     assert error_of(answer)["param"] == field
 

@@ -105,6 +105,8 @@ def arguments_of(given: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
         return given or {}
     try:
         value = json.loads(given)
+        # JSON of Python has NaN, infinity and halves of surrogate pairs. Other JSON has none.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {_INVALID: given}

@@ -31,6 +31,7 @@ _EXPECTED = {
     "finite_number": "a number that is finite",
     "float_type": "a number",
     "greater_than_equal": "at least {ge}",
+    "infinite_inside": "an object of finite numbers",
     "int_type": "a whole number",
     "list_type": "a list",
     "literal_error": "{expected}",

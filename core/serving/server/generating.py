@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import CompletionOutput, RequestOutput
 from opgraft.serving.server import sampling
@@ -21,6 +21,7 @@ from opgraft.serving.server.protocol import Generation
 from opgraft.serving.server.service import Job, Service
 from opgraft.serving.server.streams import (
     DONE,
+    Answer,
     EventStream,
     News,
     Reader,
@@ -264,7 +265,7 @@ class Generating(ABC, Generic[_B]):
         return {"usage": self._usage() if options.continuous_usage_stats else None}
 
     def _respond(self, outputs: Sequence[RequestOutput]) -> Response:
-        return JSONResponse(self.whole(outputs))
+        return Answer(self.whole(outputs))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""

@@ -10,6 +10,7 @@ A check ends at the first fault of a body, so that a body with many faults takes
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -165,6 +167,17 @@ def only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
 
     return BeforeValidator(expect_accepted)
 
+
+def _expect_finite(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("infinite_inside", "a number is not finite") from error
+    return given
+
+
+ToldObject: TypeAlias = Annotated[dict[str, Any], AfterValidator(_expect_finite)]
+"""An object that an answer repeats."""
 
 _Token = Annotated[int, Field(ge=0)]
 _TEXT: TypeAdapter[Any] = TypeAdapter(str)

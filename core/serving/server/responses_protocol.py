@@ -10,6 +10,7 @@ from opgraft.serving.server.protocol import (
     RefusalPart,
     Sampled,
     StreamOptions,
+    ToldObject,
     Whole,
     only,
     told_apart,
@@ -136,7 +137,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ToldObject | None = None
     strict: bool | None = None
 
 
@@ -165,7 +166,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: ToldObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

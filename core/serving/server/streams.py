@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import CompletionOutput, Logprob
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
@@ -21,6 +21,16 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     head = f"event: {name}\n" if name else ""
     # "replace", because a token may be half of a surrogate pair.
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
+
+
+class Answer(JSONResponse):
+    """A whole answer of JSON."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the answer as bytes."""
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        # "replace", because a client's text may have half of a surrogate pair.
+        return text.encode("utf-8", "replace")
 
 
 class EventStream(Response):
