@@ -13,7 +13,7 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
-from opgraft.models.files import Weights, read_json, sentence_modules
+from opgraft.models.files import SENTENCE_CONFIG, Weights, read_json, sentence_modules
 from opgraft.models.gguf_names import config_values
 from opgraft.models.plain_config import own_config, plain_config
 
@@ -59,6 +59,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
         found = _config_of_transformers(weights, values, file)
     if _embeds_sentences(weights):
         _take_base_model(found)
+    _take_activation(found, weights)
     return found
 
 
@@ -100,6 +101,17 @@ def _take_base_model(config: Any) -> None:
     # Some types have several base models, the usual one first.
     names = [base] if isinstance(base, str) else list(base or named)
     config.architectures = names[:1]
+
+
+def _take_activation(config: Any, weights: Weights) -> None:
+    """Let a config name the activation of a cross-encoder.
+
+    sentence-transformers 6 writes the name beside the config, and former versions into the config.
+    """
+    file = (weights.outer or folder_of(weights)) / SENTENCE_CONFIG
+    named = read_json(file).get("activation_fn") if file.is_file() else None
+    if named is not None:
+        config.sentence_transformers = {"activation_fn": named}
 
 
 def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -323,30 +323,52 @@ class BertModel(Model):
         return output
 
 
-class _Labels:
+class Labels:
     """The labels of a config, and the function from scores to probabilities."""
 
     def __init__(self, config: Any) -> None:
         by_number = config.id2label
         self.names = tuple(str(by_number[number]) for number in sorted(by_number))
-        self._independent = config.problem_type == "multi_label_classification"
-        self._plain = _is_identity(config)
+        self._activation = _ACTIVATIONS_OF_SCORES[_activation(config, len(self.names))]
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Return probabilities of scores ``[texts, labels]``, or scores if the config says so."""
-        if self._plain:
-            return scores.float()
-        # The score of a single label is a relevance.
-        if self._independent or len(self.names) == 1:
-            return scores.float().sigmoid()
-        return scores.float().softmax(-1)
+        return self._activation(scores.float())
 
 
-def _is_identity(config: Any) -> bool:
-    """Return True if sentence-transformers gives the scores of a cross-encoder as they are."""
+_ACTIVATIONS_OF_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "Identity": lambda scores: scores,
+        "Sigmoid": torch.sigmoid,
+        "Softmax": lambda scores: scores.softmax(-1),
+    }
+)
+
+
+def _activation(config: Any, labels: int) -> str:
+    """Return the name of the function from scores to probabilities, in the order of vLLM.
+
+    Raises:
+        ModelError: sentence-transformers would use another function.
+    """
+    # The score of a single label is a relevance.
+    usual = "Sigmoid" if labels == 1 else "Softmax"
+    if config.problem_type == "regression":
+        return "Identity"
+    if config.problem_type == "multi_label_classification":
+        return "Sigmoid"
     settings = getattr(config, "sentence_transformers", None) or {}
     older = getattr(config, "sbert_ce_default_activation_function", None)
-    return str(settings.get("activation_fn") or older).endswith(".Identity")
+    named = settings.get("activation_fn") or older
+    if config.problem_type is not None or named is None:
+        return usual
+    name = str(named).rpartition(".")[2]
+    if name not in _ACTIVATIONS_OF_SCORES:
+        raise ModelError(
+            f"{type(config).__name__}: activation_fn is {named!r:.80}, and scores go through "
+            f"{', '.join(_ACTIVATIONS_OF_SCORES)} only: use sentence-transformers"
+        )
+    return name
 
 
 class _Dense(nn.Module):
@@ -373,7 +395,7 @@ class BertForSequenceClassification(BertModel):
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         config = self.config or architecture_config(opgraft_config)
-        self._labels = _Labels(config)
+        self._labels = Labels(config)
         self.labels = self._labels.names
         self.pooler = _Dense(config.hidden_size)
         self.classifier = nn.Linear(config.hidden_size, len(self.labels))
@@ -421,7 +443,7 @@ class RobertaForSequenceClassification(RobertaModel):
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         config = self.config or architecture_config(opgraft_config)
-        self._labels = _Labels(config)
+        self._labels = Labels(config)
         self.labels = self._labels.names
         self.classifier = _RobertaHead(config.hidden_size, len(self.labels))
 

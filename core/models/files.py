@@ -27,6 +27,7 @@ _LARGEST_JSON = 1 << 26
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MODULES = "modules.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"
 ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opgraft.errors import CheckpointError
-from opgraft.models.files import MODULES, Weights, read_json, sentence_modules
+from opgraft.models.files import (
+    MODULES,
+    SENTENCE_CONFIG,
+    Weights,
+    read_json,
+    sentence_modules,
+)
 from opgraft.models.pooling import pooling_modes
 from opgraft.models.settings_keys import (
     CONFIG_SENTENCE_TRANSFORMERS,
+    CROSS_ENCODER_CONFIG,
+    CROSS_ENCODER_TRANSFORMER,
     NORMALIZE_CONFIG,
     SENTENCE_BERT_CONFIG,
     Key,
@@ -28,11 +36,21 @@ _TRANSFORMER_FILES = tuple(
 )
 """Files with the settings of the model. The first file counts. Older versions have other names."""
 
-_GENERAL_FILE = "config_sentence_transformers.json"
 _USUAL_PROMPTS = {"query": "", "document": ""}
 _OF_TOKENIZER = ("processor_kwargs", "tokenizer_args")
 _KNOWN_ARGUMENTS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 """Arguments of a tokenizer. Only the first one changes a vector."""
+
+
+class _Tables(NamedTuple):
+    """The known settings of the module ``Transformer``, and of the whole model."""
+
+    transformer: Sequence[Key]
+    general: Sequence[Key]
+
+
+_ENCODER = _Tables(SENTENCE_BERT_CONFIG, CONFIG_SENTENCE_TRANSFORMERS)
+_CROSS_ENCODER = _Tables(CROSS_ENCODER_TRANSFORMER, CROSS_ENCODER_CONFIG)
 
 
 @dataclass(frozen=True)
@@ -56,15 +74,19 @@ class SentenceSettings:
     size: int | None = None
 
     @classmethod
-    def of(cls, weights: Weights) -> SentenceSettings:
+    def of(cls, weights: Weights, *, has_labels: bool = False) -> SentenceSettings:
         """Read the settings of a checkpoint.
+
+        Args:
+            weights: the checkpoint.
+            has_labels: the model gives scores of labels in place of vectors.
 
         Raises:
             CheckpointError: the settings cannot be read, or have a value that is not known.
         """
         folder = weights.path if weights.path.is_dir() else weights.path.parent
         outer = weights.outer or folder
-        general_file = outer / _GENERAL_FILE
+        general_file = outer / SENTENCE_CONFIG
         pooling_folder = "1_Pooling"
         normalize = True
         given: Mapping[str, Any] = {}
@@ -72,17 +94,37 @@ class SentenceSettings:
         # sentence-transformers reads its files only if there is a list of modules.
         listed = (outer / MODULES).is_file()
         if listed:
+            keys = _CROSS_ENCODER if has_labels else _ENCODER
+            given = _transformer_settings(folder, keys.transformer)
+            general = _settings_of_module(general_file, keys.general)
+        if has_labels:
+            _expect_transformer_alone(outer)
+        elif listed:
             pooling_folder, normalize = _steps(outer)
-            given = _transformer_settings(folder)
-            general = _settings_of_module(general_file, CONFIG_SENTENCE_TRANSFORMERS)
         prompt = _prompt(general_file, general)
         return cls(
-            pooling=_pooling(outer / pooling_folder / "config.json", listed, prompt),
+            pooling=_pooling(
+                outer / pooling_folder / "config.json", listed and not has_labels, prompt
+            ),
             normalize=normalize,
             max_tokens=_max_tokens(folder, given),
             lower_case=bool(given.get("do_lower_case")),
             prompt=prompt,
             size=_size(general_file, general),
+        )
+
+
+def _expect_transformer_alone(outer: Path) -> None:
+    """Check that sentence-transformers applies nothing to the scores of a cross-encoder.
+
+    Raises:
+        CheckpointError: the list of modules has further modules.
+    """
+    kinds = [row["type"] for row in sentence_modules(outer)]
+    if kinds not in ([], ["Transformer"]):
+        raise CheckpointError(
+            f"{outer / MODULES} lists {', '.join(kinds)!r:.80}, and a model with labels is a "
+            "Transformer alone here: use sentence-transformers"
         )
 
 
@@ -138,11 +180,11 @@ def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
     return found
 
 
-def _transformer_settings(folder: Path) -> dict[str, Any]:
+def _transformer_settings(folder: Path, keys: Sequence[Key]) -> dict[str, Any]:
     """Return the settings of the module ``Transformer``."""
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     file = folder / (present[0] if present else _TRANSFORMER_FILES[0])
-    found = _settings_of_module(file, SENTENCE_BERT_CONFIG)
+    found = _settings_of_module(file, keys)
     for name in _OF_TOKENIZER:
         unread = set(found.get(name) or {}) - _KNOWN_ARGUMENTS
         if unread:

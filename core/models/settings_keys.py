@@ -233,7 +233,7 @@ _OF_TASKS = (
     "sentence-transformers applies it to encode_query and encode_document, and not to encode"
 )
 
-SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
+_TRANSFORMER: tuple[Key, ...] = (
     *_keys("the longest text, in the place of the tokenizer's", "max_seq_length"),
     *_keys("texts are put in lower case", "do_lower_case"),
     *_keys("model_max_length in it is the longest text", "tokenizer_args", "processor_kwargs"),
@@ -252,6 +252,10 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
         "opgraft reads the tokenizer beside the model", "tokenizer_name_or_path", harmless=(None,)
     ),
     *_refused(_TEXT_ONLY, "processing_kwargs", harmless=(None, {})),
+)
+
+SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
+    *_TRANSFORMER,
     *_refused(_TEXT_ONLY, "transformer_task", harmless=(None, "feature-extraction")),
     *_refused(
         _TEXT_ONLY,
@@ -261,6 +265,18 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
     *_refused(_TEXT_ONLY, "module_output_name", harmless=(None, "token_embeddings")),
 )
 """``sentence_bert_config.json``, and the files with this purpose in older versions."""
+
+CROSS_ENCODER_TRANSFORMER: tuple[Key, ...] = (
+    *_TRANSFORMER,
+    *_refused(_TEXT_ONLY, "transformer_task", harmless=(None, "sequence-classification")),
+    *_refused(
+        _TEXT_ONLY,
+        "modality_config",
+        harmless=(None, {"text": {"method": "forward", "method_output_name": "logits"}}),
+    ),
+    *_refused(_TEXT_ONLY, "module_output_name", harmless=(None, "scores")),
+)
+"""The same file of a cross-encoder."""
 
 NORMALIZE_CONFIG: tuple[Key, ...] = (
     *_refused(
@@ -283,6 +299,15 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_irrelevant("it is of other libraries", "__version__", "requirements"),
 )
 """``config_sentence_transformers.json``."""
+
+CROSS_ENCODER_CONFIG: tuple[Key, ...] = (
+    *_keys("the function from scores to probabilities", "activation_fn"),
+    *_refused("opgraft puts no prompt before a pair", "default_prompt_name", harmless=(None,)),
+    *_refused("the model has scores of labels", "model_type", harmless=(None, "CrossEncoder")),
+    *_irrelevant("no prompt is used without a default", "prompts"),
+    *_irrelevant("it is of other libraries", "__version__", "keep_in_fp32_modules"),
+)
+"""The same file of a cross-encoder."""
 
 _ID = "the id of a special token"
 

@@ -279,13 +279,17 @@ class AsyncLLM(FrontEnd):
             CheckpointError, PluginError: a vector has NaN or infinity.
             EngineError: the engine has ended.
         """
-        return await self.computed(await self.embedded(texts, truncate=truncate))
+        most = self.max_model_len if truncate else None
+        return await self.computed(await self.embedded(texts, most=most))
 
-    async def labelled(self, texts: Sequence[Prompt | Pair]) -> list[EmbeddingRequest]:
+    async def labelled(
+        self, texts: Sequence[Prompt | Pair], *, most: int | None = None
+    ) -> list[EmbeddingRequest]:
         """Return requests for the probabilities of labels, to be passed to ``computed``.
 
         Args:
             texts: each as text, as token ids, or as a pair of texts in a tuple.
+            most: as for ``embedded``. Of a pair, the second text is cut.
 
         Raises:
             ModelError: the model generates text, or has no labels.
@@ -295,7 +299,7 @@ class AsyncLLM(FrontEnd):
 
         def prepare(text: Prompt | Pair, name: str) -> EmbeddingRequest:
             first, second = text if isinstance(text, tuple) else (text, None)
-            return encoder.prepare_labels(uuid4().hex, first, name, second=second)
+            return encoder.prepare_labels(uuid4().hex, first, name, second=second, most=most)
 
         return await self._prepared_by(prepare, texts)
 
@@ -320,9 +324,13 @@ class AsyncLLM(FrontEnd):
         return self.encoder.results(requests)
 
     async def embedded(
-        self, texts: Sequence[Prompt], *, truncate: bool = False
+        self, texts: Sequence[Prompt], *, most: int | None = None
     ) -> list[EmbeddingRequest]:
         """Return requests for the embeddings of texts, to be passed to ``computed``.
+
+        Args:
+            texts: each as text or token ids.
+            most: tokens of a longer text are cut off. None: a text that is too long is refused.
 
         Raises:
             ModelError: the model generates text.
@@ -331,7 +339,7 @@ class AsyncLLM(FrontEnd):
         encoder = self.encoder
 
         def prepare(text: Prompt, name: str) -> EmbeddingRequest:
-            return encoder.prepare(uuid4().hex, text, name, truncate=truncate)
+            return encoder.prepare(uuid4().hex, text, name, most=most)
 
         return await self._prepared_by(prepare, texts)
 

@@ -105,7 +105,7 @@ class EmbeddingEngine(RequestEngine):
             self.executor.call("load_encoder")
             self.labels: Sequence[str] = self.executor.call("labels")
             weights = open_weights(str(self.opgraft_config.model.name))
-            self.settings = SentenceSettings.of(weights)
+            self.settings = SentenceSettings.of(weights, has_labels=bool(self.labels))
             self.tokenizer: Tokenizer = open_tokenizer(weights)
             if self.settings.lower_case:
                 self.tokenizer.lower_case()
@@ -150,7 +150,13 @@ class EmbeddingEngine(RequestEngine):
         return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
 
     def prepare(
-        self, request_id: str, text: Prompt, name: str, *, truncate: bool = False
+        self,
+        request_id: str,
+        text: Prompt,
+        name: str,
+        *,
+        most: int | None = None,
+        advice: str = "",
     ) -> EmbeddingRequest:
         """Check and tokenize a text for ``submit``. Any thread may call this.
 
@@ -158,16 +164,23 @@ class EmbeddingEngine(RequestEngine):
             request_id: unique among open requests.
             text: text or token ids.
             name: of the text, for errors.
-            truncate: cut a text that is too long, instead of refusing it.
+            most: tokens of a longer text are cut off. None: a text that is too long is refused.
+            advice: a further remedy for a text that is too long.
 
         Raises:
             RequestError: the text is empty, too long, or of a wrong type.
         """
-        shown, ids = self._tokenized(text, name, truncate)
+        shown, ids = self._tokenized(text, name, most, advice)
         return EmbeddingRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
 
     def prepare_labels(
-        self, request_id: str, text: Prompt, name: str, *, second: str | None = None
+        self,
+        request_id: str,
+        text: Prompt,
+        name: str,
+        *,
+        second: str | None = None,
+        most: int | None = None,
     ) -> EmbeddingRequest:
         """Check and tokenize a text, or a pair of texts, for the probabilities of labels.
 
@@ -176,6 +189,7 @@ class EmbeddingEngine(RequestEngine):
             text: text or token ids; of a pair, the first text.
             name: of the text, for errors.
             second: the other text of a pair.
+            most: as for ``prepare``. Of a pair, the second text is cut.
 
         Raises:
             ModelError: the model has no labels.
@@ -183,10 +197,10 @@ class EmbeddingEngine(RequestEngine):
         """
         self.expect_labels()
         if second is None or not isinstance(text, str):
-            request = self.prepare(request_id, text, name)
+            request = self.prepare(request_id, text, name, most=most)
             request.second = len(request.ids)
             return request
-        ids, place = self.tokenizer.encode_pair(text, second)
+        ids, place = self.tokenizer.encode_pair(text, second, most)
         request = self.prepare(request_id, ids, name)
         request.second = place
         return request
@@ -358,20 +372,24 @@ class EmbeddingEngine(RequestEngine):
             verdicts = [unexplained if each in ("", UNEXPLAINED) else each for each in verdicts]
         return verdicts
 
-    def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
+    def _tokenized(
+        self, text: Prompt, name: str, most: int | None, advice: str
+    ) -> tuple[str | None, list[int]]:
         """Return the given text, and the token ids of the checkpoint's prompt and the text."""
         given, _ = unsalted(text, name)
         shown = given if isinstance(given, str) else None
         prompted = given if shown is None else self.settings.prompt + shown
+        if most is not None and isinstance(prompted, list):
+            prompted = prompted[:most]
         _, ids = tokenized(
             prompted,
             self.tokenizer,
             vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
+            max_model_len=most or self.max_model_len,
             room=0,
             name=name,
-            truncate=truncate,
-            advice=", or have LLM.embed cut it with truncate=True",
+            truncate=most is not None,
+            advice=advice,
         )
         return shown, ids
 

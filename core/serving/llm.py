@@ -37,6 +37,7 @@ from opgraft.serving.step_reports import OnStep
 
 Message: TypeAlias = Mapping[str, Any]
 
+_CUT = ", or have LLM.embed cut it with truncate=True"
 _PATIENCE = 0.5
 """The longest wait for a step after a second interrupt. Then processes of workers are ended."""
 
@@ -221,12 +222,13 @@ class LLM(FrontEnd):
         encoder = self.encoder
         bar = shown_bar(progress, use_tqdm)
         listed = listed_prompts(texts, "texts")
+        most = encoder.max_model_len if truncate else None
         with encoder.counters.timed("text"):
             requests = []
             for index, text in enumerate(listed):
                 name = placed("text", index, len(listed))
                 number = str(next(self._numbers))
-                requests.append(encoder.prepare(number, text, name, truncate=truncate))
+                requests.append(encoder.prepare(number, text, name, most=most, advice=_CUT))
         by_id = {request.output.request_id: request for request in requests}
 
         def expect_vector(output: RequestOutput) -> None:

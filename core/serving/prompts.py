@@ -100,7 +100,7 @@ def tokenized(
     if text is None:
         ids = _given(prompt, name)
     else:
-        _expect_unicode(text, name)
+        expect_unicode(text, name)
         if truncate:
             ids = tokenizer.encode_truncated(text, max_model_len)
         elif keep_last is not None and add_special_tokens:
@@ -129,8 +129,12 @@ def tokenized(
     return text, list(ids)
 
 
-def _expect_unicode(text: str, name: str) -> None:
-    """Check that a text has whole characters."""
+def expect_unicode(text: str, name: str) -> None:
+    """Check that a text has whole characters.
+
+    Raises:
+        RequestError: it has half of a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -107,12 +107,26 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+    def encode_pair(
+        self, first: str, second: str, most: int | None = None
+    ) -> tuple[list[int], int]:
         """Return the token ids of a pair of texts, and the place where the type of tokens changes.
 
         The place is the length, if the tokenizer gives both texts one type.
+
+        Args:
+            first: a text, which is never cut.
+            second: another text.
+            most: the second text is cut, so that there are at most so many token ids.
         """
         encoding = self.backend.encode(first, second)
+        if most is not None and len(encoding) > most:
+            whole = self.backend.encode(first, add_special_tokens=False)
+            # Beside an empty first text, so that the tokens have the type of a second one.
+            end = self.backend.encode("", second, add_special_tokens=False)
+            around = self.backend.num_special_tokens_to_add(is_pair=True)
+            end.truncate(max(most - around - len(whole), 0))
+            encoding = self.backend.post_process(whole, end)
         types = list(encoding.type_ids)
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 

@@ -29,6 +29,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def recorder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of that model with a template that writes each field of a message."""
+    template = tmp_path_factory.mktemp("templates") / "fields.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n"
+        "{% if m.reasoning_content %}why: {{ m.reasoning_content }}\n{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+        "{% if m.tool_call_id %}of: {{ m.tool_call_id }}{% endif %}{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}without any thought{% endif %}"
+    )
+    with serving(checkpoint, "--chat-template", str(template)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Server]:
     """A server of that model."""
     with serving(checkpoint) as running:

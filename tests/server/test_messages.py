@@ -49,7 +49,7 @@ def test_the_answer_is_that_of_a_chat(server: Server) -> None:
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
 
 
-def test_blocks_are_the_messages_of_a_chat(server: Server) -> None:
+def test_blocks_are_the_messages_of_a_chat(recorder: Server) -> None:
     """Thinking, calls and their results have the places of a chat's messages."""
     call = {"id": "c1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}
@@ -76,11 +76,51 @@ def test_blocks_are_the_messages_of_a_chat(server: Server) -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         {"role": "user", "content": "thanks"},
     ]
-    chat = server.chat(messages=of_chat).json()
-    message = ask(server, messages=messages).json()
+    chat = recorder.chat(messages=of_chat).json()
+    message = ask(recorder, messages=messages).json()
     assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    counted = server.post("/v1/messages/count_tokens", model=server.model, messages=messages)
+    counted = recorder.post("/v1/messages/count_tokens", model=recorder.model, messages=messages)
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
+def test_a_call_that_has_failed(recorder: Server) -> None:
+    """The result begins with a word that tells the model so."""
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+    failed = {"type": "tool_result", "tool_use_id": "c1", "content": "no net", "is_error": True}
+    told = {"type": "tool_result", "tool_use_id": "c1", "content": "Error: no net"}
+    counts = []
+    for result in (failed, told):
+        messages = [
+            USER,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        counts.append(ask(recorder, messages=messages).json()["usage"])
+    assert counts[0]["input_tokens"] + counts[0]["cache_read_input_tokens"] == sum(
+        counts[1][name] for name in ("input_tokens", "cache_read_input_tokens")
+    )
+
+
+def test_system_messages(recorder: Server) -> None:
+    """Those at the beginning are one, because templates take one."""
+    both = [{"role": "system", "content": "be kind"}, USER]
+    message = ask(recorder, system="be brief", messages=both).json()
+    one = ask(recorder, system="be brief\n\nbe kind").json()
+    assert message["content"] == one["content"]
+
+
+def test_a_prompt_that_is_too_long_is_counted(server: Server) -> None:
+    """Clients count the tokens to find out whether to shorten a chat."""
+    long = [{"role": "user", "content": "the cat " * 1000}]
+    body = {"model": server.model, "messages": long}
+    counted = server.post("/v1/messages/count_tokens", **body).json()["input_tokens"]
+    assert counted == server.post("/tokenize", **body).json()["count"] > 512
+
+
+def test_the_id_of_a_request(server: Server) -> None:
+    """Anthropic's clients read a header of another name."""
+    answer = ask(server)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 def test_a_stream_of_events(server: Server) -> None:

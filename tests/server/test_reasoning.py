@@ -81,6 +81,20 @@ def test_every_interface_has_the_reasoning(reasoner: Server) -> None:
     assert (block["type"], block["thinking"]) == ("thinking", reasoning)
 
 
+def test_no_effort_is_no_thinking(recorder: Server) -> None:
+    """Templates of Qwen's kind read another value than the effort."""
+    body = {"input": "the cat", "max_output_tokens": 5}
+    plain = recorder.post("/v1/responses", **body).json()["usage"]["input_tokens"]
+    without = recorder.post("/v1/responses", **body, reasoning={"effort": "none"}).json()
+    assert without["usage"]["input_tokens"] > plain
+    chat = recorder.chat(reasoning_effort="none").json()
+    assert chat["usage"]["prompt_tokens"] == without["usage"]["input_tokens"]
+    messages = [{"role": "user", "content": "the cat"}]
+    count = {"messages": messages, "output_config": {"effort": "none"}}
+    counted = recorder.post("/v1/messages/count_tokens", **count).json()
+    assert counted["input_tokens"] == without["usage"]["input_tokens"]
+
+
 def test_the_effort_reaches_the_template(reasoner: Server) -> None:
     """Each interface has a field for it, and the prompt grows by the word."""
     plain = reasoner.chat().json()["usage"]["prompt_tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_the_answer_is_that_of_a_chat(server: Server) -> None:
     assert response.usage.output_tokens == chat["usage"]["completion_tokens"]
 
 
-def test_items_are_the_messages_of_a_chat(server: Server) -> None:
+def test_items_are_the_messages_of_a_chat(recorder: Server) -> None:
     """Instructions, messages, reasoning, calls and results have the places of a chat's messages."""
     call = {"id": "c1", "type": "function", "function": {**CALL}}
     del call["function"]["call_id"]
@@ -81,10 +82,32 @@ def test_items_are_the_messages_of_a_chat(server: Server) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
         {"role": "user", "content": "thanks"},
     ]
-    chat = server.chat(messages=messages).json()
-    response = respond(server, instructions="be brief", input=items)
+    chat = recorder.chat(messages=messages).json()
+    response = respond(recorder, instructions="be brief", input=items)
     assert response.output_text == chat["choices"][0]["message"]["content"]
     assert response.usage.input_tokens == chat["usage"]["prompt_tokens"]
+
+
+def test_reasoning_between_parts_of_an_answer(recorder: Server) -> None:
+    """Reasoning joins the message of the model before it, and first system messages are one."""
+    messages = [
+        {"role": "system", "content": "be brief\n\nbe kind"},
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "I look", "reasoning_content": "so\nthen"},
+        {"role": "user", "content": "thanks"},
+    ]
+    items = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "the cat"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+        {"role": "assistant", "content": "I look"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "then"}]},
+        {"role": "user", "content": "thanks"},
+    ]
+    chat = recorder.chat(messages=messages).json()
+    response = respond(recorder, instructions="be brief", input=items)
+    assert response.usage.input_tokens == chat["usage"]["prompt_tokens"]
+    assert response.output_text == chat["choices"][0]["message"]["content"]
 
 
 def test_a_stream_of_events(server: Server) -> None:
@@ -218,15 +241,77 @@ def test_errors_have_the_names_of_this_interface(
 
 def test_the_oldest_responses_go_first() -> None:
     """The store has room for a number of bytes; a response that is larger alone is not kept."""
-    store = ResponseStore(limit=300)
+    store = ResponseStore(limit=300, longest=1000)
+
+    def keep(name: str, size: int, owner: bytes = b"") -> None:
+        message = {"role": "user", "content": "y"}
+        store.keep(owner, {"id": name, "text": "x" * size}, [message])
+
+    def kept(names: str, owner: bytes = b"") -> str:
+        return "".join(name for name in names if is_kept(store, owner, name))
+
     for name in "abcd":
-        store.keep({"id": name, "text": "x" * 60}, [{"role": "user", "content": "y"}])
-    assert [name for name in "abcd" if store.find(name) is not None] == ["c", "d"]
-    store.keep({"id": "e", "text": "x" * 300}, [])
-    assert store.find("e") is None
-    store.drop("c")
-    store.drop("c")
-    store.keep({"id": "f", "text": "x" * 60}, [])
-    assert store.find("d") is not None
+        keep(name, 60)
+    assert kept("abcd") == "cd"
+    keep("e", 300)
+    assert kept("cde") == "cd"
+    asyncio.run(store.drop(b"", "c"))
     with pytest.raises(HTTPError, match="'c' is not kept"):
-        store.expect("c")
+        asyncio.run(store.drop(b"", "c"))
+    keep("f", 60)
+    assert kept("df") == "df"
+    # A client with many responses loses its own ones.
+    keep("g", 1, b"other")
+    keep("h", 60)
+    assert kept("dfh") == "fh"
+    assert kept("g", b"other") == "g"
+    assert kept("fh", b"other") == ""
+
+
+def is_kept(store: ResponseStore, owner: bytes, name: str) -> bool:
+    try:
+        asyncio.run(store.response(owner, name))
+    except HTTPError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "content", ["x" * 1000, [{"type": "text"}] * 40_000], ids=["bytes", "lists"]
+)
+def test_a_conversation_that_is_larger_than_a_body(content: Any) -> None:
+    """It does not go on, because bodies have bounds for a reason."""
+    longest = 1000 if isinstance(content, str) else 10**8
+    store = ResponseStore(limit=10**8, longest=longest)
+    store.keep(b"", {"id": "a"}, [{"role": "user", "content": content}])
+    with pytest.raises(HTTPError, match="larger than a body may be") as raised:
+        asyncio.run(store.messages(b"", "a"))
+    assert (raised.value.status, raised.value.code) == (400, "limit_exceeded")
+
+
+def test_a_response_that_is_cut(server: Server) -> None:
+    """The last item is incomplete, whole and in the events alike."""
+    (item,) = respond(server, input="the cat").output
+    assert item.status == "incomplete"
+    events = events_of(server, input="the cat")
+    (done,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done.status == events[-1].response.output[0].status == "incomplete"
+
+
+def test_fields_of_vllm(server: Server) -> None:
+    """The answer ends at a text, or has a form."""
+    whole = respond(server, input="the cat", max_output_tokens=8).output_text
+    stop = whole[3:5]
+    body = {"input": "the cat", "max_output_tokens": 8, "temperature": 0}
+    stopped = server.post("/v1/responses", **body, stop=[stop]).json()
+    assert stopped["output"][0]["content"][0]["text"] == whole[: whole.index(stop)]
+    pytest.importorskip("llguidance")
+    held = server.post("/v1/responses", **body, structured_outputs={"choice": ["yes"]}).json()
+    assert held["output"][0]["content"][0]["text"] == "yes"
+
+
+def test_a_kept_response_as_a_stream(server: Server) -> None:
+    """It is refused, because the response comes whole."""
+    kept = respond(server, input="the cat")
+    refused = server.get(f"/v1/responses/{kept.id}?stream=true")
+    assert error_of(refused)["param"] == "stream"

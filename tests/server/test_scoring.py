@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opgraft.errors import ModelError
+from opgraft.models.encoder import Labels
 from opgraft.serving.llm import LLM
 from server.processes import Server, error_of, serving
 from support.small_tokenizers import trained_tokenizer
@@ -142,6 +145,84 @@ def test_scores_of_pairs(reranker: Server, made: Callable[..., tuple[Path, Any]]
     assert error_of(refused)["param"] == "text_2"
 
 
+LONG = "the end of the day " * 150
+
+
+def test_texts_that_are_too_long(
+    reranker: Server, made: Callable[..., tuple[Path, Any]], minilm: Server
+) -> None:
+    """The field at fault is named; if the request says so, the second text of a pair is cut."""
+    from tokenizers import Tokenizer
+
+    for path, body, field in (
+        ("/rerank", {"query": QUERY, "documents": [QUERY, LONG]}, "documents"),
+        ("/score", {"text_1": QUERY, "text_2": [QUERY, LONG]}, "text_2"),
+        ("/classify", {"input": [QUERY, LONG]}, "input"),
+    ):
+        refused = error_of(reranker.post(path, **body))
+        assert (refused["param"], refused["code"]) == (field, "context_length_exceeded")
+        assert "text 2 of 2" in refused["message"]
+        assert "LLM.embed" not in refused["message"]
+        assert reranker.post(path, **body, truncate_prompt_tokens=-1).status_code == 200
+        wrong = reranker.post(path, **body, truncate_prompt_tokens=0)
+        assert error_of(wrong)["param"] == "truncate_prompt_tokens"
+    folder, model = made("Bert", 1)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    first, second = (tokenizer.encode(text).ids for text in (QUERY, LONG))
+    kept = second[: 20 - len(first)]
+    types = [0] * len(first) + [1] * len(kept)
+    with torch.no_grad():
+        given = {"token_type_ids": torch.tensor([types])}
+        logit = float(model.double()(torch.tensor([[*first, *kept]]), **given).logits)
+    cut = reranker.post("/score", text_1=QUERY, text_2=LONG, truncate_prompt_tokens=20).json()
+    assert cut["data"][0]["score"] == pytest.approx(sigmoid(logit), abs=1e-5)
+    assert cut["usage"]["prompt_tokens"] == 20
+    long = "the end " * 600
+    refused = minilm.post("/rerank", query=long, documents=["a", "b"])
+    assert error_of(refused)["param"] == "query"
+    for path, field in (("/pooling", "data"), ("/v1/embeddings", "embedding")):
+        (row,) = minilm.post(path, input=long, truncate_prompt_tokens=7).json()["data"]
+        (same,) = minilm.post(path, input="the end the end the").json()["data"]
+        assert row[field] == pytest.approx(same[field], abs=1e-5)
+
+
+def test_halves_of_characters(reranker: Server) -> None:
+    """Each field is named."""
+    for field in ("query", "documents"):
+        body = {"query": QUERY, "documents": DOCUMENTS, field: "\ud800"}
+        body["documents"] = body["documents"] if field == "query" else ["\ud800"]
+        answer = reranker.send("/rerank", json.dumps(body).encode())
+        assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        *(
+            (path, "use_activation", False)
+            for path in ("/pooling", "/classify", "/score", "/rerank")
+        ),
+        ("/pooling", "encoding_format", "base64"),
+        ("/pooling", "dimensions", 8),
+        ("/pooling", "task", "token_embed"),
+        ("/rerank", "max_tokens_per_doc", 3),
+        ("/score", "max_tokens_per_query", 3),
+        ("/score", "instruction", "find the opposite"),
+    ],
+)
+def test_fields_that_would_change_the_answer(
+    reranker: Server, path: str, field: str, value: Any
+) -> None:
+    """They are refused, and not ignored."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/rerank": {"query": QUERY, "documents": DOCUMENTS},
+        "/score": {"text_1": QUERY, "text_2": DOCUMENTS},
+    }
+    body = bodies.get(path, {"input": QUERY})
+    refused = error_of(reranker.post(path, **body, **{field: value}))
+    assert (refused["param"], refused["code"]) == (field, "unsupported_value")
+
+
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta"])
 def test_labels(kind: str, made: Callable[..., tuple[Path, Any]]) -> None:
     """Probabilities are the softmax of transformers' scores; the label is the likeliest."""
@@ -167,6 +248,68 @@ def test_scores_that_stay_as_they_are(made: Callable[..., tuple[Path, Any]]) -> 
         data = server.post("/score", text_1=QUERY, text_2=DOCUMENTS).json()["data"]
     found = [row["score"] for row in data]
     assert found == pytest.approx([score for (score,) in logits], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Identity", "Sigmoid"])
+def test_a_cross_encoder_of_sentence_transformers(
+    name: str, made: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """The files that ``CrossEncoder.save`` writes are read: modules, settings and the activation."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    written, model = made("Bert", 1)
+    activation = getattr(torch.nn, name)()
+    encoder = sentence_transformers.CrossEncoder(str(written), activation_fn=activation)
+    folder = tmp_path / "saved"
+    encoder.save(str(folder))
+    # transformers writes the tokens of WordPiece, which the test's own tokenizer lacks.
+    (folder / "tokenizer_config.json").unlink()
+    shutil.copy(written / "tokenizer.json", folder)
+    logits = torch.tensor(reference(model, written, [(QUERY, text) for text in DOCUMENTS]))
+    with serving(str(folder), *OPTIONS) as server:
+        data = server.post("/score", text_1=QUERY, text_2=DOCUMENTS).json()["data"]
+    found = [row["score"] for row in data]
+    assert found == pytest.approx(activation(logits).flatten().tolist(), abs=1e-4)
+
+
+IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "values", "expected"),
+    [
+        (1, {"problem_type": "regression"}, "Identity"),
+        (3, {"problem_type": "multi_label_classification"}, "Sigmoid"),
+        (3, {"problem_type": "single_label_classification"}, "Softmax"),
+        (
+            1,
+            {"problem_type": "multi_label_classification", "sentence_transformers": IDENTITY},
+            "Sigmoid",
+        ),
+        (1, {"sentence_transformers": IDENTITY}, "Identity"),
+        (
+            1,
+            {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            "Identity",
+        ),
+        (1, {}, "Sigmoid"),
+        (3, {}, "Softmax"),
+    ],
+)
+def test_the_function_of_scores(labels: int, values: dict[str, Any], expected: str) -> None:
+    """The type of problem comes first, then the named function, then the usual one."""
+    config = transformers.BertConfig(num_labels=labels, **values)
+    scores = torch.randn(2, labels)
+    function = torch.nn.Softmax(-1) if expected == "Softmax" else getattr(torch.nn, expected)()
+    found = Labels(config).probabilities(scores)
+    torch.testing.assert_close(found, function(scores))
+
+
+def test_another_function_of_scores() -> None:
+    """A function that is not known is refused before any text."""
+    given = {"activation_fn": "torch.nn.modules.activation.Tanh"}
+    config = transformers.BertConfig(num_labels=1, sentence_transformers=given)
+    with pytest.raises(ModelError, match=r"activation_fn is .*Tanh"):
+        Labels(config)
 
 
 def test_an_encoder_without_labels(minilm: Server) -> None:

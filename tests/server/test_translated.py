@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opgraft.serving.server.translated import spelled
 from server.processes import Server, expect_idle, serving
 
 
@@ -38,6 +39,42 @@ def test_the_end_of_a_stream_that_fails(hurried: Server) -> None:
     name, told = last_event(answer)
     assert (name, told["error"]["type"]) == ("event: error", "timeout_error")
     expect_idle(hurried)
+
+
+def test_a_response_belongs_to_a_key(checkpoint: Path, tmp_path: Path) -> None:
+    """Another key cannot read, continue or delete it, and its id is not the id in the log."""
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    with serving(checkpoint, "--api-key-file", str(keys)) as server:
+        server.key = "first"
+        body = {"input": "the cat", "max_output_tokens": 2}
+        answer = server.post("/v1/responses", **body)
+        name = answer.json()["id"]
+        assert answer.headers["x-request-id"] not in name
+        assert server.get(f"/v1/responses/{name}").json() == answer.json()
+        server.key = "second"
+        assert server.get(f"/v1/responses/{name}").status_code == 404
+        assert server.request("DELETE", f"/v1/responses/{name}").status_code == 404
+        refused = server.post("/v1/responses", **body, previous_response_id=name)
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        server.key = "first"
+        assert server.request("DELETE", f"/v1/responses/{name}").status_code == 200
+
+
+def rows(*texts: str) -> list[dict[str, Any]]:
+    return [{"token": text, "bytes": list(text.encode())} for text in texts]
+
+
+def test_log_probabilities_beside_reasoning() -> None:
+    """The tokens of the text have them, read at once or in parts; the others have none."""
+    tokens = rows("<think>", "why ", "so", "</think>", "\n", "so", " it ", "is", "</s>")
+    spelling, rest = spelled(tokens, "why so")
+    assert [row["token"] for row in spelling] == ["why ", "so"]
+    spelling, rest = spelled(rest, "so it is")
+    assert [row["token"] for row in spelling] == ["so", " it ", "is"]
+    assert [row["token"] for row in rest] == ["</s>"]
+    partly = rows("\ufffd")
+    assert spelled(partly, "ä") == (partly, [])
 
 
 def test_keys(hurried: Server) -> None:

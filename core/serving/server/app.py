@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from opgraft.errors import OpgraftError
+from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
 from opgraft.serving.server.bodies import BodyRoute
 from opgraft.serving.server.chat import Chat
@@ -113,21 +113,28 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation with items, and keep the response."""
-    return await ModelResponse(_service(request), body, _passing(request)).respond()
+    service = _service(request)
+    passing = _passing(request)
+    before: list[Any] = []
+    if body.previous_response_id is not None:
+        before = await service.responses.messages(passing.owner, body.previous_response_id)
+    return await ModelResponse(service, body, passing, before).respond()
 
 
 @router.get("/v1/responses/{response_id}")
-async def show_response(response_id: str, request: Request) -> JSONResponse:
+async def show_response(response_id: str, request: Request, stream: str | None = None) -> Response:
     """Show a kept response."""
-    return JSONResponse(_service(request).responses.expect(response_id).response)
+    if stream == "true":
+        message = "stream has a value that is not supported: leave it out to get the whole response"
+        raise HTTPError(400, message, field="stream", code="unsupported_value")
+    found = await _service(request).responses.response(_passing(request).owner, response_id)
+    return Response(found, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a kept response."""
-    responses = _service(request).responses
-    responses.expect(response_id)
-    responses.drop(response_id)
+    await _service(request).responses.drop(_passing(request).owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 

@@ -40,7 +40,7 @@ class BodyRoute(APIRoute):
 
         async def handle_within_bounds(request: Request) -> Response:
             bounded = _BoundedRequest(request.scope, request.receive)
-            await bounded.expect_few_containers()
+            await bounded.expect_fewcontainers()
             refused = request.app.state.service.settings.unknown_fields == "refuse"
             with unknown_fields(refused) as unknown:
                 response = await handle(bounded)
@@ -73,13 +73,13 @@ def _ascii(name: str) -> str:
 class _BoundedRequest(Request):
     """A request. A thread works on a large body, so that the event loop goes on."""
 
-    async def expect_few_containers(self) -> None:
+    async def expect_fewcontainers(self) -> None:
         """Check that the body has few lists and objects.
 
         Raises:
             HTTPError: there are too many.
         """
-        found = await self._beside(_containers, await self.body())
+        found = await self._beside(containers, await self.body())
         if found > MOST_CONTAINERS:
             limit = f"this server takes {MOST_CONTAINERS}"
             message = f"the body has {found} lists and objects, and {limit}: send less at a time"
@@ -95,7 +95,7 @@ class _BoundedRequest(Request):
         return await asyncio.get_running_loop().run_in_executor(_PARSING, work, body)
 
 
-def _containers(body: bytes) -> int:
+def containers(body: bytes) -> int:
     """Return the number of lists and objects of JSON, or a larger number below the limit."""
     found = body.count(b"[") + body.count(b"{")
     if found <= MOST_CONTAINERS:

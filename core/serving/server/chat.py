@@ -93,11 +93,16 @@ class Chat(Generating[ChatRequest]):
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the chat in the template."""
         sampling.expect_answers(self.body, 1, self.service)
-        return [await self.service.llm.prepare(self._rendered)]
+        return [await self.service.llm.prepare(self._tokens_of_prompt)]
 
-    def _rendered(self) -> list[int]:
-        inputs = self.service.llm.engine.inputs
-        text = inputs.chat_template.render(
+    def count(self) -> int:
+        """Return the number of tokens of the prompt, which may exceed the context."""
+        text = self._rendered()
+        self.service.expect_characters(text, self.prompt_field)
+        return len(self.service.tokenizer.encode(text, add_special_tokens=False))
+
+    def _rendered(self) -> str:
+        return self.service.llm.engine.inputs.chat_template.render(
             for_template(self.body.messages, self.tools.instruction),
             tools=None if self.tools.instruction else self.tools.functions,
             add_generation_prompt=self.body.add_generation_prompt is not False,
@@ -105,6 +110,10 @@ class Chat(Generating[ChatRequest]):
             source=self.body.chat_template,
             values=self._values(),
         )
+
+    def _tokens_of_prompt(self) -> list[int]:
+        inputs = self.service.llm.engine.inputs
+        text = self._rendered()
         self._begins_in_reasoning = text.rstrip().endswith(OPENING)
         kept = sampling.kept_tokens(self.body, self.service)
         text = self.short_text(text, kept)
@@ -131,9 +140,14 @@ class Chat(Generating[ChatRequest]):
     def _values(self) -> Mapping[str, Any]:
         """Return further values for the template."""
         given = template_values(self.body.chat_template_kwargs) or {}
-        if self.body.reasoning_effort is None:
+        effort = self.body.reasoning_effort
+        if effort is None:
             return given
-        return {"reasoning_effort": self.body.reasoning_effort, **given}
+        values: dict[str, Any] = {"reasoning_effort": effort}
+        # Qwen's and other templates have a value of this name.
+        if effort == "none":
+            values["enable_thinking"] = False
+        return {**values, **given}
 
     def _reading(self) -> _Told:
         reasoning = ReasoningReader(self._begins_in_reasoning) if self._may_reason else None

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
-from opgraft.serving.async_llm import Pair
+from opgraft.serving.arguments import placed
 from opgraft.serving.embedding_engine import EmbeddingRequest
 from opgraft.serving.outputs import EmbeddingOutput
-from opgraft.serving.prompts import Prompt
+from opgraft.serving.prompts import Prompt, expect_unicode
 from opgraft.serving.server import protocol
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
+from opgraft.serving.server.sampling import expect_kept
 from opgraft.serving.server.service import Service
 
 
@@ -33,9 +34,9 @@ async def embed(
     service.expect_model(body.model)
     await service.check()
     texts = several(body.input, "input")
-    expect_texts(texts, "input", service)
+    most = expect_texts(texts, "input", service, body.truncate_prompt_tokens)
     with at("input"):
-        requests = await service.encoder.embedded(texts)
+        requests = await service.encoder.embedded(texts, most=most)
     outputs, tokens = await admitted(requests, service, passing)
     written = _base64 if body.encoding_format == "base64" else list
     rows = []
@@ -57,20 +58,33 @@ async def embed(
     }
 
 
-def expect_texts(texts: Sequence[Prompt | Pair], field: str, service: Service) -> None:
-    """Check the number and the length of texts.
+def expect_texts(
+    texts: Sequence[Prompt], field: str, service: Service, most: int | None
+) -> int | None:
+    """Check the number and the characters of texts, and return the most tokens of a text.
+
+    Args:
+        texts: of a field.
+        field: for errors.
+        service: has the limits.
+        most: tokens of a text, as the request says. -1 stands for as many as the model takes.
 
     Raises:
-        HTTPError: there are too many, or one is too long.
+        HTTPError: there are too many, or one is too long, or ``most`` is no such number.
+        RequestError: a text has half of a surrogate pair.
     """
     most = service.settings.max_inputs
     if len(texts) > most:
         message = f"{field} has {len(texts)} texts, and this server takes {most}"
         raise HTTPError(400, message, field=field, code="limit_exceeded")
-    for text in texts:
-        parts = text if isinstance(text, tuple) else (text,)
-        for part in parts:
-            service.expect_characters(part if isinstance(part, str) else "", field)
+    for place, text in enumerate(texts):
+        if isinstance(text, str):
+            service.expect_characters(text, field)
+            with at(field):
+                expect_unicode(text, placed("text", place, len(texts)))
+    longest = service.max_model_len
+    most = expect_kept(longest if most == -1 else most)
+    return None if most is None else min(most, longest)
 
 
 async def admitted(

@@ -45,7 +45,7 @@ class Gate:
         self._service.flights.add(flight)
         try:
             self._expect_host(scope)
-            self._expect_key(scope)
+            passing.owner = self._owner(scope)
             with self._bodies.held() as hold:
                 body = await self._body(scope, receive, hold, flight)
                 # Before any work on the body, so that a refusal is cheap.
@@ -79,9 +79,14 @@ class Gate:
         message = f"this server is not called {name[:80]!r}: {step}"
         raise HTTPError(403, message, code="host_not_allowed")
 
-    def _expect_key(self, scope: Scope) -> None:
+    def _owner(self, scope: Scope) -> bytes:
+        """Return the digest of the key of a request; empty if the path or server needs no key.
+
+        Raises:
+            HTTPError: no valid key was sent.
+        """
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
-            return
+            return b""
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # Clients of Anthropic's interface send the second header.
@@ -89,11 +94,13 @@ class Gate:
         # latin-1 gives the sent bytes.
         digests = [_digest(each.strip().encode("latin-1")) for each in sent]
         # All keys, so that the time tells nothing.
-        matches = [hmac.compare_digest(given, known) for given in digests for known in self._keys]
-        if not any(matches):
+        pairs = [(given, known) for given in digests for known in self._keys]
+        matches = [known for given, known in pairs if hmac.compare_digest(given, known)]
+        if not matches:
             message = "no valid API key was sent: send the header 'Authorization: Bearer KEY'"
             challenge = {"www-authenticate": "Bearer"}
             raise HTTPError(401, message, code="invalid_api_key", headers=challenge)
+        return matches[0]
 
     async def _body(
         self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight

@@ -12,16 +12,24 @@ from opgraft.serving.server.messages_protocol import (
     CountRequest,
     InputMessage,
     MessagesRequest,
+    OutputConfig,
     ResultBlock,
     TextBlock,
-    Texts,
     ThinkingBlock,
 )
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import event
-from opgraft.serving.server.translated import Block, BlockKind, Translated, sampled
+from opgraft.serving.server.translated import (
+    Block,
+    BlockKind,
+    Translated,
+    called,
+    joined,
+    sampled,
+    with_one_system_message,
+)
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -40,31 +48,39 @@ def chat_request(body: CountRequest) -> ChatRequest:
     """Return a request as a chat."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _joined(body.system)})
+        messages.append({"role": "system", "content": joined(body.system)})
     for message in body.messages:
         messages += _chat_messages(message)
-    choice = body.tool_choice
-    format_ = body.output_config and body.output_config.format
+    output = body.output_config or OutputConfig()
     values = body.chat_template_kwargs or {}
     # Qwen's and other templates have a value of this name.
     if body.thinking is not None:
         values = {"enable_thinking": body.thinking.type != "disabled", **values}
     return ChatRequest.model_validate(
         {
-            **sampled(body),
-            "messages": messages,
-            "max_tokens": body.max_tokens if isinstance(body, MessagesRequest) else None,
-            "stop": body.stop_sequences,
+            **_sampling(body),
+            "messages": with_one_system_message(messages),
             "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
             "tool_choice": _choice(body),
-            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-            "response_format": format_ and _format(format_.schema_),
-            "reasoning_effort": body.output_config and body.output_config.effort,
+            "parallel_tool_calls": _may_call_several(body),
+            "response_format": _format(output),
+            "reasoning_effort": output.effort,
             # The model goes on with a message that the client has begun.
             "continue_final_message": _is_begun(messages),
             "chat_template_kwargs": values,
         }
     )
+
+
+def _sampling(body: CountRequest) -> dict[str, Any]:
+    """Return the fields of sampling, if the request wants an answer."""
+    if not isinstance(body, MessagesRequest):
+        return {"model": body.model}
+    return {**sampled(body), "max_tokens": body.max_tokens, "stop": body.stop_sequences}
+
+
+def _may_call_several(body: CountRequest) -> bool:
+    return body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
@@ -79,7 +95,10 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     for block in message.content:
         if isinstance(block, ResultBlock):
             results = True
-            content = _joined(block.content or "")
+            content = joined(block.content or "")
+            # Chats have no field for it.
+            if block.is_error:
+                content = f"Error: {content}"
             yield {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
@@ -90,14 +109,7 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             reasoning.append(block.thinking)
         elif isinstance(block, CallBlock):
-            function = {"name": block.name, "arguments": block.input}
-            calls.append(
-                {
-                    "id": block.id,
-                    "type": "function",
-                    "function": function,
-                }
-            )
+            calls.append(called(block.name, block.input, block.id))
     rest: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
     if reasoning:
         rest["reasoning_content"] = "\n".join(reasoning)
@@ -114,12 +126,6 @@ def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     return last["role"] == "assistant" and "tool_calls" not in last
 
 
-def _joined(content: Texts) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text for block in content)
-
-
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
@@ -127,13 +133,18 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice(body: CountRequest) -> Any:
     choice = body.tool_choice
-    if choice is None or choice.type != "tool":
-        return choice and _CHOICES[choice.type]
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
     return {"type": "function", "function": {"name": choice.name or ""}}
 
 
-def _format(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+def _format(output: OutputConfig) -> dict[str, Any] | None:
+    if output.format is None:
+        return None
+    schema = {"name": "answer", "schema": output.format.schema_}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 async def count_tokens(service: Service, body: CountRequest, passing: Passing) -> dict[str, int]:
@@ -141,13 +152,13 @@ async def count_tokens(service: Service, body: CountRequest, passing: Passing) -
 
     Raises:
         HTTPError: the request names another model, or cannot be a chat.
-        RequestError: the template refuses the messages, or the prompt is too long.
+        RequestError: the template refuses the messages.
     """
     passing.names = _NAMES
     service.expect_model(body.model)
     await service.check()
-    (tokens,) = await Chat(service, chat_request(body), passing).prompts()
-    return {"input_tokens": len(tokens)}
+    chat = Chat(service, chat_request(body), passing)
+    return {"input_tokens": await service.prepare(chat.count)}
 
 
 class Message(Translated):
@@ -212,11 +223,11 @@ class Message(Translated):
         """Return the reason of the end, null before the end."""
         if self.finish_reason == "stop" and isinstance(self.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_reason}
-        reason = self.finish_reason and _STOP_REASONS[self.finish_reason]
+        reason = _STOP_REASONS.get(self.finish_reason or "")
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _tokens(self) -> dict[str, Any]:
-        # Here the cached tokens are no input.
+        # Anthropic counts cached tokens beside the input, and OpenAI within it.
         return {
             "input_tokens": self.record["prompt_tokens"] - self.cached_tokens,
             "cache_creation_input_tokens": 0,

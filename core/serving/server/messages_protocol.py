@@ -65,10 +65,11 @@ class ResultBlock(Body):
     """The result of a call."""
 
     place = _BLOCKS
-    without_effect = _CACHED | {"is_error"}
+    without_effect = _CACHED
 
     type: Literal["tool_result"]
     tool_use_id: str
+    is_error: bool | None = None
     content: Texts | None = None
 
 
@@ -161,24 +162,27 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountRequest(Sampled):
+class CountRequest(Body):
     """The body of ``/v1/messages/count_tokens``, and a part of the body of ``/v1/messages``."""
 
-    without_effect = Sampled.without_effect | _CACHED | {"inference_geo", "speed"}
+    without_effect = _CACHED | {"speed"}
 
+    model: str | None = None
     messages: Items[InputMessage]
     system: Texts | None = None
     tools: Items[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: Items[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     container: Annotated[Any, only()] = None
     mcp_servers: Annotated[Any, only([])] = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Sampled):
     """The body of ``/v1/messages``."""
 
+    without_effect = Sampled.without_effect | CountRequest.without_effect | {"inference_geo"}
+
     max_tokens: Whole
+    stop_sequences: Items[str] | None = None

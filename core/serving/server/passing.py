@@ -38,6 +38,7 @@ class Passing:
         record: the fields of the line in the log.
         scope: of ASGI, with this object as ``passing`` in the state.
         slot: the share of the request in the waiting work.
+        owner: the digest of the client's key; empty on a server without keys.
         started: the time of arrival, by ``time.monotonic``.
         names: parts of names in chats → parts in the client's interface, for errors.
         error_event: returns an error as the last event of a stream, if the interface has a form of
@@ -61,6 +62,7 @@ class Passing:
         state = {**scope.get("state", {}), "passing": self}
         self.scope = {**scope, "method": method, "state": state}
         self.slot = Slot()
+        self.owner = b""
         self.started = time.monotonic()
         self.names: Mapping[str, str] = {}
         self.error_event: Callable[[HTTPError], bytes] | None = None
@@ -73,6 +75,9 @@ class Passing:
         if message["type"] == "http.response.start":
             self.record["status"] = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
+            # Anthropic's clients read this name.
+            if self.record["path"].startswith(faults.MESSAGES_PATH):
+                headers.append((b"request-id", self.id.encode()))
             self._streams = any(value.startswith(b"text/event-stream") for _, value in headers)
             message = {**message, "headers": headers}
         await self._send(message)

@@ -229,6 +229,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+_VECTORS = "POST /v1/embeddings has it"
 _IN_SCHEMA = "write additionalProperties into the schema"
 
 
@@ -583,28 +584,48 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
     dimensions: Whole | None = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
+    truncate_prompt_tokens: Whole | None = None
     add_special_tokens: Annotated[Any, only(True)] = None
 
 
-class PoolingRequest(Body):
-    """The body of ``/pooling`` and ``/classify``: texts, with vLLM's names."""
+class _Scored(Body):
+    """Fields of ``/pooling``, ``/classify``, ``/score`` and ``/rerank``, with vLLM's names."""
+
+    truncate_prompt_tokens: Whole | None = None
+    truncation_side: Annotated[Any, only("right")] = None
+    use_activation: Annotated[Any, only(True)] = None
+
+
+class _Compared(_Scored):
+    """Fields of ``/score`` and ``/rerank``."""
+
+    max_tokens_per_doc: Annotated[Any, only(advice="use truncate_prompt_tokens")] = None
+    max_tokens_per_query: Annotated[Any, only()] = None
+    instruction: Annotated[Any, only("", advice="write it into the query")] = None
+
+
+class PoolingRequest(_Scored):
+    """The body of ``/pooling`` and ``/classify``: texts."""
+
+    encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
+    dimensions: Annotated[Any, only(advice=_VECTORS)] = None
+    embed_dtype: Annotated[Any, only("float32")] = None
+    endianness: Annotated[Any, only("native", "little")] = None
+    task: Annotated[Any, only("embed", "classify", advice="leave it out")] = None
 
     model: str | None = None
     input: Prompts
     user: str | None = None
     add_special_tokens: Annotated[Any, only(True)] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
 
 
-class ScoreRequest(Body):
+class ScoreRequest(_Compared):
     """The body of ``/score``: one text, and others to compare with it, or texts in pairs."""
 
     model: str | None = None
     text_1: Texts
     text_2: Texts
     user: str | None = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
 
 
 class Document(Body):
@@ -622,7 +643,7 @@ _AnyDocument: TypeAlias = Annotated[
 ]
 
 
-class RerankRequest(Body):
+class RerankRequest(_Compared):
     """The body of ``/rerank``, with the names of Jina and Cohere."""
 
     model: str | None = None
@@ -631,7 +652,6 @@ class RerankRequest(Body):
     top_n: Whole | None = None
     return_documents: bool | None = None
     user: str | None = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
 
 
 class TokenizeRequest(Body):

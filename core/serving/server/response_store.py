@@ -2,73 +2,132 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from opgraft.errors import HTTPError
+from opgraft.serving.server.bodies import MOST_CONTAINERS, containers
 
 
-class KeptResponse(NamedTuple):
-    """A response, and the chat up to its end.
+class _Kept(NamedTuple):
+    """A response and the chat up to its end, as JSON: Python's objects take 100 times the memory.
 
     Attributes:
+        owner: the digest of the key whose clients may ask for it.
         response: as the client has got it.
         messages: in the form of chats, without instructions.
     """
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
+    owner: bytes
+    response: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class ResponseStore:
-    """The latest responses, in memory. Any thread may use the object.
+    """The latest responses, in memory. A thread of the object reads and writes them in turn.
 
     Args:
-        limit: bytes of all responses and chats together. The oldest ones go first.
+        limit: bytes of all responses and chats together. The client with the most bytes loses its
+            oldest ones first.
+        longest: bytes of the longest chat that goes on.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, longest: int) -> None:
         self._limit = limit
-        # As text: Python's objects may take 100 times its memory.
-        self._kept: dict[str, bytes] = {}
-        self._bytes = 0
-        self._lock = Lock()
+        self._longest = longest
+        self._kept: dict[str, _Kept] = {}
+        self._bytes: dict[bytes, int] = {}
+        self._thread = ThreadPoolExecutor(1, "opgraft-responses")
 
-    def keep(self, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a response, unless it is larger than the limit."""
-        # "replace", because an answer may have half of a surrogate pair.
-        text = json.dumps([response, messages], ensure_ascii=False).encode("utf-8", "replace")
-        if len(text) > self._limit:
+    def keep(
+        self, owner: bytes, response: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+    ) -> Future[None]:
+        """Keep a response, unless it is larger than the limit. Nobody need wait for the end."""
+        return self._thread.submit(self._keep, owner, response, messages)
+
+    def _keep(self, owner: bytes, response: Any, messages: Any) -> None:
+        kept = _Kept(owner, _written(response), _written(messages))
+        if kept.size > self._limit:
             return
-        with self._lock:
-            self._kept[response["id"]] = text
-            self._bytes += len(text)
-            while self._bytes > self._limit:
-                oldest = next(iter(self._kept))
-                self._bytes -= len(self._kept.pop(oldest))
+        self._kept[response["id"]] = kept
+        self._count(owner, kept.size)
+        while sum(self._bytes.values()) > self._limit:
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            oldest = next(name for name, each in self._kept.items() if each.owner == largest)
+            self._count(largest, -self._kept.pop(oldest).size)
 
-    def find(self, name: str) -> KeptResponse | None:
-        """Return a response by its id, or None."""
-        text = self._kept.get(name)
-        return None if text is None else KeptResponse(*json.loads(text))
+    def _count(self, owner: bytes, more: int) -> None:
+        self._bytes[owner] = self._bytes.get(owner, 0) + more
+        if not self._bytes[owner]:
+            del self._bytes[owner]
 
-    def expect(self, name: str) -> KeptResponse:
-        """Return a response by its id.
+    async def messages(self, owner: bytes, name: str) -> list[dict[str, Any]]:
+        """Return the chat up to the end of a response.
 
         Raises:
-            HTTPError: the response is not kept.
+            HTTPError: the response is not kept for the owner, or the chat is too long to go on.
         """
-        found = self.find(name)
-        if found is not None:
-            return found
+        return await self._beside(self._messages, owner, name)
+
+    def _messages(self, owner: bytes, name: str) -> Any:
+        field = "previous_response_id"
+        advice = "send its input and output as items of input"
+        kept = self._kept.get(name)
+        if kept is None or kept.owner != owner:
+            message = (
+                f"{field} is {name[:80]!r}, and this server does not keep such a response: {advice}"
+            )
+            raise HTTPError(400, message, field=field, code="previous_response_not_found")
+        if len(kept.messages) > self._longest or containers(kept.messages) > MOST_CONTAINERS:
+            message = (
+                f"the conversation up to {name[:80]!r} is larger than a body may be: {advice}, "
+                "without the oldest ones"
+            )
+            raise HTTPError(400, message, field=field, code="limit_exceeded")
+        return json.loads(kept.messages)
+
+    async def response(self, owner: bytes, name: str) -> bytes:
+        """Return a response by its id, as JSON.
+
+        Raises:
+            HTTPError: the response is not kept for the owner.
+        """
+        return (await self._beside(self._expect, owner, name)).response
+
+    async def drop(self, owner: bytes, name: str) -> None:
+        """Forget a response.
+
+        Raises:
+            HTTPError: the response is not kept for the owner.
+        """
+        await self._beside(self._drop, owner, name)
+
+    def _drop(self, owner: bytes, name: str) -> None:
+        self._count(owner, -self._expect(owner, name).size)
+        del self._kept[name]
+
+    def _expect(self, owner: bytes, name: str) -> _Kept:
+        kept = self._kept.get(name)
+        if kept is not None and kept.owner == owner:
+            return kept
         message = (
-            f"the response {name[:80]!r} is not kept here: ask for it sooner, with store: true"
+            f"the response {name[:80]!r} is not kept here: the server keeps the latest ones that "
+            "were asked for without store: false"
         )
         raise HTTPError(404, message, field="response_id", code="response_not_found")
 
-    def drop(self, name: str) -> None:
-        """Forget a response, if it is kept."""
-        with self._lock:
-            self._bytes -= len(self._kept.pop(name, b""))
+    async def _beside(self, work: Any, owner: bytes, name: str) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, work, owner, name)
+
+
+def _written(value: Any) -> bytes:
+    # "replace", because a client's text may have half of a surrogate pair.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

@@ -6,22 +6,30 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from opgraft.errors import HTTPError
 from opgraft.serving.server.passing import Passing
-from opgraft.serving.server.protocol import ChatRequest, RefusalPart
+from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.responses_protocol import (
     CallItem,
     CallOutputItem,
     Item,
-    ItemPart,
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
 )
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import event
-from opgraft.serving.server.translated import Block, BlockKind, Translated, sampled
+from opgraft.serving.server.translated import (
+    Block,
+    BlockKind,
+    Translated,
+    called,
+    joined,
+    sampled,
+    with_one_system_message,
+)
 
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -47,18 +55,21 @@ def chat_messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, ReasoningItem):
-            parts = item.content or item.summary or ()
-            reasoning = _joined(parts)
-            messages.append({"role": "assistant", "reasoning_content": reasoning})
+            message = _model_message(messages)
+            reasoning = joined(item.content or item.summary or "")
+            earlier = message.get("reasoning_content")
+            message["reasoning_content"] = f"{earlier}\n{reasoning}" if earlier else reasoning
         elif isinstance(item, CallItem):
-            _model_message(messages).setdefault("tool_calls", []).append(_call(item))
+            _model_message(messages).setdefault("tool_calls", []).append(
+                called(item.name, item.arguments, item.call_id)
+            )
         elif isinstance(item, CallOutputItem):
-            result = {"tool_call_id": item.call_id, "content": _joined(item.output)}
+            result = {"tool_call_id": item.call_id, "content": joined(item.output)}
             messages.append({"role": "tool", **result})
         elif item.role == "assistant" and _only_reasons(messages):
-            messages[-1]["content"] = _joined(item.content)
+            messages[-1]["content"] = joined(item.content)
         else:
-            messages.append({"role": item.role, "content": _joined(item.content)})
+            messages.append({"role": item.role, "content": joined(item.content)})
     return messages
 
 
@@ -73,38 +84,26 @@ def _only_reasons(messages: Sequence[Mapping[str, Any]]) -> bool:
     return bool(messages) and messages[-1].keys() == {"role", "reasoning_content"}
 
 
-def _joined(content: str | Sequence[ItemPart | RefusalPart]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content)
-
-
-def _call(item: CallItem) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
-    return {
-        "id": item.call_id,
-        "type": "function",
-        "function": function,
-    }
-
-
 def chat_request(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:
     """Return a request as a chat of some messages."""
     chat = list(messages)
-    # Those of previous responses do not go on, as at OpenAI.
+    # Instructions of previous responses are not kept, as at OpenAI.
     if body.instructions:
         chat.insert(0, {"role": "system", "content": body.instructions})
+    effort = None if body.reasoning is None else body.reasoning.effort
     wants_logprobs = _LOGPROBS in (body.include or ()) or body.top_logprobs is not None
     return ChatRequest.model_validate(
         {
             **sampled(body),
-            "messages": chat,
+            "messages": with_one_system_message(chat),
             "max_completion_tokens": body.max_output_tokens,
+            "stop": body.stop,
+            "structured_outputs": body.structured_outputs,
             "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
             "tool_choice": _choice(body),
             "parallel_tool_calls": body.parallel_tool_calls,
             "response_format": _format(body),
-            "reasoning_effort": body.reasoning and body.reasoning.effort,
+            "reasoning_effort": effort,
             "logprobs": wants_logprobs,
             "top_logprobs": body.top_logprobs,
             "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
@@ -146,16 +145,25 @@ class ModelResponse(Translated):
         service: answers the request, and keeps the response.
         body: of the request.
         passing: the request over HTTP.
+        before: the messages up to the end of the previous response.
 
     Raises:
-        HTTPError: the previous response is not kept, or the request cannot be a chat.
+        HTTPError: the request cannot be a chat.
     """
 
-    def __init__(self, service: Service, body: ResponsesRequest, passing: Passing) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        passing: Passing,
+        before: Sequence[dict[str, Any]],
+    ) -> None:
         self.request = body
-        self._messages = [*_messages_before(service, body), *chat_messages(body.input)]
+        self._owner = passing.owner
+        self._messages = [*before, *chat_messages(body.input)]
         super().__init__(service, chat_request(body, self._messages), passing, _NAMES)
-        self.id = f"resp_{passing.id}"
+        # Not the id of the request, which stands in logs.
+        self.id = f"resp_{uuid4().hex}"
         self._numbers = count()
         passing.error_event = self._error
 
@@ -213,7 +221,7 @@ class ModelResponse(Translated):
             yield self._event(done, **place, text=block.text)
         if block.kind is not BlockKind.CALL:
             yield self._event("response.content_part.done", **place, part=_part(block))
-        item = self._item(block, "completed")
+        item = self._item(block, self._status(block))
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def ending(self) -> Iterator[bytes]:
@@ -240,7 +248,7 @@ class ModelResponse(Translated):
         response = self._response("incomplete" if is_cut else "completed")
         if response["store"]:
             messages = [*self._messages, self.as_message()]
-            self.service.responses.keep(response, messages)
+            self.service.responses.keep(self._owner, response, messages)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -255,12 +263,22 @@ class ModelResponse(Translated):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self.service.name,
-            "output": [self._item(block, status) for block in self.blocks],
+            "output": [self._item(block, self._status(block)) for block in self.blocks],
             "temperature": self.params.temperature,
             "top_p": self.params.top_p,
             "usage": self._tokens() if has_ended else None,
             **_settings(self.request),
+            "store": self._is_kept,
         }
+
+    @property
+    def _is_kept(self) -> bool:
+        return self.request.store is not False and self.service.settings.max_kept_bytes > 0
+
+    def _status(self, block: Block) -> str:
+        """Return the status of a block that does not grow any more."""
+        is_cut = self.finish_reason == "length" and block is self.blocks[-1]
+        return "incomplete" if is_cut else "completed"
 
     def _tokens(self) -> dict[str, Any]:
         read = self.record["prompt_tokens"]
@@ -317,7 +335,6 @@ def _settings(body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": effort, "summary": None},
-        "store": body.store is not False,
         "text": {"format": _told_format(form)},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools or ()],
@@ -325,20 +342,6 @@ def _settings(body: ResponsesRequest) -> dict[str, Any]:
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def _messages_before(service: Service, body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages up to the end of the previous response."""
-    name = body.previous_response_id
-    if name is None:
-        return []
-    kept = service.responses.find(name)
-    if kept is not None:
-        return kept.messages
-    field = "previous_response_id"
-    advice = "send its input and output as items of input"
-    message = f"{field} is {name[:80]!r}, and this server does not keep such a response: {advice}"
-    raise HTTPError(400, message, field=field, code="previous_response_not_found")
 
 
 def _text_event(block: Block) -> str:

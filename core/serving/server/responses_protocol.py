@@ -9,7 +9,8 @@ from opgraft.serving.server.protocol import (
     Items,
     RefusalPart,
     Sampled,
-    StreamOptions,
+    StructuredOutputs,
+    Texts,
     ToldObject,
     Whole,
     only,
@@ -191,13 +192,17 @@ class ReasoningSettings(Body):
 class ResponsesRequest(Sampled):
     """The body of ``/v1/responses``."""
 
-    without_effect = Sampled.without_effect | {"max_tool_calls", "prompt_cache_options"}
+    without_effect = Sampled.without_effect | {
+        *("max_tool_calls", "prompt_cache_options", "stream_options"),
+    }
 
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: Whole | None = None
+    stop: Texts | None = None
+    structured_outputs: StructuredOutputs | None = None
     tools: Items[FunctionTool] | None = None
     tool_choice: _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -206,7 +211,6 @@ class ResponsesRequest(Sampled):
     top_logprobs: Whole | None = None
     include: Items[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     background: Annotated[Any, only(False, advice="read the answer as a stream")] = None
     conversation: Annotated[Any, only(advice="use previous_response_id")] = None

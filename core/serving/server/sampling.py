@@ -80,13 +80,22 @@ def kept_tokens(body: Generation, service: Service) -> int | None:
     Raises:
         HTTPError: the number is another one below 1.
     """
-    field = "truncate_prompt_tokens"
     wanted = body.truncate_prompt_tokens
     if wanted == -1:
         _, asked = _asked_tokens(body)
         answer = _COMPLETION_TOKENS if asked is None else max(1, asked)
         return max(1, service.max_model_len - answer)
+    return expect_kept(wanted)
+
+
+def expect_kept(wanted: int | None) -> int | None:
+    """Return the most tokens of a prompt or text.
+
+    Raises:
+        HTTPError: the number is below 1.
+    """
     if wanted is not None and wanted < 1:
+        field = "truncate_prompt_tokens"
         message = f"{field} is {wanted}: use 1 or more, or -1 for the longest prompt"
         raise HTTPError(400, message, field=field, code="invalid_value")
     return wanted

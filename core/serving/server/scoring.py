@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from opgraft.errors import HTTPError
-from opgraft.serving.async_llm import Pair
+from opgraft.serving.embedding_engine import EmbeddingRequest
 from opgraft.serving.outputs import EmbeddingOutput
-from opgraft.serving.prompts import Prompt
 from opgraft.serving.server.embeddings import admitted, expect_texts
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
@@ -23,6 +21,14 @@ from opgraft.serving.server.protocol import (
     ScoreRequest,
 )
 from opgraft.serving.server.service import Service
+from torch.nn.functional import cosine_similarity
+
+
+class _Side(NamedTuple):
+    """The texts of a field, each to be compared with a text of another field."""
+
+    field: str
+    texts: Sequence[Any]
 
 
 class Scoring:
@@ -45,8 +51,8 @@ class Scoring:
             HTTPError: the model is no encoder, or the request is not admitted or too large.
             RequestError: a text cannot be taken.
         """
-        texts = await self._texts(body)
-        outputs = await self._vectors(texts, "input")
+        await self._begin(body)
+        outputs = await self._pooled(body)
         rows = [
             {
                 "index": index,
@@ -64,13 +70,13 @@ class Scoring:
             HTTPError: the model has no labels, or the request is not admitted or too large.
             RequestError: a text cannot be taken.
         """
-        texts = await self._texts(body)
+        await self._begin(body)
         labels = self._labels()
         if not labels:
             message = f"{self._service.name} has no head for labels: ask a server of a classifier"
             raise HTTPError(400, message, field="model", code="unsupported_model")
         rows = []
-        for index, output in enumerate(await self._vectors(texts, "input")):
+        for index, output in enumerate(await self._pooled(body)):
             likeliest = max(range(len(labels)), key=output.embedding.__getitem__)
             told = {"label": labels[likeliest], "probs": list(output.embedding)}
             rows.append(
@@ -91,16 +97,14 @@ class Scoring:
             RequestError: a text cannot be taken.
         """
         await self._begin(body)
-        first: Sequence[Any] = several(body.text_1, "text_1")
-        second: Sequence[Any] = several(body.text_2, "text_2")
+        first = several(body.text_1, "text_1")
+        second = several(body.text_2, "text_2")
         # One text is compared with each of the others.
-        if len(first) == 1:
-            first = [*first] * len(second)
-        if len(first) != len(second):
+        if len(first) not in (1, len(second)):
             counts = f"text_1 has {len(first)} texts, and text_2 has {len(second)}"
             message = f"{counts}: give one text and others, or texts in pairs"
             raise HTTPError(400, message, field="text_2", code="invalid_value")
-        scores = await self._scores(list(zip(first, second, strict=True)), "text_2")
+        scores = await self._scores(body, _Side("text_1", first), _Side("text_2", second))
         rows = [
             {
                 "index": index,
@@ -122,7 +126,7 @@ class Scoring:
         await self._begin(body)
         given: Sequence[Any] = several(body.documents, "documents")
         texts = [each.text if isinstance(each, Document) else str(each) for each in given]
-        scores = await self._scores([(body.query, text) for text in texts], "documents")
+        scores = await self._scores(body, _Side("query", [body.query]), _Side("documents", texts))
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         # vLLM and Jina take 0 for all.
         most = max(0, body.top_n or 0) or len(order)
@@ -138,40 +142,47 @@ class Scoring:
         self._service.expect_model(body.model)
         await self._service.check()
 
-    async def _texts(self, body: PoolingRequest) -> Sequence[Prompt]:
-        await self._begin(body)
-        return several(body.input, "input")
-
     def _labels(self) -> Sequence[str]:
         return self._service.encoder.encoder.labels
 
-    async def _scores(self, pairs: Sequence[Pair], field: str) -> list[float]:
+    async def _pooled(self, body: PoolingRequest) -> Sequence[EmbeddingOutput]:
+        """Return embeddings of texts, or the probabilities of labels if the model has labels."""
+        texts = several(body.input, "input")
+        most = expect_texts(texts, "input", self._service, body.truncate_prompt_tokens)
+        encoder = self._service.encoder
+        prepare: Callable[..., Any] = encoder.labelled if self._labels() else encoder.embedded
+        with at("input"):
+            requests = await prepare(texts, most=most)
+        return await self._computed(requests)
+
+    async def _scores(
+        self, body: ScoreRequest | RerankRequest, first: _Side, second: _Side
+    ) -> list[float]:
         """Return a score for each pair: of a cross-encoder, or the cosine of two embeddings."""
         labels = self._labels()
-        if len(labels) == 1:
-            outputs = await self._vectors(pairs, field)
-            return [output.embedding[0] for output in outputs]
-        if labels:
+        if len(labels) > 1:
             message = (
                 f"{self._service.name} tells {len(labels)} labels apart, and a score needs one: "
                 "POST /classify gives the labels"
             )
             raise HTTPError(400, message, field="model", code="unsupported_model")
-        # A text of several pairs is embedded once.
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        outputs = await self._vectors(texts, field)
-        by_text = dict(zip(texts, outputs, strict=True))
-        return [_cosine(by_text[first], by_text[second]) for first, second in pairs]
-
-    async def _vectors(
-        self, texts: Sequence[Prompt | Pair], field: str
-    ) -> Sequence[EmbeddingOutput]:
-        """Return embeddings of texts, or the probabilities of labels if the model has labels."""
-        expect_texts(texts, field, self._service)
+        most = None
+        for side in (first, second):
+            most = expect_texts(side.texts, side.field, self._service, body.truncate_prompt_tokens)
         encoder = self._service.encoder
-        prepare: Callable[..., Any] = encoder.labelled if self._labels() else encoder.embedded
-        with at(field):
-            requests = await prepare(texts)
+        if labels:
+            pairs = list(zip(_repeated(first, second), second.texts, strict=True))
+            with at(second.field):
+                requests = await encoder.labelled(pairs, most=most)
+            return [output.embedding[0] for output in await self._computed(requests)]
+        requests = []
+        for side in (first, second):
+            with at(side.field):
+                requests += await encoder.embedded(side.texts, most=most)
+        outputs = await self._computed(requests)
+        return await self._service.prepare(_cosines, outputs, len(first.texts))
+
+    async def _computed(self, requests: Sequence[EmbeddingRequest]) -> Sequence[EmbeddingOutput]:
         outputs, self._tokens = await admitted(requests, self._service, self._passing)
         return outputs
 
@@ -192,7 +203,13 @@ class Scoring:
         }
 
 
-def _cosine(first: EmbeddingOutput, second: EmbeddingOutput) -> float:
-    product = sum(map(operator.mul, first.embedding, second.embedding))
-    lengths = math.hypot(*first.embedding) * math.hypot(*second.embedding)
-    return product / lengths if lengths else 0.0
+def _repeated(first: _Side, second: _Side) -> Sequence[str]:
+    """Return a first text for each second text."""
+    return [*first.texts] * (len(second.texts) // len(first.texts))
+
+
+def _cosines(outputs: Sequence[EmbeddingOutput], firsts: int) -> list[float]:
+    """Return the cosines of the first embeddings with each of the others, or in pairs."""
+    vectors = torch.tensor([output.embedding for output in outputs], dtype=torch.float64)
+    found: list[float] = cosine_similarity(vectors[:firsts], vectors[firsts:]).tolist()
+    return found

@@ -113,7 +113,7 @@ class Service:
         self.created = int(time.time())
         self.draining = False
         self.flights: set[Flight] = set()
-        self.responses = ResponseStore(self.settings.max_kept_bytes)
+        self.responses = ResponseStore(self.settings.max_kept_bytes, self.settings.max_body_bytes)
         self._warm = False
         self.kernels = ""
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import dropwhile
 from typing import Any
 
 from opgraft.serving.outputs import RequestOutput
@@ -42,6 +43,56 @@ class Block:
     name: str = ""
     call_id: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def called(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """Return a call of a function, as messages of chats have it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def joined(content: str | Sequence[Any]) -> str:
+    """Return a text that is given whole or in parts."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content)
+
+
+def with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose first system messages are one, because templates take one."""
+    rest = list(dropwhile(_is_of_operator, messages))
+    texts = [message["content"] for message in messages[: len(messages) - len(rest)]]
+    if not texts:
+        return rest
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
+
+
+def _is_of_operator(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("system", "developer")
+
+
+def spelled(
+    rows: list[dict[str, Any]], text: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the tokens that spell a text, and the rows behind them.
+
+    All rows, if the tokens do not spell the text: a token may be a part of a character.
+    """
+    written = b"".join(bytes(row["bytes"]) for row in rows)
+    sought = text.encode("utf-8", "replace")
+    begin = written.find(sought)
+    if begin < 0:
+        return rows, []
+    end = begin + len(sought)
+    place = 0
+    spelling = []
+    for number, row in enumerate(rows):
+        if place >= end:
+            return spelling, rows[number:]
+        place += len(row["bytes"])
+        if place > begin:
+            spelling.append(row)
+    return spelling, []
 
 
 def sampled(body: Sampled) -> dict[str, Any]:
@@ -109,15 +160,18 @@ class Translated(Chat):
 
     def _read(self, choice: Mapping[str, Any], delta: Mapping[str, Any]) -> Iterator[bytes]:
         """Read a delta into blocks, and yield the events."""
-        if delta.get("reasoning_content"):
-            yield from self.enter(BlockKind.REASONING)
-            yield from self._grow(delta["reasoning_content"], ())
         # Tokens that are part of a character come before its text.
         self._pending += (choice["logprobs"] or {}).get("content", ())
-        if delta.get("content"):
+        reasoning = delta.get("reasoning_content")
+        if reasoning:
+            _, self._pending = spelled(self._pending, reasoning)
+            yield from self.enter(BlockKind.REASONING)
+            yield from self._grow(reasoning, ())
+        text = delta.get("content")
+        if text:
+            logprobs, self._pending = spelled(self._pending, text)
             yield from self.enter(BlockKind.TEXT)
-            yield from self._grow(delta["content"], self._pending)
-            self._pending = []
+            yield from self._grow(text, logprobs)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             # Only the first delta of a call has an id.
@@ -155,14 +209,7 @@ class Translated(Chat):
         texts = {BlockKind.REASONING: "", BlockKind.TEXT: ""}
         for block in self.blocks:
             if block.kind is BlockKind.CALL:
-                function = {"name": block.name, "arguments": block.text}
-                calls.append(
-                    {
-                        "id": block.call_id,
-                        "type": "function",
-                        "function": function,
-                    }
-                )
+                calls.append(called(block.name, block.text, block.call_id))
             else:
                 texts[block.kind] += block.text
         return {
