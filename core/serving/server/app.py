@@ -21,6 +21,7 @@ from opgraft.serving.server.page import page
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -163,7 +164,7 @@ async def create_pooled(body: PoolingRequest, request: Request) -> JSONResponse:
 
 
 @router.post("/classify")
-async def create_labels(body: PoolingRequest, request: Request) -> JSONResponse:
+async def create_labels(body: ClassifyRequest, request: Request) -> JSONResponse:
     """Return the labels of texts with their probabilities."""
     return JSONResponse(await _scoring(request).classify(body))
 

@@ -73,9 +73,9 @@ def expect_texts(
         HTTPError: there are too many, or one is too long, or ``most`` is no such number.
         RequestError: a text has half of a surrogate pair.
     """
-    most = service.settings.max_inputs
-    if len(texts) > most:
-        message = f"{field} has {len(texts)} texts, and this server takes {most}"
+    limit = service.settings.max_inputs
+    if len(texts) > limit:
+        message = f"{field} has {len(texts)} texts, and this server takes {limit}"
         raise HTTPError(400, message, field=field, code="limit_exceeded")
     for place, text in enumerate(texts):
         if isinstance(text, str):

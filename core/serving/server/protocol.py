@@ -604,19 +604,23 @@ class _Compared(_Scored):
     instruction: Annotated[Any, only("", advice="write it into the query")] = None
 
 
-class PoolingRequest(_Scored):
-    """The body of ``/pooling`` and ``/classify``: texts."""
-
-    encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
-    dimensions: Annotated[Any, only(advice=_VECTORS)] = None
-    embed_dtype: Annotated[Any, only("float32")] = None
-    endianness: Annotated[Any, only("native", "little")] = None
-    task: Annotated[Any, only("embed", "classify", advice="leave it out")] = None
+class ClassifyRequest(_Scored):
+    """The body of ``/classify``: texts."""
 
     model: str | None = None
     input: Prompts
     user: str | None = None
     add_special_tokens: Annotated[Any, only(True)] = None
+
+
+class PoolingRequest(ClassifyRequest):
+    """The body of ``/pooling``: texts."""
+
+    encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
+    dimensions: Annotated[Any, only(advice=_VECTORS)] = None
+    embed_dtype: Annotated[Any, only("float32")] = None
+    endianness: Annotated[Any, only("native", "little")] = None
+    task: Annotated[Any, only("embed", "classify")] = None
 
 
 class ScoreRequest(_Compared):

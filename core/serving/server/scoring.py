@@ -15,6 +15,7 @@ from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
 from opgraft.serving.server.protocol import (
+    ClassifyRequest,
     Document,
     PoolingRequest,
     RerankRequest,
@@ -63,7 +64,7 @@ class Scoring:
         ]
         return self._answer("pool", rows)
 
-    async def classify(self, body: PoolingRequest) -> dict[str, Any]:
+    async def classify(self, body: ClassifyRequest) -> dict[str, Any]:
         """Return the likeliest label of each text, and the probabilities of all labels.
 
         Raises:
@@ -145,7 +146,7 @@ class Scoring:
     def _labels(self) -> Sequence[str]:
         return self._service.encoder.encoder.labels
 
-    async def _pooled(self, body: PoolingRequest) -> Sequence[EmbeddingOutput]:
+    async def _pooled(self, body: ClassifyRequest) -> Sequence[EmbeddingOutput]:
         """Return embeddings of texts, or the probabilities of labels if the model has labels."""
         texts = several(body.input, "input")
         most = expect_texts(texts, "input", self._service, body.truncate_prompt_tokens)
