@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -143,12 +144,15 @@ def culprit_of(
     """
     with beside_native_definitions(model) as found:
         try:
-            return _culprit_of(passes, found, may_repeat)
+            verdict = _culprit_of(passes, found, may_repeat)
         # The model has gone wrong already, and this search must not hide the first error.
         except Exception as error:
             logger.debug("computing a text once more raised %s", described(error))
             culprits = list(found.culprits.values())
             return culprits[0] if culprits else ""
+    if verdict == UNEXPLAINED:
+        return _constant_without_number(model) or UNEXPLAINED
+    return verdict
 
 
 def misshapen_by(
@@ -176,6 +180,24 @@ def misshapen_by(
     for place, sentence in found.misshapen.items():
         return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
     return None
+
+
+def _constant_without_number(model: nn.Module) -> str:
+    """Return a sentence about a replaced op with a constant that is NaN; empty if none has one.
+
+    A native definition reads the same constants, so no comparison finds them. Infinity may be
+    meant, as a limit.
+    """
+    for op in model.modules():
+        winner = op.binding.replacement.winner if isinstance(op, CustomOp) else None
+        if winner is None:
+            continue
+        for name, value in vars(op).items():
+            if isinstance(value, float) and math.isnan(value):
+                place = f"{winner.cls.__qualname__} of {winner.provider} at {winner.location}"
+                told = f"{name} of {place} is NaN; to go without it: {_setting(winner)}"
+                return printable(told)
+    return ""
 
 
 def _forms(value: Any) -> list[tuple[Any, ...]]:

@@ -312,6 +312,27 @@ DAMAGES = {
 }
 
 
+NAN_EPSILON = kernel(
+    "RMSNorm",
+    "__init__(self, *args, **kwargs)",
+    "super().__init__(*args, **kwargs)\n"
+    "        self.variance_epsilon = float('nan')\n"
+    f"    def {NORM}:\n"
+    "        return RMSNorm.forward_native(self, x, residual)",
+)
+
+
+def test_a_constant_that_is_no_number(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """An op is to blame for a constant that it has set to NaN, which the native definition reads, too."""
+    site.plugin("acme", NAN_EPSILON)
+    _, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    assert f"eps of Acme of acme 1.0 {place(site)}" in said
+    assert "is NaN; to go without it: " in said
+    assert "weights are damaged" not in said
+
+
 def with_nan(folder: Path, name: str, row: int | slice) -> Path:
     """Write NaN into rows of a tensor of a checkpoint."""
     file = folder / "model.safetensors"
