@@ -54,6 +54,8 @@ _COMMANDS = {
 
 
 _TRACEBACK = "--traceback"
+_PROGRAM = "exec"
+"""The command whose arguments belong to a program."""
 _WORD = "error: "
 _CLICKS_WORD = "Error: "
 _SEARCH = ("<frozen importlib._bootstrap>", "_find_spec")
@@ -114,9 +116,11 @@ def _run(arguments: Sequence[str]) -> int:
 
     With ``--json`` an error is an object on stdout, too.
     """
-    shows_all, arguments = _takes_traceback(arguments)
+    words, others = _split(arguments)
+    shows_all = _TRACEBACK in words
+    words = [each for each in words if each != _TRACEBACK]
     try:
-        code = _called(arguments)
+        code = _called([*words, *others])
     # Nobody reads the help any more, as after "| head".
     except BrokenPipeError:
         _output().discard_stdout()
@@ -125,7 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as raised:
-        return _report(_of_finder(raised) or raised, arguments, shows_all)
+        return _report(_of_finder(raised) or raised, words, shows_all)
     return code if isinstance(code, int) else 0
 
 
@@ -177,11 +181,12 @@ def _show(error: click.ClickException) -> None:
     click.echo("\n".join(lines), err=True)
 
 
-def _takes_traceback(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """Take ``--traceback`` out of a command line, before or behind the command."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    kept = [each for each in arguments[:end] if each != _TRACEBACK]
-    return len(kept) < end, [*kept, *arguments[end:]]
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the words with options of opgraft, and the words behind ``--`` or ``exec``."""
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    ends = {"--", command} if command == _PROGRAM else {"--"}
+    end = next((at for at, each in enumerate(arguments) if each in ends), len(arguments))
+    return arguments[:end], arguments[end:]
 
 
 def _failure(error: Exception, told: Any) -> Exception:

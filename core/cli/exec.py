@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib.util
+import io
 import json
-import runpy
+import os
 import shutil
 import sys
-import traceback
 from dataclasses import asdict
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import click
-from opgraft.base.text import printable
+from opgraft.base.text import described, printable
+from opgraft.cli.patching import Grafting
 from opgraft.errors import InputError
 from opgraft.hosts import report_file
+
+_INTERRUPTED = 130
 
 
 @click.command(
@@ -31,24 +38,76 @@ def command(is_module: bool, program: str, arguments: tuple[str, ...]) -> None:
     report goes to stderr at the end, and to the file OPGRAFT_REPORT.
     """
     file = "" if is_module else _file_of(program)
-    # Imports torch, and --help needs no torch.
-    from opgraft.grafting.building import Grafting
-
-    grafting = Grafting()
+    # The program may change the folder.
+    report = report_file()
+    report = report and report.absolute()
     sys.argv = [file or program, *arguments]
-    sys.path.insert(0, "" if is_module else str(Path(file).parent))
+    sys.path[0] = os.path.dirname(os.path.realpath(file)) if file else os.getcwd()
+    grafting = Grafting()
+    grafting.install()
+    code = _run_module(program) if is_module else _run_file(file)
+    _tell(grafting, report)
+    # The end of a normal command would cut off the threads and functions that the program leaves.
+    sys.exit(code)
+
+
+def _run_file(file: str) -> Any:
+    """Run a file as ``__main__``, and return its exit code."""
+    path = os.path.abspath(file)
+    main = _new_main(path)
+    main.__loader__ = SourceFileLoader("__main__", path)
+    with io.open_code(path) as opened:
+        source = opened.read()
+    return _run(source, main)
+
+
+def _run_module(name: str) -> Any:
+    """Run a module or a package's ``__main__`` as ``__main__``, and return the exit code.
+
+    Raises:
+        InputError: there is no such module, or it has no code.
+    """
     try:
-        with grafting.installed():
-            if is_module:
-                runpy.run_module(program, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(file, run_name="__main__")
-    except Exception:
-        # As Python itself does, and not as an error of opgraft.
-        traceback.print_exc()
-        sys.exit(1)
-    finally:
-        _tell(grafting)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise InputError(f"the module {name!r} cannot be found: {described(error)}") from error
+    loader: Any = spec and spec.loader
+    code = loader.get_code(spec.name) if spec and hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise InputError(f"there is no module {name!r} of Python that can run: check the name")
+    main = _new_main(str(spec.origin))
+    main.__loader__, main.__spec__, main.__package__ = loader, spec, spec.parent
+    sys.argv[0] = str(spec.origin)
+    return _run(code, main)
+
+
+def _new_main(file: str) -> ModuleType:
+    """Return a module that stays ``__main__`` until the process ends.
+
+    Threads and functions at exit, and those who unpickle, look up names there.
+    """
+    main = ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __file__=file, __cached__=None)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _run(source: bytes | CodeType, main: ModuleType) -> Any:
+    """Run code as Python itself does, and return the exit code."""
+    try:
+        code = compile(source, str(main.__file__), "exec") if isinstance(source, bytes) else source
+        exec(code, vars(main))  # noqa: S102  # the program of the user
+    except SystemExit as error:
+        return error.code
+    except BaseException as error:
+        trace = error.__traceback__
+        # The frame of this function is none of the program's.
+        trace = trace and trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 def _file_of(program: str) -> str:
@@ -69,13 +128,13 @@ def _file_of(program: str) -> str:
     return found
 
 
-def _tell(grafting: Any) -> None:
+def _tell(grafting: Grafting, path: Path | None) -> None:
     """Print the report, and write it to the file that the environment names."""
     lines = [f"opgraft exec: {len(grafting.models)} models"]
     lines += [f"patched: {name}" for name in grafting.patches]
+    lines += [f"not patched, as this version lacks it: {name}" for name in grafting.missing]
     lines += [str(model) for model in grafting.models]
     click.echo("\n".join(printable(line) for text in lines for line in text.split("\n")), err=True)
-    path = report_file()
     if path is None:
         return
     models = [
@@ -87,5 +146,13 @@ def _tell(grafting: Any) -> None:
         }
         for model in grafting.models
     ]
-    told = {"schema": 1, "patches": grafting.patches, "models": models}
-    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    told = {
+        "schema": "opgraft.exec/1",
+        "patches": grafting.patches,
+        "missing": grafting.missing,
+        "models": models,
+    }
+    try:
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        click.echo(f"opgraft exec: the report was not written: {described(error)}", err=True)

@@ -127,11 +127,112 @@ def test_the_end_is_that_of_the_program(
         assert result.stdout == ("--help\n" if "argv" in source else "")
 
 
+def by_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What Python does with the arguments."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+PLACES = """
+import atexit, json, os, pickle, sys, threading, time
+
+class Mine:
+    pass
+
+def late():
+    time.sleep(7)
+    print("late thread")
+
+def at_exit():
+    print("at exit", type(pickle.loads(pickle.dumps(Mine()))).__name__)
+
+os.chdir(os.path.dirname(os.path.realpath(__file__)))
+atexit.register(at_exit)
+print(json.dumps([sys.path[0], sys.argv[1:], __file__, __name__, __package__, "torch" in sys.modules]), flush=True)
+if "wait" in sys.argv:
+    threading.Thread(target=late).start()
+"""
+
+
 @pytest.mark.parametrize(
-    ("program", "words"), [("none-such", "no file"), ("ls", "no Python program")]
+    "told", [["far/linked.py"], ["-m", "far.linked"], ["far/linked.py", "wait"]]
+)
+def test_places_and_ends_are_those_of_python(cold_cli, tmp_path: Path, told: list[str]) -> None:
+    """Path, file and torch are as Python leaves them, and threads and functions at exit print to stdout."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near/program.py").write_text(PLACES)
+    (tmp_path / "far/linked.py").symlink_to(tmp_path / "near/program.py")
+    expected = by_python(*told, "--json", "--traceback", folder=tmp_path)
+    result = cold_cli("exec", *told, "--json", "--traceback", OPGRAFT_REPORT="report.json")
+    assert result.stdout == expected.stdout != ""
+    assert result.returncode == expected.returncode == 0
+    assert (tmp_path / "report.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    raise LookupError('of its own')\nf()",
+        "import sys\nsys.excepthook = lambda *told: print('hooked', told[0], file=sys.stderr)\n1 / 0",
+        "raise KeyboardInterrupt",
+        "def f(:",
+        "import sys; sys.exit('why')",
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    [][1]",
+    ],
+)
+def test_errors_are_those_of_python(cli, tmp_path: Path, source: str) -> None:
+    """The whole of stderr before the report is that of Python, and Ctrl-C ends with 130."""
+    (tmp_path / "program.py").write_text(source)
+    expected = by_python("program.py", folder=tmp_path)
+    result = cli("exec", "program.py")
+    of_opgraft = "opgraft exec: 0 models\n", "patched: "
+    lines = result.stderr.splitlines(keepends=True)
+    assert "".join(line for line in lines if not line.startswith(of_opgraft)) == expected.stderr
+    assert of_opgraft[0] in lines
+    assert result.returncode == (130 if "Keyboard" in source else expected.returncode)
+
+
+TIMM = """
+import torch
+
+class Broken(torch.nn.Module):
+    def parameters(self, recurse=True):
+        raise RuntimeError("no parameters")
+
+def {name}(name):
+    return Broken()
+"""
+
+
+@pytest.mark.parametrize("name", ["create_model", "make_model"])
+def test_grafting_breaks_no_program(cli, tmp_path: Path, name: str) -> None:
+    """A library without the function, a model that cannot be grafted, and no place for the report: a line each."""
+    package = tmp_path / "timm/models"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "_factory.py").write_text(TIMM.format(name=name))
+    program = tmp_path / "program.py"
+    program.write_text(f"from timm.models._factory import {name} as made\nprint(type(made('any')))")
+    result = cli("exec", str(program), OPGRAFT_REPORT=str(tmp_path / "none/report.json"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "<class 'timm.models._factory.Broken'>\n"
+    told = {
+        "create_model": "left alone: RuntimeError: no parameters",
+        "make_model": "lacks it: timm.models._factory.create_model",
+    }
+    assert told[name] in result.stderr
+    assert "the report was not written: FileNotFoundError" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("none-such", "no file"), ("ls", "no Python program"), ("-m none_such", "no module")],
 )
 def test_what_is_no_program(cli, program: str, words: str) -> None:
     """A name without a program, and a program in another language, are errors of usage."""
-    result = cli("exec", program)
+    result = cli("exec", *program.split())
     assert result.returncode == 2
     assert words in result.stderr

@@ -1,15 +1,17 @@
 """Graft the models of a program that knows nothing of opgraft, as libraries build them.
 
 No library has a hook for a model that was just built, so functions that build models are wrapped.
-A library is patched when the program imports it. A process that the program starts is not.
+A library is patched when the program imports it, and stays patched until the process ends.
+Processes that the program starts are not patched.
+
+Nothing here raises an error into the program, or imports torch before the program builds a model.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
@@ -17,14 +19,11 @@ from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from opgraft.errors import OpgraftError
-from opgraft.grafting.replace import graft
-from opgraft.grafting.report import GraftReport
-from torch import nn
+from opgraft.base.text import described
 
 BUILDERS = MappingProxyType(
     {
-        # For sentence-transformers, PEFT and the trainers, too, which build their models by it.
+        # sentence-transformers, PEFT and the trainers build their models by these functions.
         "transformers.modeling_utils": (
             "PreTrainedModel.from_pretrained",
             "PreTrainedModel._from_config",
@@ -33,7 +32,7 @@ BUILDERS = MappingProxyType(
         "timm.models._factory": ("create_model",),
     }
 )
-"""Module → the functions that build models. The last call that returns hands out the model."""
+"""Module → the functions that build models. The outermost call hands out the model."""
 
 _is_building: ContextVar[bool] = ContextVar("_is_building", default=False)
 
@@ -51,7 +50,7 @@ class BuiltModel:
 
     name: str
     builder: str
-    report: GraftReport | None
+    report: Any
     reason: str = ""
 
     def __str__(self) -> str:
@@ -61,26 +60,23 @@ class BuiltModel:
 
 @dataclass
 class Grafting(MetaPathFinder):
-    """Grafts the models of a program, from ``installed`` on.
+    """Grafts the models of a program, from ``install`` on.
 
     Attributes:
         patches: the wrapped functions.
+        missing: the functions of ``BUILDERS`` that an imported library lacks.
         models: the models so far.
     """
 
     patches: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     models: list[BuiltModel] = field(default_factory=list)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Patch each library, when it is imported within the block if it was not before."""
+    def install(self) -> None:
+        """Patch each library that is imported, and each other one when it is imported."""
         for name in BUILDERS.keys() & sys.modules.keys():
             self._patch_all(sys.modules[name])
         sys.meta_path.insert(0, self)
-        try:
-            yield
-        finally:
-            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -88,19 +84,21 @@ class Grafting(MetaPathFinder):
         """Return the spec of a module of ``BUILDERS``, which will be patched."""
         if fullname not in BUILDERS:
             return None
-        for finder in sys.meta_path:
+        for finder in [*sys.meta_path]:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                self._patch_when_executed(spec.loader)
+                self._patch_when_executed(fullname, spec.loader)
                 return spec
         return None
 
-    def _patch_when_executed(self, loader: Any) -> None:
+    def _patch_when_executed(self, fullname: str, loader: Any) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._patch_all(module)
+            # A loader may serve several modules, such as that of a zip file.
+            if module.__name__ == fullname:
+                self._patch_all(module)
 
         loader.exec_module = exec_module
 
@@ -110,9 +108,12 @@ class Grafting(MetaPathFinder):
 
     def _patch(self, module: ModuleType, name: str) -> None:
         owner_name, _, attribute = name.rpartition(".")
-        owner = getattr(module, owner_name) if owner_name else module
+        owner = getattr(module, owner_name, None) if owner_name else module
         builder = f"{module.__name__}.{name}"
-        found = vars(owner)[attribute]
+        found = vars(owner).get(attribute) if owner is not None else None
+        if found is None:
+            self.missing.append(builder)
+            return
         if isinstance(found, classmethod):
             wrapped: Any = classmethod(self._wrapped(found.__func__, builder))
         else:
@@ -132,25 +133,33 @@ class Grafting(MetaPathFinder):
             finally:
                 _is_building.reset(token)
             # With output_loading_info, transformers returns a pair.
-            model = made[0] if isinstance(made, tuple) else made
-            if isinstance(model, nn.Module):
-                self._graft(model, builder)
+            model = made[0] if isinstance(made, tuple) and made else made
+            self.models += _grafted(model, builder)
             return made
 
         return building
 
-    def _graft(self, model: nn.Module, builder: str) -> None:
+
+def _grafted(model: Any, builder: str) -> list[BuiltModel]:
+    """Graft a model; return its row for the report, or nothing for another object."""
+    # Only here: a program sets variables of torch before it imports torch.
+    from opgraft.grafting import graft
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        return []
+    report = None
+    try:
         reason = _obstacle(model)
-        report = None
         if not reason:
-            try:
-                report = graft(model)
-            except OpgraftError as error:
-                reason = str(error)
-        self.models.append(BuiltModel(type(model).__qualname__, builder, report, reason))
+            report = graft(model)
+    # The model works as it is, so no error of a plugin or of opgraft ends the program.
+    except Exception as error:
+        reason = described(error)
+    return [BuiltModel(type(model).__qualname__, builder, report, reason)]
 
 
-def _obstacle(model: nn.Module) -> str:
+def _obstacle(model: Any) -> str:
     """Return the reason why a model cannot be grafted yet; empty if it can."""
     if any(x.is_meta for x in model.parameters()):
         return "parameters have no values yet"
