@@ -58,6 +58,7 @@ with set_current_vllm_config(config), torch.inference_mode():
 print(json.dumps({
     "differences": told,
     "calls": {row.told["op"]: row.calls for row in REPORT.rows},
+    "classes": {row.told["op"]: row.told["classes"] for row in REPORT.rows},
     "left": REPORT.left,
     "key changed": before != config.compute_hash(),
     "key": config.compute_hash(),
@@ -148,7 +149,36 @@ def test_layers_compute_what_vllm_computes(site: str) -> None:
     assert told["calls"]["silu_and_mul"] == 1
     assert told["calls"]["gelu_and_mul"] == 1
     assert told["calls"]["rotary_embedding"] == 1
-    assert "Sampler" in told["left"]
+
+
+def test_what_is_replaced(site: str, tmp_path: Path) -> None:
+    """Rotary embeddings with arithmetic of their own stay, and the report says so, in the place of an older one."""
+    file = tmp_path / "report.json"
+    file.write_text("of an earlier run")
+    told = on_layers(site, {}, OPGRAFT_REPORT=str(file), OPGRAFT_PROVIDERS="silu_and_mul=native")
+    classes = told["classes"]
+    assert set(classes["rotary_embedding"]) == {
+        "RotaryEmbedding",
+        "DynamicNTKAlphaRotaryEmbedding",
+        "DynamicNTKScalingRotaryEmbedding",
+        "Gemma4RotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
+        "Llama3RotaryEmbedding",
+        "NTKScalingRotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+    }
+    assert classes["rms_norm"] == classes["fused_add_rms_norm"] == ["RMSNorm"]
+    assert {"Sampler", "FourierRotaryEmbedding"} <= told["left"].keys()
+    written = json.loads(file.read_text())
+    assert written["schema"] == "opgraft.vllm/1"
+    assert written["left"] == told["left"]
+    assert {row["op"]: row["calls"] for row in written["kernels"]} == told["calls"]
+
+
+def test_an_unwritable_report_ends_nothing(site: str, tmp_path: Path) -> None:
+    """Without a folder for the report, layers compute, and one line says why there is none."""
+    told = on_layers(site, {}, OPGRAFT_REPORT=str(tmp_path / "none/report.json"))
+    assert told["calls"]["rms_norm"] == 1
 
 
 def test_opgraft_decides(site: str) -> None:

@@ -17,12 +17,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from opgraft_vllm.operators import noted
-from opgraft_vllm.replacing import note_digest
-from opgraft_vllm.report import Row
+from opgraft_vllm.replacing import note_layer
+from opgraft_vllm.report import REPORT, Row
 
 
 class OpgraftAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """A layer of attention. vLLM's kernel runs for layers that opgraft's cannot stand for.
+    """A layer of attention. If ``_can_be_served`` is False, vLLM's kernel runs.
 
     Attributes:
         attention: opgraft's layer, or ``None``.
@@ -33,7 +33,7 @@ class OpgraftAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        note_digest()
+        note_layer()
         self.attention: Any = None
         if self._can_be_served():
             self.attention = ops.Attention(
@@ -44,6 +44,8 @@ class OpgraftAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
                 self.sliding_window if self.sliding_window > 0 else None,
                 self.logits_soft_cap or None,
             )
+        else:
+            REPORT.leave("attention", "layers with a feature that opgraft's kernel lacks")
 
     def _can_be_served(self) -> bool:
         config = get_current_vllm_config()
@@ -74,26 +76,37 @@ class OpgraftAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write new keys and values, and attend."""
-        told = attn_metadata
-        if told is None:  # vLLM warms up
+        # vLLM warms up.
+        if attn_metadata is None:
             return output
         if self.attention is None:
             if key is not None and self.kv_sharing_target_layer_name is None:
-                self.do_kv_cache_update(layer, key, value, kv_cache, told.slot_mapping)
+                self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             rest = output, output_scale, output_block_scale
-            result: Tensor = super().forward(layer, query, key, value, kv_cache, told, *rest)
+            result: Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, *rest
+            )
             return result
-        tokens = told.num_actual_tokens
+        is_causal = attn_metadata.causal and attn_metadata.dynamic_causal is None
+        if output_scale is not None or output_block_scale is not None or not is_causal:
+            # The cache has opgraft's layout, so vLLM's kernel cannot compute this call.
+            raise NotImplementedError(
+                "opgraft's attention is causal and returns no quantized values: leave "
+                "'opgraft' out of VLLM_PLUGINS"
+            )
+        tokens = attn_metadata.num_actual_tokens
         batch = AttentionBatch(
-            told.query_start_loc,
-            told.seq_lens,
-            told.max_query_len,
-            told.max_seq_len,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.max_query_len,
+            attn_metadata.max_seq_len,
             {},
             kv_cache.shape[2],
         )
         shape = self.attention.kv_cache_shape(kv_cache.shape[0], kv_cache.shape[2])
-        pages = LayerPages(kv_cache.view(shape), told.block_table, told.slot_mapping[:tokens])
+        pages = LayerPages(
+            kv_cache.view(shape), attn_metadata.block_table, attn_metadata.slot_mapping[:tokens]
+        )
         self.row.count()
         new = query[:tokens], key[:tokens], value[:tokens]  # type: ignore[index]
         output[:tokens] = self.attention.attend_batch(batch, pages, *new)
@@ -116,6 +129,9 @@ def replace_attention() -> None:
     layer: Any = ops.Attention(1, 16, 1.0)
     kernel = type(layer).attend_batch
     if kernel is ops.Attention.attend_batch:
+        return
+    if AttentionBackendEnum.CPU_ATTN.is_overridden():
+        REPORT.leave("attention", "another plugin of vLLM replaces the backend")
         return
     OpgraftAttention.row = noted("attention", kernel.__qualname__, layer.binding.provider)
     OpgraftAttention.row.told["classes"].append(CPUAttentionBackend.__name__)

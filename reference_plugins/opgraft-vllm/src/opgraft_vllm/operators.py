@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import opgraft
@@ -62,5 +64,6 @@ def noted(op: str, kernel: str, provider: Provider) -> Row:
 
 def digest() -> str:
     """Return a digest of the kernels that opgraft chose, for the keys of caches."""
-    told = "\n".join(f"{name} {chosen}" for name, chosen in sorted(_chosen.items()))
-    return hashlib.sha256(f"{opgraft.__version__}\n{told}".encode()).hexdigest()
+    classes = sorted(name for row in REPORT.rows for name in row.told["classes"])
+    told = [opgraft.__version__, version("opgraft-vllm"), sorted(_chosen.items()), classes]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()

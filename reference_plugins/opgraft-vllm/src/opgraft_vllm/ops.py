@@ -10,6 +10,7 @@ from vllm.model_executor.layers import activation, layernorm, rotary_embedding
 
 from opgraft_vllm.operators import operator
 from opgraft_vllm.replacing import is_taken, replace_forward
+from opgraft_vllm.report import REPORT
 
 ACTIVATIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("FatreluAndMul", functional.fatrelu_and_mul, ("threshold",)),
@@ -31,7 +32,11 @@ ACTIVATIONS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 def replace_ops() -> None:
     """Replace all classes for which opgraft has a kernel."""
     for name, form, settings in ACTIVATIONS:
-        _replace_activation(getattr(activation, name), form, settings)
+        target = getattr(activation, name, None)
+        if target is None:
+            REPORT.leave(name, "this version of vLLM has no such class")
+        else:
+            _replace_activation(target, form, settings)
     _replace_norm(layernorm.RMSNorm, functional.rms_norm, functional.fused_add_rms_norm)
     _replace_norm(
         layernorm.GemmaRMSNorm, functional.gemma_rms_norm, functional.fused_add_gemma_rms_norm
@@ -39,13 +44,18 @@ def replace_ops() -> None:
     base: Any = rotary_embedding.RotaryEmbedding
     found: list[Any] = list(vars(rotary_embedding).values())
     for cls in found:
-        # Variants with another table of cosines rotate alike; those with another forward do not.
-        if isinstance(cls, type) and issubclass(cls, base) and _rotates_alike(cls, base):
+        if not isinstance(cls, type) or not issubclass(cls, base):
+            continue
+        if _rotates_alike(cls, base):
             _replace_rotary(cls)
+        else:
+            REPORT.leave(cls.__name__, "it rotates in another way than opgraft's kernel")
 
 
 def _rotates_alike(cls: Any, base: Any) -> bool:
-    return bool(cls.forward_cpu is base.forward_cpu)
+    """Return True if a variant differs from the base by its table of cosines only."""
+    methods = "forward", "forward_cpu", "forward_native", "forward_static"
+    return all(getattr(cls, name) is getattr(base, name) for name in methods)
 
 
 def _replace_activation(target: Any, form: Any, settings: tuple[str, ...]) -> None:
@@ -57,7 +67,7 @@ def _replace_activation(target: Any, form: Any, settings: tuple[str, ...]) -> No
         result: Tensor = run(x, *[getattr(self, name) for name in settings])
         return result
 
-    replace_forward(target, form.name, forward)
+    replace_forward(target, (form.name,), forward)
 
 
 def _replace_norm(target: Any, form: Any, fused: Any) -> None:
@@ -73,7 +83,7 @@ def _replace_norm(target: Any, form: Any, fused: Any) -> None:
             return run(x, self.weight, self.variance_epsilon)
         return run_fused(x, residual, self.weight, self.variance_epsilon)
 
-    replace_forward(target, form.name, forward)
+    replace_forward(target, (form.name, fused.name), forward)
 
 
 def _replace_rotary(target: Any) -> None:
@@ -84,7 +94,7 @@ def _replace_rotary(target: Any) -> None:
     def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         if key is None:
             return target.forward(self, positions, query, key)
-        table = self._match_cos_sin_cache_dtype(query)
+        table = self.cos_sin_cache.to(query.device, query.dtype)
         return run(positions, query, key, self.head_size, table, self.is_neox_style)
 
-    replace_forward(target, "rotary_embedding", forward)
+    replace_forward(target, ("rotary_embedding",), forward)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import multiprocessing
 
 import opgraft
+from opgraft.hosts import described
 from vllm.platforms import current_platform
 
 from opgraft_vllm.report import REPORT
@@ -15,6 +18,13 @@ WITHOUT_EXTENSION_POINT = {
 }
 """Parts of vLLM that keep their own kernels."""
 
+REPLACED = {
+    "weights": "replace_layers",
+    "ops": "replace_ops",
+    "attention": "replace_attention",
+}
+"""Module with replacements → the function that registers them."""
+
 
 def register() -> None:
     """Register opgraft's kernels with vLLM.
@@ -22,14 +32,25 @@ def register() -> None:
     Raises:
         OpgraftError: a setting, a plugin that was asked for, or the lockfile prevents a choice.
     """
+    # Workers are children of the process that the user has started.
+    if multiprocessing.parent_process() is None:
+        REPORT.remove_old()
     ours = opgraft.current_platform().device_type
     theirs = current_platform.device_type
     if ours != theirs:
-        REPORT.left["all"] = f"opgraft's platform computes on {ours}, and vLLM's on {theirs}"
+        REPORT.leave("all", f"opgraft's platform computes on {ours}, and vLLM's on {theirs}")
         return
-    REPORT.left.update(WITHOUT_EXTENSION_POINT)
-    # Layers of vLLM take seconds to import, which a process without kernels does not need.
-    importlib.import_module("opgraft_vllm.weights").replace_layers()
-    importlib.import_module("opgraft_vllm.ops").replace_ops()
-    if ours == "cpu":
-        importlib.import_module("opgraft_vllm.attention").replace_attention()
+    for part, reason in WITHOUT_EXTENSION_POINT.items():
+        REPORT.leave(part, reason)
+    for name, function in REPLACED.items():
+        if name == "attention" and ours != "cpu":
+            continue
+        try:
+            # Layers of vLLM take seconds to import, which a process of another device can spare.
+            getattr(importlib.import_module(f"opgraft_vllm.{name}"), function)()
+        # Another version of vLLM may lack a name.
+        except (ImportError, AttributeError) as error:
+            REPORT.leave(name, f"this version of vLLM is not the tried one: {described(error)}")
+    # vLLM shows what its own loggers and their children tell.
+    replaced = ", ".join(row.told["op"] for row in REPORT.rows) or "nothing"
+    logging.getLogger("vllm.opgraft").info("opgraft's kernels replace %s", replaced)

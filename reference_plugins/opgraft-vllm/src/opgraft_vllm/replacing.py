@@ -19,11 +19,11 @@ def is_taken(target: type) -> bool:
     other = op_registry_oot.get(target.__name__)
     if other is None:
         return False
-    REPORT.left[target.__name__] = f"{other.__module__}.{other.__qualname__} replaces it"
+    REPORT.leave(target.__name__, f"{other.__module__}.{other.__qualname__} replaces it")
     return True
 
 
-def replace_forward(target: Any, op: str, forward: Forward) -> None:
+def replace_forward(target: Any, ops: tuple[str, ...], forward: Forward) -> None:
     """Replace a class of vLLM by a subclass with another ``forward``.
 
     ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM; ``none`` does not, which is vLLM's
@@ -31,14 +31,14 @@ def replace_forward(target: Any, op: str, forward: Forward) -> None:
 
     Args:
         target: the class.
-        op: the name of the op in opgraft.
+        ops: the names of the ops in opgraft.
         forward: the method. It may call ``target.forward``.
     """
     name = target.name
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         target.__init__(self, *args, **kwargs)
-        note_digest()
+        note_layer()
         self.left_to_vllm = f"-{name}" in get_cached_compilation_config().custom_ops
 
     def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,10 +46,10 @@ def replace_forward(target: Any, op: str, forward: Forward) -> None:
             return target.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
-    register(target, op, {"__init__": construct, "forward": chosen})
+    register(target, ops, {"__init__": construct, "forward": chosen})
 
 
-def register(target: Any, op: str, namespace: dict[str, Any]) -> None:
+def register(target: Any, ops: tuple[str, ...], namespace: dict[str, Any]) -> None:
     """Register a subclass with some attributes in the place of a class of vLLM."""
     name = target.name
     made: Any = type(f"Opgraft{target.__name__}", (target,), {"__module__": __name__, **namespace})
@@ -57,15 +57,20 @@ def register(target: Any, op: str, namespace: dict[str, Any]) -> None:
     # Registering has renamed the op, which users switch by its own name.
     made.name = name
     for row in REPORT.rows:
-        if row.told["op"] == op:
+        if row.told["op"] in ops:
             row.told["classes"].append(target.__name__)
 
 
-def note_digest() -> None:
-    """Make the decisions of opgraft a part of the key of vLLM's compile cache.
+def note_layer() -> None:
+    """Begin the report, and make opgraft's decisions a part of the key of vLLM's compile cache.
 
-    vLLM computes the key after the model is built, and its plugins are no part of the key.
+    Each layer calls this when it is built. vLLM computes the key after the model is built, and its
+    plugins are no part of the key.
     """
     config = get_current_vllm_config_or_none()
-    if config is not None and isinstance(config.additional_config, dict):
+    if config is None:
+        REPORT.begin(0)
+        return
+    REPORT.begin(config.parallel_config.data_parallel_index)
+    if isinstance(config.additional_config, dict):
         config.additional_config["opgraft"] = digest()

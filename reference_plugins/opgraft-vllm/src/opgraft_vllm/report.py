@@ -6,16 +6,19 @@ mapped into memory: each call writes its number there, and the file is right at 
 
 from __future__ import annotations
 
+import glob
 import json
+import logging
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from opgraft.hosts import report_file
+from opgraft.hosts import described, report_file
 
 WIDTH = 20
 """Bytes of a number in the file. JSON allows blanks in front of a number."""
@@ -43,8 +46,6 @@ class Row:
         memory = self.report.memory
         if memory is not None:
             memory[self.place : self.place + WIDTH] = b"%*d" % (WIDTH, self.calls)
-        elif self.report.path is not None:
-            self.report.write()
 
 
 @dataclass
@@ -52,14 +53,14 @@ class Report:
     """The report of this process.
 
     Attributes:
-        path: of the file; ``None`` if nobody asked for a report. The first call of a kernel makes
-            the file, as vLLM has processes that run none.
+        path: of the file; ``None`` if nobody asked for a report, or if it cannot be written. The
+            first layer makes the file, as vLLM has processes without layers.
         rows: the kernels.
         left: part of vLLM → the reason why it keeps its own kernels.
         memory: the mapped file; ``None`` until it is made.
     """
 
-    path: Path | None = field(default_factory=report_file)
+    path: Path | None = field(default_factory=lambda: _absolute(report_file()))
     rows: list[Row] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     memory: mmap.mmap | None = None
@@ -70,21 +71,46 @@ class Report:
         self.rows.append(row)
         return row
 
-    def write(self) -> None:
-        """Make the file of this process, and map it."""
+    def leave(self, part: str, reason: str) -> None:
+        """Note that a part of vLLM keeps its own kernels."""
+        is_new = self.left.get(part) != reason
+        self.left[part] = reason
+        if is_new and self.memory is not None:
+            self._write()
+
+    def remove_old(self) -> None:
+        """Remove the files that an earlier run has left."""
         if self.path is None:
             return
-        path = _of_this_rank(self.path)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(self._text())
-        os.replace(temporary, path)
-        with path.open("r+b") as file:
-            self.memory = mmap.mmap(file.fileno(), 0)
+        ranked = self.path.parent.glob(f"{glob.escape(self.path.stem)}.*rank*{self.path.suffix}")
+        for old in (self.path, *ranked):
+            with suppress(OSError):
+                old.unlink()
+
+    def begin(self, data_parallel_index: int) -> None:
+        """Make the file of this process, if it has none yet."""
+        if self.path is None or self.memory is not None:
+            return
+        self.path = _of_this_rank(self.path, data_parallel_index)
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(self._text())
+            os.replace(temporary, self.path)
+            with self.path.open("r+b") as file:
+                self.memory = mmap.mmap(file.fileno(), 0)
+        except OSError as error:
+            logging.getLogger("vllm.opgraft").warning("no report of opgraft: %s", described(error))
+            self.path = self.memory = None
 
     def _text(self) -> bytes:
         """Return the JSON, and note the place of each number."""
         about = {
-            "schema": 1,
+            "schema": "opgraft.vllm/1",
             "host": f"vllm {_version_of_vllm()}",
             "opgraft": version("opgraft"),
             "process": os.getpid(),
@@ -99,11 +125,19 @@ class Report:
         return text + b"\n ]\n}\n"
 
 
-def _of_this_rank(path: Path) -> Path:
-    """Return the path for this process: ranks above 0 have a file each."""
+def _absolute(path: Path | None) -> Path | None:
+    # vLLM may change the folder.
+    return None if path is None else path.absolute()
+
+
+def _of_this_rank(path: Path, data_parallel_index: int) -> Path:
+    """Return the path for this process: ranks and replicas above 0 have a file each."""
     is_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank = torch.distributed.get_rank() if is_rank else 0
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path
+    replica = f".replica{data_parallel_index}" if data_parallel_index else ""
+    if rank or replica:
+        return path.with_name(f"{path.stem}{replica}.rank{rank}{path.suffix}")
+    return path
 
 
 def _version_of_vllm() -> str:

@@ -11,7 +11,8 @@ from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from opgraft_vllm.operators import operator
-from opgraft_vllm.replacing import is_taken, note_digest, register
+from opgraft_vllm.replacing import is_taken, note_layer, register
+from opgraft_vllm.report import REPORT
 
 PLAIN = {
     linear: (
@@ -77,9 +78,12 @@ def replace_layers() -> None:
 def _replace_layer(target: Any) -> None:
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         target.__init__(self, *args, **kwargs)
-        note_digest()
+        note_layer()
         method = METHODS.get(type(self.quant_method))
         if method is not None:
             self.quant_method = method()
+        elif self.quant_method is not None:
+            kept = type(self.quant_method).__name__
+            REPORT.leave(f"{target.__name__} with {kept}", "opgraft offers no such weight method")
 
-    register(target, "linear", {"__init__": construct})
+    register(target, ("linear",), {"__init__": construct})
