@@ -344,7 +344,8 @@ def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
 def test_every_command_has_json_and_a_help_text() -> None:
     """The contract of all commands: a sentence on what they do, and --json but for those that go on until ended.
 
-    'opgraft conformance' writes its JSON to a file, as it goes; 'plugins check' is its short form, for people.
+    'opgraft conformance' writes its JSON to a file, as it goes; 'plugins check' is its short form, for people. The
+    output of 'opgraft exec' is that of the program, and OPGRAFT_REPORT names a file for JSON.
     """
 
     def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
@@ -356,7 +357,10 @@ def test_every_command_has_json_and_a_help_text() -> None:
             yield path, command
 
     commands = dict(walk(root, "opgraft"))
-    others = ("opgraft chat", "opgraft serve", "opgraft conformance", "opgraft plugins check")
+    others = (
+        *("opgraft chat", "opgraft serve", "opgraft exec"),
+        *("opgraft conformance", "opgraft plugins check"),
+    )
     assert len(commands) > 7
     for path, command in commands.items():
         assert command.help, path
