@@ -21,6 +21,9 @@ from opgraft.cli.patching import Grafting
 from opgraft.errors import InputError
 from opgraft.hosts import report_file
 
+SCHEMA = "opgraft.exec/1"
+"""The name of the report's format, in the file of ``OPGRAFT_REPORT``."""
+
 _INTERRUPTED = 130
 
 
@@ -147,7 +150,7 @@ def _tell(grafting: Grafting, path: Path | None) -> None:
         for model in grafting.models
     ]
     told = {
-        "schema": "opgraft.exec/1",
+        "schema": SCHEMA,
         "patches": grafting.patches,
         "missing": grafting.missing,
         "models": models,

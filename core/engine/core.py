@@ -12,8 +12,7 @@ One step has three parts, in ``EngineCore.step``:
    returns an ``EngineOutput`` for each new token.
 
 For example, a request with a prompt of five tokens takes one step for the prompt, which samples the
-first token, and one step for each further token. If further tokens are drafted, one step may
-verify several (``opgraft.engine.drafting``).
+first token, and one step for each further token.
 
 ``Scheduler(...)``, ``Worker(...)`` and ``Sampler(...)`` construct a plugin's subclass if one is
 active (``PluggableClass``).

@@ -17,6 +17,7 @@ from opgraft import errors, ops
 from opgraft.binding.measurements import SCHEMA as TUNING
 from opgraft.cli import cli as root
 from opgraft.cli.evidence import SCHEMA as EVIDENCE
+from opgraft.cli.exec import SCHEMA as EXEC
 from opgraft.config import FIELDS
 from opgraft.config.environment import VARIABLES
 from opgraft.plugins import hookspecs
@@ -114,7 +115,7 @@ def test_schemas_are_those_that_commands_print() -> None:
         path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py")
     )
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
-    printed |= {LOCKFILE, EVIDENCE, TUNING}  # which are written to files
+    printed |= {LOCKFILE, EVIDENCE, EXEC, TUNING}  # which are written to files
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"]
         for path in SCHEMAS.glob("opgraft.*.json")

@@ -24,24 +24,19 @@ _METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
 )
 
 _FIRST_CHANCE = 0.25
+"""The chance of a right token, before guesses are compared."""
+
 _OF_REQUEST = 1 / 8
 """The weight of the newest guess in the chance of a request."""
 
 _OF_ALL = 1 / 64
-"""The same in the first chance of new requests."""
+"""The weight of the newest guess in the first chance of new requests."""
 
 
 class _Guessed:
-    """The last guess of a request, and the chance of a right token.
+    """The last guess of a request, made at ``at`` tokens, and the chance of a right token."""
 
-    Every guess is compared with the next tokens, even if no step has verified the guess. So better
-    guesses are noticed at no cost.
-
-    Attributes:
-        chance: the moving average of right tokens.
-        at: number of tokens of the request at the guess.
-        tokens: guessed ones.
-    """
+    # Every guess is compared with the next tokens, also if no step verified it: that is free.
 
     __slots__ = ("at", "chance", "tokens")
 
@@ -76,9 +71,6 @@ class _Guessed:
 class Drafting:
     """The drafts of all requests.
 
-    Args:
-        opgraft_config: resolved, with ``speculation.method``.
-
     Attributes:
         proposer: guesses, until a call of it fails.
         times: of recent steps.
@@ -97,13 +89,7 @@ class Drafting:
         self._guessed: dict[str, _Guessed] = {}
 
     def draft(self, request: Request, most: int, rows: int) -> tuple[int, ...]:
-        """Return the tokens to verify in the next step of a request.
-
-        Args:
-            request: of the draft.
-            most: tokens of the draft, at most.
-            rows: tokens of the step without drafts.
-        """
+        """Return at most ``most`` tokens to verify in the next step, of ``rows`` other tokens."""
         guessed = self._guessed.get(request.request_id)
         if guessed is None:
             guessed = _Guessed(self._chance)
@@ -157,11 +143,7 @@ class Drafting:
 
 
 def proposer_of(opgraft_config: OpgraftConfig) -> Proposer:
-    """Return the proposer for ``speculation.method``. The proposer of a plugin replaces all.
-
-    Args:
-        opgraft_config: resolved, with ``speculation.method``.
-    """
+    """Return the proposer for ``speculation.method``. The proposer of a plugin replaces all."""
     chosen: type[Proposer] = choose_class(Proposer).cls
     if chosen is Proposer:
         chosen = _METHODS[str(opgraft_config.speculation.method)]

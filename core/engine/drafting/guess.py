@@ -10,12 +10,7 @@ LONGEST_MATCH = 16
 
 
 class Guess(NamedTuple):
-    """The continuation of an earlier place of the last tokens.
-
-    Attributes:
-        matched: number of equal tokens before the place.
-        tokens: after the place.
-    """
+    """The tokens after an earlier place, and how many last tokens match those before it."""
 
     matched: int
     tokens: Sequence[int]

@@ -19,9 +19,6 @@ class Proposer(PluggableClass, ABC):
 
     Each rank of a launcher has a proposer, and all must guess alike: a guess may depend on requests
     and settings only.
-
-    Args:
-        opgraft_config: resolved.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:

@@ -18,11 +18,10 @@ LEAST_MATCH = 2
 
 
 class SharedSuffixes(Proposer):
-    """Guesses by the tokens of the request, or by recent answers if these match more tokens.
+    """Guesses by the tokens of the request, or by recent answers if these match more tokens."""
 
-    Requests share answers within their cache salt only, like blocks of the cache. If the memories
-    of all salts exceed ``speculation.remembered_tokens``, the longest unused one is forgotten.
-    """
+    # Requests share answers within their cache salt only, like blocks of the cache. The memory that
+    # was unused for the longest time goes first.
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         super().__init__(opgraft_config)
@@ -62,11 +61,11 @@ class SharedSuffixes(Proposer):
             self._size -= forgotten.size
 
     def forget_all(self) -> None:
-        """Release the indices of all requests. Their answers stay."""
+        """Release the indices of all requests."""
         self._own.forget_all()
 
 
 def _key(request: Request) -> bytes:
-    """Return the key of a salt. A salt itself may be a long text."""
+    # A salt itself may be a long text.
     salt = request.cache_salt
     return b"" if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()

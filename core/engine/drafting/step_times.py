@@ -24,9 +24,7 @@ _LONGEST = 4.0
 class StepTimes:
     """A line through the times of recent steps: a constant, and the time of each row.
 
-    Attributes:
-        ratio: the time of a row over the constant. While all steps have the same number of rows,
-            the ratio stays.
+    ``ratio`` is the second over the first.
     """
 
     def __init__(self) -> None:
@@ -68,8 +66,6 @@ class StepTimes:
             self.ratio = max(of_row / constant, _LEAST)
 
     def share_of_row(self, rows: int) -> float:
-        """Return the cost of one more row in a step with ``rows`` rows, in tokens.
-
-        If a row makes a step with 4 rows longer by a tenth, the rows give 0.4 tokens in this time.
-        """
+        """Return the cost of one more row in a step with ``rows`` rows, in tokens."""
+        # If a row makes a step with 4 rows longer by a tenth, the rows give 0.4 tokens meanwhile.
         return rows * self.ratio / (1 + rows * self.ratio)
