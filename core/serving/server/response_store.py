@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from opgraft.errors import HTTPError
 from opgraft.serving.server.bodies import MOST_CONTAINERS, containers
+
+_T = TypeVar("_T")
 
 
 class _Kept(NamedTuple):
@@ -76,7 +78,7 @@ class ResponseStore:
         """
         return await self._beside(self._messages, owner, name)
 
-    def _messages(self, owner: bytes, name: str) -> Any:
+    def _messages(self, owner: bytes, name: str) -> list[dict[str, Any]]:
         field = "previous_response_id"
         advice = "send its input and output as items of input"
         kept = self._kept.get(name)
@@ -91,7 +93,8 @@ class ResponseStore:
                 "without the oldest ones"
             )
             raise HTTPError(400, message, field=field, code="limit_exceeded")
-        return json.loads(kept.messages)
+        messages: list[dict[str, Any]] = json.loads(kept.messages)
+        return messages
 
     async def response(self, owner: bytes, name: str) -> bytes:
         """Return a response by its id, as JSON.
@@ -123,7 +126,7 @@ class ResponseStore:
         )
         raise HTTPError(404, message, field="response_id", code="response_not_found")
 
-    async def _beside(self, work: Any, owner: bytes, name: str) -> Any:
+    async def _beside(self, work: Callable[[bytes, str], _T], owner: bytes, name: str) -> _T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, work, owner, name)
 

@@ -55,7 +55,8 @@ def joined(content: str | Sequence[Any]) -> str:
     """Return a text that is given whole or in parts."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content)
+    parts: Sequence[Any] = content
+    return "\n".join(part.text for part in parts)
 
 
 def with_one_system_message(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -85,7 +86,7 @@ def spelled(
         return rows, []
     end = begin + len(sought)
     place = 0
-    spelling = []
+    spelling: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         if place >= end:
             return spelling, rows[number:]
