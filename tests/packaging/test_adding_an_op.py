@@ -126,7 +126,7 @@ assert record.outside == ("torch.nn.functional.softsign",), record
 """
 
 CHECKS = (
-    "tests/docs/test_reference.py::test_every_op_is_a_row_with_class_constructor_and_call",
+    "tests/docs/test_reference.py::test_every_op_is_a_row_with_its_class",
     "tests/docs/test_reference.py::test_every_exported_class_of_ops_is_mentioned",
     "tests/docs/test_port_from_vllm.py::test_every_class_is_in_the_table",
     "tests/plugins/test_every_op.py::test_every_row_is_of_an_op",
