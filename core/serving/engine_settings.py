@@ -29,7 +29,7 @@ def engine_config(
     """Return the settings of an engine as ``LLM`` takes them.
 
     Raises:
-        ConfigError: a setting that there is not, or a value that it does not take.
+        ConfigError: a setting is unknown, or has a wrong value.
     """
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})

@@ -551,7 +551,7 @@ class ModelRunner(PluggableClass):
     def _accepting(
         self, drafts: Mapping[str, Draft], newest: Mapping[str, int], place: int
     ) -> tuple[str, ...]:
-        """Return the requests that go on: their newest token is that at a place of their draft."""
+        """Return the unfinished requests whose newest token equals the drafted one at a place."""
         accepting = []
         for request_id, token in newest.items():
             draft = drafts[request_id].tokens if request_id in drafts else ()
