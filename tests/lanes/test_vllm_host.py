@@ -213,10 +213,12 @@ def test_the_report_outlives_its_process(answers: Answers, report: Path, mode: s
     calls = {row["op"]: row["calls"] for row in told["kernels"] if row["calls"]}
     steps = calls["rms_norm"]
     heads = calls["linear"] - 4 * LAYERS * steps
+    # The step that warms up a compiled model has no attention.
+    attended = steps - 1 if mode == "compiled" else steps
     assert steps > 32
     assert 32 <= heads <= steps
     assert calls == {
-        "attention": LAYERS * steps,
+        "attention": LAYERS * attended,
         "rms_norm": steps,
         "fused_add_rms_norm": 2 * LAYERS * steps,
         "silu_and_mul": LAYERS * steps,
