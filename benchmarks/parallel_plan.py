@@ -22,11 +22,11 @@ from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, 
 from opgraft.distributed import get_tp_group, init_distributed
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.core import EngineCore
+from opgraft.engine.planning.estimate import Seconds, seconds_of
+from opgraft.engine.planning.shard import Shard
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.machine.device_figures import DeviceFigures
-from opgraft.planning.estimate import Seconds, seconds_of
-from opgraft.planning.shard import Shard
 from torch import multiprocessing
 from torch.nn import functional
 

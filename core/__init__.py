@@ -10,6 +10,7 @@ first use.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 # A folder of the repository in front of the path would be a second package with a second state.
@@ -18,15 +19,19 @@ if __name__ != "opgraft":
         f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft"
     )
 
+from opgraft.base import upward
 from opgraft.version import __version__ as __version__
+
+# Ported plugins import opgraft.custom_op, opgraft.logger and opgraft.torch_library.
+__path__.append(f"{__path__[0]}/binding/ported")
 
 if TYPE_CHECKING:
     from opgraft import errors as errors
     from opgraft import functional as functional
-    from opgraft import hosts as hosts
     from opgraft import kernels as kernels
     from opgraft import ops as ops
     from opgraft import testing as testing
+    from opgraft.base.log import init_logger as init_logger
     from opgraft.binding.derivation import NATIVE as NATIVE
     from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
     from opgraft.binding.derivation import calls_functional as calls_functional
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from opgraft.binding.shadow import ShadowRow as ShadowRow
     from opgraft.binding.shadow import shadow_report as shadow_report
     from opgraft.binding.sharing import share_decisions as share_decisions
+    from opgraft.binding.torch_library import direct_register_custom_op as direct_register_custom_op
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
     from opgraft.compilation.graph_pass import GraphPass as GraphPass
@@ -66,7 +72,6 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
-    from opgraft.logger import init_logger as init_logger
     from opgraft.machine.device_figures import DeviceFigures as DeviceFigures
     from opgraft.machine.evidence import Device as Device
     from opgraft.machine.evidence import Evidence as Evidence
@@ -119,7 +124,6 @@ if TYPE_CHECKING:
     from opgraft.serving.outputs import RequestMetrics as RequestMetrics
     from opgraft.serving.outputs import RequestOutput as RequestOutput
     from opgraft.serving.prometheus import PrometheusExporter as PrometheusExporter
-    from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
 # Type checkers read the imports above, and Python this table.
 _HOME = {
@@ -136,7 +140,7 @@ _HOME = {
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
-    "opgraft.logger": ("init_logger",),
+    "opgraft.base.log": ("init_logger",),
     "opgraft.ops.freezing": ("FreezeReport", "freeze", "refresh", "thaw"),
     "opgraft.serving.async_llm": ("AsyncLLM",),
     "opgraft.serving.llm": ("LLM", "Interrupted"),
@@ -163,14 +167,24 @@ _HOME = {
     "opgraft.binding.rebinding": ("rebind",),
     "opgraft.binding.shadow": ("ShadowReport", "ShadowRow", "shadow_report"),
     "opgraft.binding.sharing": ("share_decisions",),
-    "opgraft.torch_library": ("direct_register_custom_op",),
+    "opgraft.binding.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_MODULES = ("errors", "functional", "hosts", "kernels", "ops", "testing")
+_MODULES = ("errors", "functional", "kernels", "ops", "testing")
 """Public modules, imported at the first use."""
 
 # The names stand once, in _HOME.
 __all__ = ["__version__", *_MODULE_OF]
+
+
+def _declared_settings() -> Mapping[str, Any]:
+    """Return the settings that installed distributions declare, by dotted name."""
+    discovery: Any = importlib.import_module("opgraft.plugins.discovery")
+    settings: Mapping[str, Any] = discovery.discover().settings
+    return settings
+
+
+upward.declared_settings = _declared_settings
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 import importlib_metadata
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config import FIELDS, NATIVE_CHOICE, Field
 from opgraft.config.environment import read_simulated
 from opgraft.config.plugin_settings import SETTINGS_GROUP
 from opgraft.errors import ConfigError, close_matches
-from opgraft.logger import logger
 from opgraft.plugins.metadata import (
     Problem,
     distributions,
@@ -54,7 +54,7 @@ PORTERS = "opgraft.porters"
 """The group of functions that rewrite a plugin of another host.
 
 The name of an entry point is the other host's. The function takes a folder and returns an
-``opgraft.hosts.Ported``.
+``opgraft.plugins.bridges.Ported``.
 """
 
 FOR_OTHER_HOSTS = (*BRIDGE_GROUPS, PORTERS)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from opgraft.base.log import logger
 from opgraft.base.text import printable
-from opgraft.logger import logger
 from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.discovery import discover

@@ -8,11 +8,11 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from opgraft.base.caches import Caches
+from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config import Settings, known_fields
 from opgraft.config.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.logger import logger
 from opgraft.plugins.agreement import expect_lockfile_agrees, expect_process_agrees
 from opgraft.plugins.loading import PluginPass
 from opgraft.plugins.platform_class import prepare_platform

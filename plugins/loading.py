@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 import pluggy
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable, shortened
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError, close_matches, raised_in
-from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.admission import check_admission, objection

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig
 from opgraft.config.environment import PLATFORM, PLUGINS_DISABLE
 from opgraft.errors import ConflictError, PlatformError, raised_in
-from opgraft.logger import logger
 from opgraft.platform import Platform, effective_chain
 from opgraft.plugins.changes import Change
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover

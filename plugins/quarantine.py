@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from importlib_metadata import Distribution
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
-from opgraft.logger import logger
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.memory import Memory, digest_of_content, digest_of_text, files_of, states_of
 from opgraft.plugins.requirements import QUARANTINED

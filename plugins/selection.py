@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from opgraft.base.log import logger
 from opgraft.config import Settings
 from opgraft.config.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
-from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec

@@ -27,7 +27,7 @@ REFERENCE = Path(__file__).parents[1] / "docs/reference"
 MODULES = (
     "opgraft",
     "opgraft.distributed",
-    "opgraft.hosts",
+    "opgraft.plugins.bridges",
     "opgraft.kernels",
     "opgraft.kernels.engine",
     "opgraft.models",

@@ -55,7 +55,7 @@ import importlib, json, re, sys
 sys.path[:0] = sys.argv[2:]
 import torch
 from packaging.utils import canonicalize_name
-from opgraft.hosts import discover
+from opgraft.plugins.bridges import discover
 from opgraft.registry.state import host_state
 from opgraft_vllm_bridge import adapting, listing, offers
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.binding.comparison import leaves, tensors_within
 from opgraft.binding.custom_op import CustomOp
@@ -18,7 +19,6 @@ from opgraft.binding.shadow import Shadow
 from opgraft.binding.specialisation import Binding, binding_with_shadow, native_of, without_compiler
 from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_config
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.logger import logger
 from opgraft.registry.choice import choosing
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of

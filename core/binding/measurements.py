@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from opgraft.base.files import read_regular, replace_file
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError
-from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform

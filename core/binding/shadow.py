@@ -15,13 +15,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable, table
 from opgraft.binding import comparison
 from opgraft.binding.comparison import leaves
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.tracing import constant_while_tracing, followed_or_transformed
 from opgraft.config import ShadowConfig
-from opgraft.logger import logger
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue, host_state
 from torch import Tensor, nn

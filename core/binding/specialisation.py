@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.binding.derivation import resolve_functions
 from opgraft.binding.in_tree import idle_oot_classes
@@ -50,7 +51,6 @@ from opgraft.binding.shadow import SHADOWS, Shadow
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings, ShadowConfig
 from opgraft.config.environment import PROVIDERS
 from opgraft.errors import ConstructionError, RegistrationError
-from opgraft.logger import logger
 from opgraft.platform import Platform, effective_chain
 from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover

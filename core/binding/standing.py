@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
-from opgraft.logger import logger
 from opgraft.registry.state import host_state
 from torch import nn
 

@@ -19,9 +19,9 @@ from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
+from opgraft.engine.planning.splits import expect_split
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
-from opgraft.planning.splits import expect_split
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.engine_settings import engine_config

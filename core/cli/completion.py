@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
+from opgraft.base.log import silent
 from opgraft.config import FLAG_WORDS, known_fields
-from opgraft.logger import silent
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 
 Completion = Callable[[click.Context, click.Parameter, str], list[str]]

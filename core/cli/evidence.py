@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular, replace_file
+from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError
-from opgraft.logger import logger
 from opgraft.plugins.discovery import normalized
 from opgraft.registry.decision import Provider
 

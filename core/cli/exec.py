@@ -19,7 +19,7 @@ import click
 from opgraft.base.text import described, printable
 from opgraft.cli.patching import Grafting
 from opgraft.errors import InputError
-from opgraft.hosts import report_file
+from opgraft.plugins.bridges import report_file
 
 SCHEMA = "opgraft.exec/1"
 """The name of the report's format, in the file of ``OPGRAFT_REPORT``."""

@@ -18,10 +18,10 @@ from typing import Any
 
 from importlib_metadata import Distribution
 from opgraft import version
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config.environment import lasting_variables
 from opgraft.errors import OpgraftError
-from opgraft.logger import logger
 from opgraft.machine.machine import Machine
 from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import discover, is_editable

@@ -15,8 +15,8 @@ from opgraft.base.text import described
 from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
 from opgraft.errors import InputError, PluginError
-from opgraft.hosts import Ported
 from opgraft.plugins.admission import objection
+from opgraft.plugins.bridges import Ported
 from opgraft.plugins.discovery import PORTERS, discover
 from opgraft.registry.state import host_state
 

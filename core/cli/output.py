@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import click
+from opgraft.base.log import silent
 from opgraft.base.text import WIDTH, printable, table
 from opgraft.cli.answers import answers, answers_apart
 from opgraft.config import (
@@ -34,7 +35,6 @@ from opgraft.config.engine_arguments import (
 from opgraft.config.environment import CONFIG, VARIABLES
 from opgraft.config.whole import check_known, settings_beside
 from opgraft.errors import ConfigError, OpgraftError
-from opgraft.logger import silent
 from opgraft.registry.state import host_state
 
 json_option = click.option(

@@ -18,12 +18,12 @@ from opgraft.cli.output import (
     with_model_settings,
 )
 from opgraft.config.checkpoints import find_checkpoint
+from opgraft.engine.planning.devices import device_of
+from opgraft.engine.planning.units import in_bytes, in_seconds, parse_quantity
 from opgraft.machine.device_figures import DeviceFigures
-from opgraft.planning.devices import device_of
-from opgraft.planning.units import in_bytes, in_seconds, parse_quantity
 
 if TYPE_CHECKING:
-    from opgraft.planning.splits import Fitting, PlanRequest, RefusedSplit
+    from opgraft.engine.planning.splits import Fitting, PlanRequest, RefusedSplit
 
 _FIGURES = {
     "memory": ("bytes", "of each device, such as 80GiB"),
@@ -103,7 +103,7 @@ def command(
     figures = device_of(device, given)
     find_checkpoint(model)
     # These import torch, which --help does without.
-    from opgraft.planning.splits import Planner, PlanRequest
+    from opgraft.engine.planning.splits import Planner, PlanRequest
     from opgraft.serving.engine_settings import engine_config
 
     fixed = {name: options[name] for name in _SIZES if options[name] is not None}

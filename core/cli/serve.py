@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from opgraft.base.log import write_json
 from opgraft.base.text import printable
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.config.checkpoints import find_checkpoint
 from opgraft.errors import InputError
-from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 
@@ -63,7 +63,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     find_checkpoint(model)
     # These import torch, which --help does without.
-    from opgraft.planning.splits import expect_split
+    from opgraft.engine.planning.splits import expect_split
     from opgraft.serving.engine_settings import engine_config
 
     write_json()

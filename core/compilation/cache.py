@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opgraft.base.files import read_regular, without_waiting
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.config import CompilationConfig
 from opgraft.config.environment import cache_home
 from opgraft.errors import CacheEntryError, ConfigError
-from opgraft.logger import logger
 
 ENTRY = "entry.json"
 """The file of an entry with the description."""

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from opgraft.binding.form_choice import FormChoice, choice_of
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
+from opgraft.binding.torch_library import direct_register_custom_op
 from opgraft.compilation.nodes import form_of
 from opgraft.ops.attention.node import op_of_node
 from opgraft.registry.decision import Candidate, Decision
 from opgraft.registry.op_classes import location_of
-from opgraft.torch_library import direct_register_custom_op
 from torch import Tensor, fx
 
 _KERNELS: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.compilation.bundles import export_entries, import_entries, read_key
 from opgraft.compilation.cache import KEY, CompilationCache
 from opgraft.errors import CacheEntryError, ConfigError, InputError
-from opgraft.logger import logger
 
 _SUFFIX = ".bundle"
 

@@ -7,13 +7,13 @@ the command line and the environment know the settings before the plugin is load
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from opgraft.base import upward
 from opgraft.base.text import printable
 from opgraft.config.declaration import KINDS, Bounds, Field
 from opgraft.errors import ConfigError, close_matches
@@ -38,8 +38,7 @@ _MOST = 200
 def plugin_fields() -> Mapping[str, Field]:
     """Return the settings of installed plugins by dotted name. No plugin is imported."""
     # The plugin host reads the installed distributions, and imports this package.
-    discovery: Any = importlib.import_module("opgraft.plugins.discovery")
-    return MappingProxyType(discovery.discover().settings)
+    return MappingProxyType(upward.declared_settings())
 
 
 def declared_fields(

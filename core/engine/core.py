@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
@@ -50,7 +51,6 @@ from opgraft.errors import (
     PluginError,
     RequestError,
 )
-from opgraft.logger import logger
 from opgraft.registry.state import host_state
 
 Starting: TypeAlias = Callable[[Executor], AbstractContextManager[object]]

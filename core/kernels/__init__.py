@@ -14,7 +14,7 @@ has:
 - ``OpSpec``, ``Draw`` and ``Outside``, the proof of a functional form.
 
 ``docs/reference/kernels.md`` has a row for each name. The parts of the engine are in
-``opgraft.kernels.engine``, and the parts of bridges to other hosts in ``opgraft.hosts``.
+``opgraft.kernels.engine``, and the parts of bridges to other hosts in ``opgraft.plugins.bridges``.
 """
 
 from opgraft.base.installed import source_of

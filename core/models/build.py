@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.config.environment import PLATFORM
@@ -19,7 +20,6 @@ from opgraft.errors import (
     OpgraftError,
     PluginError,
 )
-from opgraft.logger import logger
 from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages, without_collections
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older

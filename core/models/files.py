@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular
+from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config.checkpoints import find_checkpoint
 from opgraft.errors import CheckpointError
-from opgraft.logger import logger
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
 from opgraft.models.lazy import LazyTensor

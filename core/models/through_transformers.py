@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
@@ -16,7 +17,6 @@ from opgraft.distributed import get_pp_group, get_tensor_model_parallel_world_si
 from opgraft.errors import DistributedError, ModelError
 from opgraft.grafting import graft, ungraft
 from opgraft.grafting.report import LeftAlone
-from opgraft.logger import logger
 from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.extras import import_extra

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from opgraft.base.caches import Caches
+from opgraft.base.log import logger, set_level
 from opgraft.base.text import printable
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.config.environment import Environment, read_environment
 from opgraft.errors import PluginError, UnknownTargetError
-from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry.decision import Decision, Provider
 from opgraft.registry.declarations import Declaration, Owner, Registry, Replacement

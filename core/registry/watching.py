@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from opgraft.base.log import logger as warnings
 from opgraft.base.text import printable
 from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import PluginError, raised_at
-from opgraft.logger import logger as warnings
 from opgraft.registry.decision import Provider
 
 logger = logging.getLogger("opgraft.watching")

@@ -21,10 +21,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.engine.workers.executor import HUNG
 from opgraft.errors import EngineError
-from opgraft.logger import logger
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.request_engine import RequestEngine

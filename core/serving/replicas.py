@@ -18,6 +18,7 @@ from itertools import count
 from operator import methodcaller
 from typing import Any, Protocol
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import PluggableClass
@@ -27,7 +28,6 @@ from opgraft.engine.stats import EngineStats, summed
 from opgraft.engine.workers.executor import HUNG, Executor
 from opgraft.engine.workers.process_executor import meeting_file
 from opgraft.errors import ConfigError, EngineError
-from opgraft.logger import logger
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.serving.embedding_engine import EmbeddingEngine

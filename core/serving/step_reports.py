@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.engine.core import exceptions_that_fail_a_step
 from opgraft.engine.stats import EngineStats
-from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
 
 OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import TypeAlias
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
@@ -16,7 +17,6 @@ from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.step import Step
 from opgraft.errors import EngineError, RequestError
-from opgraft.logger import logger
 from opgraft.models.files import opened_once
 from opgraft.serving.input_processor import InputProcessor
 from opgraft.serving.open_request import Answer, OpenRequest, id_in_use, none_open

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.config.environment import SIMULATED_DEVICE
+from opgraft.engine.planning.units import parse_quantity
 from opgraft.errors import InputError, close_matches
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
-from opgraft.planning.units import parse_quantity
 from opgraft.platform import PlatformSpec
 
 DEVICE_TYPE = "simulated"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.comparison import (
     Differences,
@@ -29,7 +30,6 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
 from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.errors import InputError
-from opgraft.logger import logger
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.state_space.layer import StateLayer

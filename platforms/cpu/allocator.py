@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from opgraft.logger import logger
+from opgraft.base.log import logger
 
 _TOP_PAD = 64 << 20
 

@@ -195,7 +195,7 @@ def test_fields_are_of_types_that_exporters_take(site, kept: Kept) -> None:
 
 def test_lines_of_json_have_the_fields(tmp_path: Path, warm_python: str) -> None:
     """A program that logs as JSON gets the fields beside the message."""
-    program = "from opgraft.logger import write_json; write_json(); import opgraft; opgraft.load_plugins()"
+    program = "from opgraft.base.log import write_json; write_json(); import opgraft; opgraft.load_plugins()"
     environ = {**os.environ, "OPGRAFT_LOG": "info", "OPGRAFT_PLUGINS": ""}
     ran = subprocess.run(
         [warm_python, "-c", program], env=environ, cwd=tmp_path, capture_output=True, text=True

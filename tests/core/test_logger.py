@@ -6,7 +6,7 @@ import logging
 
 import opgraft
 import pytest
-from opgraft.logger import logger, silent
+from opgraft.base.log import logger, silent
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])

@@ -15,8 +15,8 @@ from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
 from opgraft.config import config_from_fields, known_fields, parse_text, plugin_fields, read_file
 from opgraft.config.environment import known_variables, read_environment
 from opgraft.errors import ConfigError
-from opgraft.hosts import current_config
 from opgraft.kernels.engine import Worker
+from opgraft.plugins.bridges import current_config
 from opgraft.plugins.discovery import discover, names_of
 from opgraft.registry.state import host_state
 from support.small_words import word_llama
@@ -64,7 +64,7 @@ def seeing(base):
 
 @opgraft.hookimpl
 def opgraft_register_ops(platform):
-    from opgraft.hosts import current_config
+    from opgraft.plugins.bridges import current_config
     print("streams:", current_config().of_plugins["acme.streams"], file=sys.stderr)
     parts = {"kv_cache_manager": KVCacheManager, "sampler": Sampler, "scheduler": Scheduler, "worker": Worker}
     for name, base in parts.items():

@@ -24,7 +24,7 @@ import opgraft.serving.llm
 import pytest
 import tomllib
 from cpu_kernels.building import compiler
-from opgraft.logger import logger
+from opgraft.base.log import logger
 from opgraft.plugins import discovery
 from support.makefile import COMMANDS
 

@@ -202,10 +202,11 @@ def test_every_public_name_is_a_row_with_its_parameters() -> None:
             assert parameters == parameters_of(getattr(opgraft, name)), name
 
 
-@pytest.mark.parametrize("module", ["kernels", "engine", "hosts"])
+@pytest.mark.parametrize("module", ["kernels", "engine", "bridges"])
 def test_every_name_for_kernels_and_bridges_is_a_row(module: str) -> None:
-    """The page of opgraft.kernels and opgraft.hosts has a row for each name, and shows calls as they are."""
-    path = {"engine": "opgraft.kernels.engine"}.get(module, f"opgraft.{module}")
+    """The page of opgraft.kernels and opgraft.plugins.bridges has a row for each name, and shows calls as they are."""
+    homes = {"engine": "opgraft.kernels.engine", "bridges": "opgraft.plugins.bridges"}
+    path = homes.get(module, f"opgraft.{module}")
     public = importlib.import_module(path)
     documented = dict(split_call(name) for name in names("kernels", f"{module} name"))
     assert sorted(documented) == sorted(public.__all__)

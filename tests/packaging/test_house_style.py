@@ -34,7 +34,6 @@ FLOORS = [
     "opgraft.base",
     "opgraft.errors",
     "opgraft.version",
-    "opgraft.logger",
     "opgraft.config",
     "opgraft.machine",
     "opgraft.compat",
@@ -45,15 +44,12 @@ FLOORS = [
     "opgraft.registry",
     # The plugin host.
     "opgraft.plugins",
-    "opgraft.hosts",
     # Ops.
     "opgraft.binding",
     "opgraft.distributed",
     "opgraft.ops.*",  # families and what they share, in the order of their imports
     "opgraft.ops",  # the facade of the families
     "opgraft.functional",
-    "opgraft.custom_op",
-    "opgraft.torch_library",
     # Models.
     "opgraft.grafting",
     "opgraft.quantization",
@@ -62,7 +58,7 @@ FLOORS = [
     "opgraft.compilation",
     "opgraft.engine",
     "opgraft.kernels.engine",
-    "opgraft.planning",
+    "opgraft.engine.planning",
     "opgraft.platforms.tpu.slices",  # of the next line: it names the ranks of the engine
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name
     "opgraft.serving",
@@ -89,10 +85,7 @@ LATE_IMPORTS = {
     ("compilation.compiled", "compilation.shared_folder"): "few share a folder",
     ("compilation.compiled", "compilation.stock"): _PATHS,
     ("compilation.compiled", "compilation.verification"): _PATHS,
-    ("config.plugin_settings", "plugins.discovery"): "only installed distributions tell",
     ("compilation.lowering", "functional"): "registers forms that models seldom have",
-    ("hosts", "models.config"): "needs torch, which detection does without",
-    ("hosts", "models.files"): "needs torch, which detection does without",
     ("platforms.tpu.platform", "platforms.tpu.engine"): "needs the engine, which probes do without",
     ("plugins.admission", "plugins.locking"): "few have a lockfile",
     (

@@ -14,9 +14,9 @@ from conftest import Site
 from opgraft.cli.plan import command
 from opgraft.cli.run import command as run_command
 from opgraft.cli.serve import command as serve_command
+from opgraft.engine.planning.devices import device_of
 from opgraft.errors import ConfigError, InputError, OpgraftError
 from opgraft.machine.device_figures import DeviceFigures
-from opgraft.planning.devices import device_of
 
 LARGE = Path(__file__).parent / "llama-405b"
 """The configuration of a published model of 405 billion parameters, without weights."""

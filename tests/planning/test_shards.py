@@ -12,9 +12,9 @@ from opgraft.config import OpgraftConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.core import EngineCore
+from opgraft.engine.planning.shard import Shard
 from opgraft.models.decoder import DecoderAttention
 from opgraft.ops import Attention
-from opgraft.planning.shard import Shard
 from support.random_decoders import (
     DEEPSEEK_EXPERTS,
     LATENT,

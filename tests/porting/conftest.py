@@ -12,7 +12,7 @@ from typing import Any
 
 import libcst as cst
 import pytest
-from opgraft.hosts import Ported
+from opgraft.plugins.bridges import Ported
 from plugins.vllm_plugin import BRIDGE
 
 _PACKAGE = "opgraft_vllm_bridge"

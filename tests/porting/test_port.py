@@ -17,8 +17,8 @@ import tomllib
 import torch
 from opgraft import load_plugins, ops
 from opgraft.errors import InputError
-from opgraft.hosts import Ported
 from opgraft.plugins import discovery
+from opgraft.plugins.bridges import Ported
 from plugins.vllm_plugin import install_bridge
 
 Port = Callable[[Path], Ported]

@@ -8,6 +8,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
@@ -17,7 +18,6 @@ from opgraft.engine.drafting.shared_suffixes import SharedSuffixes
 from opgraft.engine.drafting.step_times import StepTimes
 from opgraft.engine.request import Request
 from opgraft.engine.step import Step
-from opgraft.logger import logger
 
 _METHODS: Mapping[str, type[Proposer]] = MappingProxyType(
     {"ngram": PromptLookup, "suffix": SharedSuffixes}

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.config import CompilationMode, OpgraftConfig
 from opgraft.engine.runner.model_runner import ModelRunner
@@ -24,7 +25,6 @@ from opgraft.engine.runner.step_program import (
 from opgraft.engine.sampling import Sampled
 from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.errors import ConfigError, RecompilationError, RequestError
-from opgraft.logger import logger
 from opgraft.models.bucketing import decode_buckets, prefill_buckets
 from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform

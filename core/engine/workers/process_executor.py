@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
+from opgraft.base.log import logger
 from opgraft.engine.workers.remote_executor import RemoteExecutor
 from opgraft.engine.workers.remote_workers import Started
 from opgraft.engine.workers.worker_link import END_SECONDS, WorkerLink, end_workers
@@ -26,7 +27,6 @@ from opgraft.engine.workers.worker_progress import (
     anonymous_file,
     thread_name,
 )
-from opgraft.logger import logger
 from opgraft.machine.channel import Channel, PipeSender
 from opgraft.machine.child import child_command
 

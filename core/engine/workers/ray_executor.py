@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, suppress
 from itertools import product
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config.environment import deciding_variables
 from opgraft.engine.workers.ray_placement import Placed, Placement, kill, local_ranks
@@ -23,7 +24,6 @@ from opgraft.engine.workers.remote_workers import Started
 from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.engine.workers.worker_progress import Progress
 from opgraft.errors import EngineError
-from opgraft.logger import logger
 from opgraft.machine.channel import Channel
 from opgraft.models.extras import import_extra
 from opgraft.plugins.selection import current_platform

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config import OpgraftConfig
 from opgraft.engine.workers.ray_worker import RayWorker, Where
 from opgraft.errors import ConfigError, EngineError
-from opgraft.logger import logger
 
 
 @dataclass(frozen=True)

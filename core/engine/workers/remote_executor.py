@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, cast
 
+from opgraft.base.log import logger, writes_json
 from opgraft.base.text import described
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.distributed.layout import ParallelLayout
@@ -31,7 +32,6 @@ from opgraft.engine.workers.worker_link import (
     hanging,
     output_rank,
 )
-from opgraft.logger import logger, writes_json
 from opgraft.machine.channel import encoded, encoded_plain
 from opgraft.plugins.host import load_plugins
 

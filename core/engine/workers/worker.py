@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.progress import progress_bar
 from opgraft.base.text import described
 from opgraft.binding.blame import replaced_among
@@ -24,7 +25,6 @@ from opgraft.engine.runner.recorded_steps import blocks_of_padding
 from opgraft.engine.step import Step, StepResult
 from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.errors import ConfigError
-from opgraft.logger import logger
 from opgraft.models import TransformersModel
 from opgraft.models.build import device_named
 from opgraft.models.context import trained_context

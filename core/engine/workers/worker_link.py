@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import ClassVar, TypeAlias
 
 import torch
+from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
-from opgraft.logger import logger
 from opgraft.machine.channel import Channel
 from opgraft.version import __version__
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+from opgraft.base.log import logger, write_json
 from opgraft.base.text import described
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late
@@ -32,7 +33,6 @@ from opgraft.engine.workers.worker_link import (
 )
 from opgraft.engine.workers.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
-from opgraft.logger import logger, write_json
 from opgraft.machine.channel import Channel, ReadAhead, framed
 from opgraft.plugins.host import load_plugins
 from torch import distributed as dist

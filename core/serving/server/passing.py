@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+from opgraft.base.log import init_logger
 from opgraft.base.text import described
 from opgraft.errors import HTTPError, OpgraftError
-from opgraft.logger import init_logger
 from opgraft.serving.server import faults
 from opgraft.serving.server.admission import Slot
 from opgraft.serving.server.http_metrics import HTTPMetrics

@@ -34,7 +34,7 @@ PRELOADED = (
     ),
     *("opgraft.cli.run_model", "opgraft.cli.run", "opgraft.cli.chat", "opgraft.cli.serve"),
     *("opgraft.cli.ops_list", "opgraft.cli.ops_explain", "opgraft.cli.plugins"),
-    *("opgraft.planning.splits", "opgraft.testing.diagnosis"),
+    *("opgraft.engine.planning.splits", "opgraft.testing.diagnosis"),
     *("opgraft.plugins.definitions", "opgraft.plugins.guarding", "opgraft.plugins.process"),
     *(f"opgraft.platforms.{name}" for name in ("cuda", "rocm", "tpu", "xpu")),
     *("opgraft.platforms.cuda.gpus", "opgraft.platforms.rocm.kfd"),

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opgraft import DeviceCapability, DeviceMemory, OpgraftConfig, Platform
-from opgraft.hosts import (
+from opgraft import DeviceCapability, DeviceMemory, OpgraftConfig, Platform, init_logger
+from opgraft.plugins.bridges import (
     Offer,
     built_in_platform,
     classes_replaced_by,
@@ -17,7 +17,6 @@ from opgraft.hosts import (
     report_fault,
     shortened,
 )
-from opgraft.logger import init_logger
 
 from opgraft_vllm_bridge.vllm_parts import config
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform as VllmPlatform

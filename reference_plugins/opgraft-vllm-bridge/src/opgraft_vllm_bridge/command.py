@@ -6,7 +6,7 @@ import json
 
 import click
 from opgraft.errors import InputError, OpgraftError
-from opgraft.hosts import Offer, discover, printable
+from opgraft.plugins.bridges import Offer, discover, printable
 
 from opgraft_vllm_bridge.listing import Listing, listing_of
 

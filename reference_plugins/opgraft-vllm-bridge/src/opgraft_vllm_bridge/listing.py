@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opgraft.errors import PluginError
-from opgraft.hosts import specs_of
+from opgraft.plugins.bridges import specs_of
 
 from opgraft_vllm_bridge.counterparts import hint
 from opgraft_vllm_bridge.names import MODULES, NAMES, is_adapted

@@ -14,7 +14,7 @@ import importlib_metadata
 import opgraft
 from opgraft import Evidence, Machine, PlatformSpec
 from opgraft.errors import InputError
-from opgraft.hosts import Offer, Ported, discover, report_fault
+from opgraft.plugins.bridges import Offer, Ported, discover, report_fault
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
 from opgraft_vllm_bridge.missing import MissingNameError

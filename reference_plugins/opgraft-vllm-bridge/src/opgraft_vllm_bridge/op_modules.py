@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from opgraft.errors import raised_in
-from opgraft.hosts import Offer, described, discover, report_fault, specs_of
+from opgraft.plugins.bridges import Offer, described, discover, report_fault, specs_of
 
 from opgraft_vllm_bridge.reading import LARGEST, modules_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opgraft.errors import PluginError, raised_in
-from opgraft.hosts import described, read_regular, specs_of
+from opgraft.plugins.bridges import described, read_regular, specs_of
 
 from opgraft_vllm_bridge.guards import guarded_lines
 from opgraft_vllm_bridge.uses import Use, Uses

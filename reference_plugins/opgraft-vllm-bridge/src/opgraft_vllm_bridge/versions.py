@@ -11,7 +11,7 @@ from typing import Any
 import importlib_metadata
 from opgraft import __version__ as _opgraft
 from opgraft.errors import ConfigError
-from opgraft.hosts import current_config, specs_of
+from opgraft.plugins.bridges import current_config, specs_of
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version

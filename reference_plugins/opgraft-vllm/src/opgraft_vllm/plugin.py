@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 
 import opgraft
-from opgraft.hosts import described
+from opgraft.plugins.bridges import described
 from vllm.platforms import current_platform
 
 from opgraft_vllm.report import REPORT

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from opgraft.hosts import described, report_file
+from opgraft.plugins.bridges import described, report_file
 
 WIDTH = 20
 """Bytes of a number in the file. JSON allows blanks in front of a number."""

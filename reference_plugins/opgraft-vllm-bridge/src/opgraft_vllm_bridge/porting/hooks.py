@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opgraft.hosts import Uncovered
+from opgraft.plugins.bridges import Uncovered
 
 _DEVICE = '''"""Finding the device, by the function that vLLM called. Written by 'opgraft new --from-vllm'."""
 

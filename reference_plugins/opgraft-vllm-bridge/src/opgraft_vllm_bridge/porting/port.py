@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 from opgraft.errors import InputError
-from opgraft.hosts import Ported, Uncovered
+from opgraft.plugins.bridges import Ported, Uncovered
 
 from opgraft_vllm_bridge.porting.entry_points import (
     GENERAL,

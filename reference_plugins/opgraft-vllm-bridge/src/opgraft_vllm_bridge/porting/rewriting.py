@@ -21,7 +21,7 @@ from libcst.metadata import (
     QualifiedNameProvider,
     QualifiedNameSource,
 )
-from opgraft.hosts import Uncovered
+from opgraft.plugins.bridges import Uncovered
 
 from opgraft_vllm_bridge.counterparts import PLATFORM, hint, home_of
 from opgraft_vllm_bridge.porting.platform_class import PlatformMembers, is_platform

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from opgraft.logger import init_logger
+from opgraft import init_logger
 
 from opgraft_vllm_bridge.vllm_parts.forward_context import CommonAttentionMetadata
 

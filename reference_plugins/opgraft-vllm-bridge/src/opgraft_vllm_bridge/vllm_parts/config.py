@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opgraft import CompilationMode, OpgraftConfig, current_platform
+from opgraft import CompilationMode, CustomOp, OpgraftConfig, current_platform
 from opgraft.config import config_from_fields
-from opgraft.custom_op import op_registry
 from opgraft.errors import ConfigError
-from opgraft.hosts import current_config, described_model, origin_of
+from opgraft.plugins.bridges import current_config, origin_of
 
 LAYERS: dict[str, Any] = {}
 """Layers of plugins by the names under which their ops find them while a batch is computed."""
@@ -273,7 +272,7 @@ def _with_class_names(custom_ops: list[str]) -> list[str]:
     """Return ``custom_ops`` with the names of classes, too, by which plugins look ops up."""
     found = list(custom_ops)
     for token in custom_ops:
-        cls = op_registry.get(token[1:])
+        cls = CustomOp.op_registry.get(token[1:])
         if cls is not None:
             found.append(f"{token[0]}{cls.__name__}")
     return found
@@ -290,7 +289,11 @@ def _written_at(model: str | None) -> int:
 @functools.lru_cache(maxsize=8)
 def _described(model: str | None, written_at: int) -> Any:
     # Cached, as the constructor of each layer may ask and a checkpoint is slow to open.
-    return described_model(config_from_fields({"model.name": model}).resolved())
+    # Most plugins ask for no model, and the models take as long to import as torch.
+    from opgraft.models import open_weights, read_config
+
+    name = config_from_fields({"model.name": model}).resolved().model.name
+    return None if name is None else read_config(open_weights(name), plain=True)
 
 
 def _dtype_of(name: str, described: Any, default: torch.dtype) -> torch.dtype:

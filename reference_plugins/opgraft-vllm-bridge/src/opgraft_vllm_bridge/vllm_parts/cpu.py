@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.hosts import built_in_platform
+from opgraft.plugins.bridges import built_in_platform
 
 from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.hosts import current_config, log_level
+from opgraft.plugins.bridges import current_config, log_level
 
 VLLM_COMPUTE_NANS_IN_LOGITS: bool = False
 VLLM_CONFIGURE_LOGGING: bool = True

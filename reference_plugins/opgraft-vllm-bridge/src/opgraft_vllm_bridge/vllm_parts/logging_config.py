@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft.hosts import log_level
+from opgraft.plugins.bridges import log_level
 
 _LEVEL = log_level()
 

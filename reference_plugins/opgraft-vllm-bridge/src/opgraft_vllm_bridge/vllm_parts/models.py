@@ -8,12 +8,11 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
-from opgraft import OpgraftConfig, PluggableClass
+from opgraft import OpgraftConfig, PluggableClass, init_logger
 from opgraft.errors import ConflictError, ModelError
-from opgraft.hosts import shortened
-from opgraft.logger import init_logger
 from opgraft.models import Model, WeightsMapper, model_classes, quantization_config
 from opgraft.ops import QKVParallelLinear
+from opgraft.plugins.bridges import shortened
 from torch import Tensor
 
 from opgraft_vllm_bridge.vllm_parts.config import current_settings

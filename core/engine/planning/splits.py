@@ -11,6 +11,9 @@ from typing import Any
 from opgraft.base.text import printable
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
+from opgraft.engine.planning.estimate import Seconds, seconds_of, sent_bytes
+from opgraft.engine.planning.shard import Shard
+from opgraft.engine.planning.units import in_bytes
 from opgraft.engine.runner.cache_room import room_for
 from opgraft.engine.workers.worker import DEVICE_SHARE
 from opgraft.errors import (
@@ -24,9 +27,6 @@ from opgraft.errors import (
 from opgraft.machine.device_figures import DeviceFigures
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.stages import evenly
-from opgraft.planning.estimate import Seconds, seconds_of, sent_bytes
-from opgraft.planning.shard import Shard
-from opgraft.planning.units import in_bytes
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import torch
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.distributed import get_pp_group
 from opgraft.distributed.layout import ParallelLayout
+from opgraft.engine.planning.alike import computed_once
+from opgraft.engine.planning.imagined import ExpectedExchange, Transfer, imagined_rank, noted_by
 from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.workers.stage_link import StageLink
 from opgraft.models.build import describe_model
@@ -23,8 +25,6 @@ from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear import LinearBase
 from opgraft.ops.moe.fused import FusedMoE
 from opgraft.ops.state_space.layer import state_layers
-from opgraft.planning.alike import computed_once
-from opgraft.planning.imagined import ExpectedExchange, Transfer, imagined_rank, noted_by
 from torch import nn
 
 _NATIVE = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("none",)))

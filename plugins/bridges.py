@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from opgraft.base.files import read_regular
 from opgraft.base.text import described, printable, shortened
@@ -28,7 +26,6 @@ __all__ = [
     "classes_replaced_by",
     "current_config",
     "described",
-    "described_model",
     "discover",
     "log_level",
     "origin_of",
@@ -107,22 +104,6 @@ def current_config() -> OpgraftConfig:
 def origin_of(name: str) -> str:
     """Return the layer that sets a setting, such as ``command line``; ``default`` without one."""
     return host_state().settings().origins[name]
-
-
-def described_model(config: OpgraftConfig) -> Any:
-    """Return the configuration of the model that settings name, or ``None`` if they name none.
-
-    Its attributes are those of transformers, such as ``hidden_size``.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged.
-    """
-    if config.model.name is None:
-        return None
-    # With torch, which this module does without.
-    files = importlib.import_module("opgraft.models.files")
-    models = importlib.import_module("opgraft.models.config")
-    return models.read_config(files.open_weights(config.model.name), plain=True)
 
 
 def classes_replaced_by(provider: Provider) -> list[str]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from opgraft.distributed.groups import Parallelism
-from opgraft.planning.imagined import Transfer, noted_by
+from opgraft.engine.planning.imagined import Transfer, noted_by
 from torch import Tensor, nn
 
 _Calls = dict[Any, tuple[Any, list[list[Transfer]]]]

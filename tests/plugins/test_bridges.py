@@ -1,4 +1,4 @@
-"""``opgraft.hosts``, from which bridges to other plugin hosts are made."""
+"""``opgraft.plugins.bridges``, from which bridges to other plugin hosts are made."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ import subprocess
 import sys
 
 import pytest
-from opgraft import OpgraftConfig, hosts, set_config
+from opgraft import OpgraftConfig, set_config
 from opgraft.errors import PlatformError
+from opgraft.plugins import bridges
 
 
 def test_a_built_in_platform_is_there_whichever_was_chosen() -> None:
     """The CPU tells its name and memory. An unknown name is an error that lists the known ones."""
-    platform = hosts.built_in_platform("cpu")
+    platform = bridges.built_in_platform("cpu")
     assert (platform.name, platform.device_type) == ("cpu", "cpu")
     assert platform.memory().total > 0
     with pytest.raises(PlatformError, match=r"no platform 'gpu': choose one of .*cpu"):
-        hosts.built_in_platform("gpu")
+        bridges.built_in_platform("gpu")
 
 
 def test_a_plugin_is_no_built_in_platform(site: object) -> None:
     """A platform of a plugin is not constructed for whoever asks."""
     site.platform("brix", probe="return Evidence(True, 'found')")  # type: ignore[attr-defined]
     with pytest.raises(PlatformError, match="no platform 'brix'"):
-        hosts.built_in_platform("brix")
+        bridges.built_in_platform("brix")
 
 
 def test_the_settings_in_force() -> None:
     """A scope counts while it lasts, and every setting has a value."""
-    assert hosts.current_config() == hosts.current_config().resolved()
-    block_size = hosts.current_config().cache.block_size
+    assert bridges.current_config() == bridges.current_config().resolved()
+    block_size = bridges.current_config().cache.block_size
     changed = OpgraftConfig()
     changed = OpgraftConfig(cache=type(changed.cache)(block_size=128))
     with set_config(changed):
-        assert hosts.current_config().cache.block_size == 128
-    assert hosts.current_config().cache.block_size == block_size
+        assert bridges.current_config().cache.block_size == 128
+    assert bridges.current_config().cache.block_size == block_size
 
 
 @pytest.mark.parametrize(("variable", "level"), [(None, "INFO"), ("debug", "DEBUG")])
@@ -44,10 +45,10 @@ def test_the_level_of_the_log(
     """The level is the variable's in capitals, or that of information."""
     if variable:
         monkeypatch.setenv("OPGRAFT_LOG", variable)
-    assert hosts.log_level() == level
+    assert bridges.log_level() == level
 
 
 def test_a_probe_may_import_it() -> None:
-    """Importing opgraft.hosts does not import torch."""
-    code = "import sys, opgraft.hosts; sys.exit('torch' in sys.modules)"
+    """Importing opgraft.plugins.bridges does not import torch."""
+    code = "import sys, opgraft.plugins.bridges; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

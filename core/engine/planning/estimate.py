@@ -9,9 +9,9 @@ from math import ceil, log2
 from types import MappingProxyType
 
 from opgraft.distributed.layout import ParallelLayout
+from opgraft.engine.planning.imagined import Transfer
+from opgraft.engine.planning.shard import Shard, ShardStep, Work
 from opgraft.machine.device_figures import DeviceFigures
-from opgraft.planning.imagined import Transfer
-from opgraft.planning.shard import Shard, ShardStep, Work
 
 _SENT: Mapping[str, Callable[[float, int], float]] = MappingProxyType(
     {

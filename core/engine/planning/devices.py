@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
+from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.errors import InputError, near_matches
-from opgraft.logger import logger
 from opgraft.machine.device_figures import DeviceFigures
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
