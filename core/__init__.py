@@ -20,7 +20,7 @@ if __name__ != "opgraft":
     )
 
 from opgraft.base import upward
-from opgraft.version import __version__ as __version__
+from opgraft.base.version import __version__ as __version__
 
 # Ported plugins import opgraft.custom_op, opgraft.logger and opgraft.torch_library.
 __path__.append(f"{__path__[0]}/binding/ported")
@@ -178,9 +178,9 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def _declared_settings() -> Mapping[str, Any]:
-    """Return the settings that installed distributions declare, by dotted name."""
     discovery: Any = importlib.import_module("opgraft.plugins.discovery")
-    settings: Mapping[str, Any] = discovery.discover().settings
+    found = discovery.discover()
+    settings: Mapping[str, Any] = found.settings
     return settings
 
 

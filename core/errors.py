@@ -50,11 +50,14 @@ class CheckpointError(InputError):
     @classmethod
     def listing(cls, subject: str, problems: Sequence[str], next_step: str) -> CheckpointError:
         """Return the error with the number of ``problems`` and the first ``MOST_LISTED``."""
-        shown = "; ".join(problems[:MOST_LISTED])
-        left_out = len(problems) - MOST_LISTED
-        more = f"; and {left_out} more" if left_out > 0 else ""
-        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
-        return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
+        listed = list(problems[:MOST_LISTED])
+        count = len(problems)
+        if count > MOST_LISTED:
+            listed.append(f"and {count - MOST_LISTED} more")
+        shown = "; ".join(listed)
+        if count > 1:
+            shown = f"{count} problems: {shown}"
+        return cls(f"{subject}: {shown}. Next: {next_step}.")
 
 
 class VocabularyError(CheckpointError):
@@ -246,17 +249,21 @@ class PluginError(OpgraftError):
 
 
 def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three ``known`` names close to a misspelt ``name``, the nearest first.
-
-    Names much farther away than the nearest are left out.
-    """
+    """Return up to three ``known`` names about as close to a misspelt ``name`` as the nearest."""
     # Only a failing command needs the module.
     import difflib
 
     # Sorted, as a message must not depend on the order of a set.
     found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
-    similarity = {match: difflib.SequenceMatcher(None, match, name).ratio() for match in found}
-    return [match for match in found if similarity[match] >= similarity[found[0]] - _FARTHER]
+    near: list[str] = []
+    least = 0.0
+    for match in found:
+        similarity = difflib.SequenceMatcher(None, match, name).ratio()
+        if not near:
+            least = similarity - _FARTHER
+        if similarity >= least:
+            near.append(match)
+    return near
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
@@ -266,10 +273,11 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     # A list of all names would hide the likely one.
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    listed = ", ".join(names[:_MOST_KNOWN]) or "none"
+    listed = names[:_MOST_KNOWN] or ["none"]
     left_out = len(names) - _MOST_KNOWN
-    more = f", and {left_out} more" if left_out > 0 else ""
-    return f"known: {listed}{more}."
+    if left_out > 0:
+        listed.append(f"and {left_out} more")
+    return f"known: {', '.join(listed)}."
 
 
 def raised_at(error: BaseException) -> str:
@@ -282,8 +290,7 @@ def raised_at(error: BaseException) -> str:
 def raised_in(package: str, error: BaseException) -> str | None:
     """Return ``file:line`` of the innermost code of a ``package`` below a caught ``error``.
 
-    For a file without valid Python, return the place of the parser. Return ``None`` if no code of
-    the top-level package ran.
+    For a file without valid Python, return the place of the parser. ``None``: no such code ran.
     """
     # A file without valid Python has no frame.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:

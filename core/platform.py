@@ -208,9 +208,9 @@ def effective_chain(platform: Platform) -> tuple[str, ...]:
             f"{declared}: each key may stand once and must be one of {DISPATCH_KEYS}"
         )
     # The declared keys come first: a class that lists the host is not asked for more.
-    inherits = HOST not in declared and platform.runs_cpu_kernels
-    inherited = (HOST,) if inherits else ()
-    return ("oot", *declared, *inherited, "native")
+    if HOST not in declared and platform.runs_cpu_kernels:
+        declared = (*declared, HOST)
+    return ("oot", *declared, "native")
 
 
 def cpu_features(platform: Platform) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from opgraft.base.installed import version_of
 from opgraft.base.text import printable
+from opgraft.base.version import __version__
 from opgraft.config.environment import DECISION, deciding_variables
 from opgraft.errors import AgreementError
 from opgraft.plugins.admission import lockfile_in_words
@@ -18,7 +19,6 @@ from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.state import HostState, PluginStatus, host_state
-from opgraft.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that compute, read a checkpoint, or are part of a model."""

@@ -18,6 +18,7 @@ from typing import Any
 import importlib_metadata
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
+from opgraft.base.version import __version__
 from opgraft.config import FIELDS, NATIVE_CHOICE, Field
 from opgraft.config.environment import read_simulated
 from opgraft.config.plugin_settings import SETTINGS_GROUP
@@ -36,7 +37,6 @@ from opgraft.plugins.namesakes import installed
 from opgraft.plugins.settings_file import fields_of_package
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue, host_state
-from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"

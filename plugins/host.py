@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from opgraft.base.caches import Caches
 from opgraft.base.log import logger
 from opgraft.base.text import printable
+from opgraft.base.version import __version__
 from opgraft.config import Settings, known_fields
 from opgraft.config.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PluginError
@@ -25,7 +26,6 @@ from opgraft.registry.state import (
     holding_the_loading_lock,
     host_state,
 )
-from opgraft.version import __version__
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")

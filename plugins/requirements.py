@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from opgraft.base.installed import version_of
+from opgraft.base.version import __version__
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.errors import ConfigError, PluginError, close_matches
 from opgraft.plugins.discovery import (
@@ -14,7 +15,6 @@ from opgraft.plugins.discovery import (
     discover,
     normalized,
 )
-from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
 """Settings that are decided before a platform or plugin is asked."""

@@ -22,6 +22,7 @@ import torch
 from opgraft.base.files import read_regular, replace_file
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
+from opgraft.base.version import __version__
 from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError
@@ -32,7 +33,6 @@ from opgraft.registry.choice import choice_name, objection_to
 from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.state import StateValue, host_state
-from opgraft.version import __version__
 
 SCHEMA = "opgraft.tuning/1"
 MARGIN = 0.97

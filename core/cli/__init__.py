@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import click
 from opgraft.base.text import described
+from opgraft.base.version import __version__
 from opgraft.cli.group import LazyGroup
 from opgraft.errors import OpgraftError, PluginError
-from opgraft.version import __version__
 
 _COMMANDS = {
     "tune": ("opgraft.cli.tune", "Measure which kernel of each op is fastest on this machine."),

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 from opgraft.base.text import printable
+from opgraft.base.version import __version__
 from opgraft.cli import evidence
 from opgraft.cli.evidence import ConformanceEvidence
 from opgraft.cli.isolation import Limits, isolated, tell
@@ -19,7 +20,6 @@ from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_s
 from opgraft.cli.report_page import page
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
-from opgraft.version import __version__
 
 TIME_LIMIT = 24 * 3600.0
 """Seconds. Kernels of a simulated device may take long."""

@@ -9,6 +9,7 @@ import sys
 import click
 from opgraft.base.installed import version_of
 from opgraft.base.text import printable
+from opgraft.base.version import __version__
 from opgraft.cli.offers import KINDS, admission, shown_offers
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
 from opgraft.config import resolve
@@ -19,7 +20,6 @@ from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import decide_without_torch
 from opgraft.registry.state import host_state
-from opgraft.version import __version__
 
 _PACKAGES = (
     "torch",

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from importlib_metadata import Distribution
-from opgraft import version
+from opgraft.base import version
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config.environment import lasting_variables

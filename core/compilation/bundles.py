@@ -25,12 +25,12 @@ from typing import IO
 import torch
 from opgraft.base.files import read_regular, replacing
 from opgraft.base.text import described
+from opgraft.base.version import __version__
 from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
 from opgraft.compilation.sources import Sources
 from opgraft.errors import CacheEntryError, InputError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
-from opgraft.version import __version__
 
 _MAGIC = b"opgraft bundle 1 "
 _UNSIGNED = b"0" * 64

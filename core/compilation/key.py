@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from opgraft.base.version import __version__
 from opgraft.compat.graphs import changed_settings
 from opgraft.compilation.description import Descriptions, held_by, layout, modules_of
 from opgraft.compilation.example import Example
@@ -24,7 +25,6 @@ from opgraft.machine.memory import without_collections
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.state import host_state
-from opgraft.version import __version__
 from torch import nn
 
 _OF_THE_CACHE = (

@@ -13,7 +13,7 @@ import pytest
 import tomllib
 import yaml
 from opgraft.base.installed import source_of
-from opgraft.version import __version__
+from opgraft.base.version import __version__
 from packaging.requirements import Requirement
 
 

@@ -33,7 +33,6 @@ FLOORS = [
     # Plain data: no torch, no state.
     "opgraft.base",
     "opgraft.errors",
-    "opgraft.version",
     "opgraft.config",
     "opgraft.machine",
     "opgraft.compat",

@@ -87,7 +87,9 @@ def test_pytest_starts_without_torch(tmp_path: Path) -> None:
     loaded = result.stdout.strip().splitlines()[-1]
     expected = {
         "opgraft",
-        "opgraft.version",
+        "opgraft.base",
+        "opgraft.base.upward",
+        "opgraft.base.version",
         "opgraft.testing",
         "opgraft.testing.pytest_plugin",
     }

@@ -1,3 +1,1 @@
-"""Modules under the names in vLLM. ``opgraft`` has this folder on its path, so that
-``opgraft.logger`` is ``logger.py`` here. Ported plugins import these modules.
-"""
+"""Modules under the names in vLLM: ``opgraft.logger`` is ``logger.py`` here."""

@@ -15,13 +15,13 @@ from typing import ClassVar, TypeAlias
 import torch
 from opgraft.base.log import logger
 from opgraft.base.text import printable
+from opgraft.base.version import __version__
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
 from opgraft.machine.channel import Channel
-from opgraft.version import __version__
 
 PROTOCOL = 3
 """The number of the protocol between engine and workers: jobs, calls, replies."""

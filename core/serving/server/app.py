@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from opgraft.base.version import __version__
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
 from opgraft.serving.server.bodies import BodyRoute
@@ -36,7 +37,6 @@ from opgraft.serving.server.responses_protocol import ResponsesRequest
 from opgraft.serving.server.scoring import Scoring
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.tokens import detokenize, tokenize, tokenizer_info
-from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
