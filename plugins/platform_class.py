@@ -101,13 +101,14 @@ def _activate_declarations_of_platform(transaction: Transaction) -> None:
 
 def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     spec: Any = None
+    cls: Any = None
     try:
         with watching_code(
             f"platform {offer.name!r} of {offer.provider} while its class was loaded",
             offer.provider,
         ):
             spec = offer.load()
-            cls: Any = spec.load_class()
+            cls = spec.load_class()
             if isinstance(cls, Platform):
                 raise TypeError(f"it is an instance of {type(cls).__qualname__}, name the class")
             platform = cls()
@@ -131,22 +132,28 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         raise PlatformError(
             f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be "
             f"used: {described(error)}",
-            _place_of(offer, spec, error),
+            _place_of(offer, spec, cls, error),
         ) from error
     return platform, defaults
 
 
-def _place_of(offer: Offer, spec: Any, error: BaseException) -> str | None:
-    """Return ``file:line`` of the code of a platform that raised, or else of the class."""
+def _place_of(offer: Offer, spec: Any, cls: Any, error: BaseException) -> str | None:
+    """Return ``file:line`` of the code of a platform that raised, or else of the class.
+
+    Args:
+        cls: the class, if it was loaded.
+    """
     path = getattr(spec, "platform_class", None)
-    named = path if isinstance(path, str) else f"{getattr(path, '__module__', offer.module)}:"
+    # A function that loads the class may be code of a bridge to another host.
+    named = path if isinstance(path, str) else offer.module
     module, _, name = named.partition(":")
-    for package in (module.partition(".")[0], offer.package):
+    home = getattr(cls, "__module__", module)
+    for package in (offer.package, home.partition(".")[0]):
         place = raised_in(package, error)
         if place is not None:
             return place
     loaded = sys.modules.get(module)
-    cls = getattr(loaded, name, None)
+    cls = cls or getattr(loaded, name, None)
     if isinstance(cls, type):
         return location_of(cls)
     file = getattr(loaded, "__file__", None)

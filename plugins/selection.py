@@ -33,7 +33,7 @@ from opgraft.plugins.probing import ProbeFailed, ask_all
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
 from opgraft.registry.finding import Finding
-from opgraft.registry.state import PlatformSelection, holding_the_loading_lock, host_state
+from opgraft.registry.state import ACTIVATING, PlatformSelection, holding_the_loading_lock, host_state
 
 Result = TypeVar("Result")
 
@@ -76,6 +76,7 @@ def selected_platform() -> PlatformSelection:
     if state.selection is None:
         with holding_the_loading_lock(state):
             if state.selection is None:
+                _expect_no_platform_asks()
                 state.selection = _select(state.settings(), Machine())
                 decision = state.selection.decision
                 logger.debug("%s", decision.summary(), extra=decision.attributes())
@@ -85,6 +86,17 @@ def selected_platform() -> PlatformSelection:
         _expect_agreement(state.shared_settings(), state.selection)
         state.current_caches().platform_agrees = True
     return state.selection
+
+
+def _expect_no_platform_asks() -> None:
+    """Refuse a platform that asks for the platform of the process while its class is loaded."""
+    transaction = ACTIVATING.get()
+    if transaction is not None and transaction.owner.kind == "platform":
+        raise PlatformError(
+            f"{transaction.owner} asks for the platform of this process while its own class is "
+            "loaded, by current_platform() or by constructing an op: leave that to its method "
+            "prepare(), or to the first call that needs it"
+        )
 
 
 def _expect_agreement(settings: Settings, selection: PlatformSelection) -> None:

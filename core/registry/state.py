@@ -119,10 +119,14 @@ ACTIVATING: ContextVar[Transaction | None] = ContextVar("opgraft_activating", de
 @contextmanager
 def activating(transaction: Transaction) -> Iterator[None]:
     """Attribute declarations within the block to a transaction."""
+    loading = _STATE.loading
+    outer = loading.transaction
     token = ACTIVATING.set(transaction)
+    loading.transaction = transaction
     try:
         yield
     finally:
+        loading.transaction = outer
         ACTIVATING.reset(token)
 
 
@@ -141,12 +145,14 @@ class LoadingState:
             plugins active by then.
         done: all plugins are loaded.
         config: the settings at the time of loading.
+        transaction: the innermost activation, also for the threads that it starts.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     thread: int | None = None
     done: bool = False
     config: OpgraftConfig | None = None
+    transaction: Transaction | None = None
 
 
 @dataclass
@@ -302,7 +308,7 @@ class HostState:
         Raises:
             ConflictError: as ``make``.
         """
-        transaction = ACTIVATING.get()
+        transaction = ACTIVATING.get() or self.loading.transaction
         with self.lock:
             take_back = make()
             declaration = Declaration(make, take_back)

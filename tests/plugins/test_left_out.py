@@ -66,6 +66,10 @@ PLATFORM_FAULTS = {
     "its settings are none": DEVICE + "    def default_config(self):\n        return {}\n",
     "it sets what a platform must not": DEVICE
     + "    def default_config(self):\n        return OpgraftConfig(platform='cpu')\n",
+    "its module constructs an op": f"RMSNorm(4)\n{DEVICE}",
+    "its module asks for the platform": f"opgraft.current_platform()\n{DEVICE}",
+    "its settings ask for the platform": DEVICE
+    + "    def default_config(self):\n        opgraft.current_platform()\n",
 }
 
 
@@ -102,6 +106,43 @@ def test_nothing_of_a_platform_that_is_left_out_stays(site: Site, fault: str) ->
     assert host_state().active == []
     x = torch.randn(2, 4)
     torch.testing.assert_close(RMSNorm(4)(x), RMSNorm(4).forward_native(x))
+
+
+ASKS = {
+    "by an op": f"RMSNorm(4)\n{DEVICE}",
+    "in its settings": DEVICE
+    + "    def default_config(self):\n        return opgraft.current_platform().default_config()\n",
+}
+
+
+@pytest.mark.parametrize("way", ASKS)
+def test_a_platform_that_asks_for_the_platform_too_early(site: Site, way: str) -> None:
+    """One finding says what the platform did, at its own line, and nothing of the import that began again."""
+    site.platform("acme", probe="return Evidence(True, 'here')", platform=DECLARES + ASKS[way])
+    assert current_platform().name == "cpu"
+    (finding,) = PLATFORM_FINDINGS.get()
+    assert "'acme' asks for the platform of this process while its own class" in finding.message
+    assert finding.location is not None
+    assert finding.location.startswith(f"{site.folder}/acme_platform.py:")
+
+
+def test_what_a_thread_of_the_platform_declares_goes_too(site: Site) -> None:
+    """A platform may import its kernels in a thread, which it waits for."""
+    thread = (
+        "import importlib, threading\n"
+        "thread = threading.Thread(target=importlib.import_module, args=('acme.kernels',))\n"
+        "thread.start()\nthread.join()\nraise OSError('no driver')\n"
+    )
+    files = {
+        "acme/__init__.py": "from opgraft import Evidence, PlatformSpec\n"
+        "def probe(machine):\n    return Evidence(True, 'here')\n"
+        "SPEC = PlatformSpec(probe, 'acme.device:Device')\n",
+        "acme/device.py": thread,
+        "acme/kernels.py": DECLARES,
+    }
+    site.install("acme", files, {"opgraft.platforms": ["acme = acme:SPEC"]})
+    assert current_platform().name == "cpu"
+    assert declared() == NOTHING
 
 
 def test_a_platform_declares_again_after_reset(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +283,10 @@ def method(text: str) -> tuple[str, str]:
 BRIDGE_FAULTS = {
     "its module raises": ("device_name", "raise OSError('no driver')\n    device_name"),
     "it is no platform": ("(Platform)", ""),
+    "its class is missing": ("class AcmePlatform", "class AcmePlattform"),
     "its constructor raises": method("__new__(cls)"),
+    "a property raises": ('device_type = "cpu"', "device_type = property(lambda self: 1 / 0)"),
+    "a property has no value": ('dist_backend = "gloo"', "dist_backend = 1"),
     "its kernels raise": method("import_kernels(cls)"),
     "its early changes raise": ("import acme_vllm.quantization", "1 / 0"),
     "its defaults raise": method("apply_config_platform_defaults(cls, vllm_config)"),
@@ -260,9 +304,25 @@ class AcmeConfig(QuantizationConfig):
 """
 
 
+def test_kernels_that_the_entry_point_of_vllm_imports(site: Site) -> None:
+    """The module of the entry point registers ops, and its function names a class that is missing."""
+    install_bridge(site)
+    points = {"vllm.platform_plugins": ["acme = acme_vllm:register"]}
+    entry = "from acme_vllm import ops\ndef register():\n    return 'acme_vllm.platform.AcmePlattform'\n"
+    with imports_forgotten():
+        install_acme(site, points, ops=OPS + REGISTERS_MORE, __init__=entry)
+        assert current_platform().name == "cpu"
+        assert RMSNorm(4).decision.chosen.startswith("RMSNorm.")
+        assert host_state().active == []
+        assert "acme_quantization" not in host_state().registry.classes
+
+
 @pytest.mark.parametrize("fault", ["", *BRIDGE_FAULTS])
 def test_nothing_of_a_platform_of_vllm_that_is_left_out_stays(site: Site, fault: str) -> None:
-    """The platform's module imports its kernels; through the bridge, too, they go with the platform."""
+    """The platform's module imports its kernels; through the bridge, too, they go with the platform.
+
+    The finding names a line of the plugin, not of the bridge.
+    """
     install_bridge(site)
     source = PLATFORM.replace("class Acme", "from acme_vllm import ops\n\nclass Acme", 1)
     if fault:
@@ -274,6 +334,9 @@ def test_nothing_of_a_platform_of_vllm_that_is_left_out_stays(site: Site, fault:
         chosen = {op.decision.chosen.partition(".")[0] for op in (RMSNorm(4), SiluAndMul())}
         assert chosen == ({"RMSNorm", "SiluAndMul"} if fault else {"AcmeRMSNorm", "AcmeSiluAndMul"})
         assert ("acme_quantization" in host_state().registry.classes) is not bool(fault)
+        if fault:
+            place = PLATFORM_FINDINGS.get()[-1].location
+            assert str(place).startswith(f"{site.folder}/acme_vllm/")
 
 
 @pytest.mark.parametrize("fault", ["import", "call"])

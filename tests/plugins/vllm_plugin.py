@@ -178,7 +178,10 @@ def install_acme(site: Any, points: dict[str, list[str]] | None = None, **change
 def imports_forgotten() -> Iterator[None]:
     """Forget the modules of vLLM that were made meanwhile, and who made them, and a package without a file."""
     finders = list(sys.meta_path)
-    yield
-    sys.meta_path[:] = [finder for finder in sys.meta_path if finder in finders]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "acme_space")]:
-        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder in finders]
+        made = [name for name in sys.modules if name.partition(".")[0] in ("vllm", "acme_space")]
+        for name in made:
+            del sys.modules[name]

@@ -112,9 +112,10 @@ class BridgedPlatform(Platform):
         What it does when it is chosen comes before: kernels, and what settings may name. It is
         given the settings of this process and the model that they name.
         """
-        self.theirs.import_kernels()
-        self.theirs.pre_register_and_update(None)
-        before, settings = self._changed_settings()
+        with loading(type(self)):
+            self.theirs.import_kernels()
+            self.theirs.pre_register_and_update(None)
+            before, settings = self._changed_settings()
         after = config.values_of(settings)
         # A section that a plugin has replaced may have fields of its own.
         changed = {n: value for n, value in after.items() if n not in before or before[n] != value}
@@ -189,12 +190,12 @@ def _outranked(name: str) -> str | None:
 
 
 _LOADING: list[VllmPlatform] = []
-"""The platform whose op modules are imported, which is not chosen yet."""
+"""The platform whose op modules are imported or whose settings are asked, which is not chosen yet."""
 
 
 @contextmanager
 def loading(platform: type[BridgedPlatform]) -> Iterator[None]:
-    """Let modules that are imported within the block see a platform as the current one."""
+    """Let code of the plugin that runs within the block see a platform as the current one."""
     _LOADING.append(platform.theirs)
     try:
         yield
@@ -203,7 +204,7 @@ def loading(platform: type[BridgedPlatform]) -> Iterator[None]:
 
 
 def platform_in_loading() -> VllmPlatform | None:
-    """Return the platform whose op modules are imported right now, if any."""
+    """Return the platform that is being loaded right now, if any."""
     return _LOADING[-1] if _LOADING else None
 
 
