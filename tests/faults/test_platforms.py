@@ -15,8 +15,8 @@ from opgraft.plugins.remarks import PLATFORM_FINDINGS
 
 pytestmark = pytest.mark.faults
 
-STAY = ("torch.nn", "torch.set", "torch's ")
-"""Beginnings of words about functions and methods of torch, which a device may need."""
+STAY = ("torch._C", "torch.nn", "torch.set", "torch's ", "the kernel of torch's ")
+"""Beginnings of words about functions, methods and kernels of torch, which a device may need."""
 
 OF_ITSELF = "opgraft.Platform.default_config = None"
 """Makes the platform itself none that can be used."""
