@@ -33,7 +33,12 @@ from opgraft.plugins.probing import ProbeFailed, ask_all
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.decision import NOT_PROBED, Candidate, Decision
 from opgraft.registry.finding import Finding
-from opgraft.registry.state import ACTIVATING, PlatformSelection, holding_the_loading_lock, host_state
+from opgraft.registry.state import (
+    ACTIVATING,
+    PlatformSelection,
+    holding_the_loading_lock,
+    host_state,
+)
 
 Result = TypeVar("Result")
 
