@@ -7,6 +7,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import groupby, islice
@@ -19,6 +20,7 @@ from opgraft.base.files import read_regular
 from opgraft.base.text import described
 from opgraft.errors import PluginError
 from opgraft.registry.decision import Provider
+from opgraft.registry.watching import told_when_late
 
 LARGEST = MappingProxyType({"entry_points.txt": 1 << 20, "RECORD": 1 << 26})
 """Bytes of a file; of others ``_LARGEST``."""
@@ -62,22 +64,38 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
         find = getattr(finder, "find_distributions", None)
         if find is None:
             continue
+        listed: list[importlib_metadata.Distribution] = []
+        failure: BaseException | None = None
         try:
-            number = 0
-            # By folder, as on sys.path, then by name: each machine lists a folder in its own order.
-            for _, found in groupby(
-                islice(find(everything), _MOST), lambda each: _place(each).rpartition(os.sep)[0]
-            ):
-                for distribution in sorted(found, key=_place):
-                    number += 1
-                    yield distribution
-            if number == _MOST:
+            with _told_when_late(finder, "distributions"):
+                listed.extend(islice(find(everything), _MOST))
+            if len(listed) == _MOST:
                 raise ValueError(f"it has more than {_MOST:,} distributions")
         except (Exception, SystemExit) as error:  # somebody's code
-            name = f"{type(finder).__module__}.{type(finder).__qualname__}"
-            yield Problem(
-                Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}"
-            )
+            failure = error
+        # By folder, as on sys.path, then by name: each machine lists a folder in its own order.
+        for _, found in groupby(listed, lambda each: _place(each).rpartition(os.sep)[0]):
+            yield from sorted(found, key=_place)
+        if failure is not None:
+            reason = f"this finder on sys.meta_path cannot be asked: {described(failure)}"
+            yield Problem(Provider(_name_of(finder)), reason)
+
+
+def _told_when_late(finder: Any, wanted: str) -> AbstractContextManager[None]:
+    """Log a warning if a finder takes long. To watch those of Python itself would only cost time."""
+    name = _name_of(finder)
+    package = name.partition(".")[0]
+    if package in sys.stdlib_module_names or package == importlib_metadata.__name__:
+        return nullcontext()
+    what = f"the finder {name} on sys.meta_path, asked for {wanted}"
+    return told_when_late(
+        what, None, advice=f"Uninstall the distribution that adds {name}, or start Python with -S."
+    )
+
+
+def _name_of(finder: Any) -> str:
+    cls = finder if isinstance(finder, type) else type(finder)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
@@ -237,9 +255,10 @@ def _asked(finder: Any, name: str, folders: list[str] | None) -> ModuleSpec | No
     """
     find = getattr(finder, "find_spec", None)  # which one of distributions alone has not
     try:
-        found: ModuleSpec | None = find(name, folders) if find else None
+        with _told_when_late(finder, name):
+            found: ModuleSpec | None = find(name, folders) if find else None
     except Exception as error:
-        whose = f"{type(finder).__module__}.{type(finder).__qualname__}"
+        whose = _name_of(finder)
         raise PluginError(
             f"the finder {whose} on sys.meta_path raised {described(error)} when asked for {name}"
         ) from error

@@ -172,11 +172,13 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
     Raises:
         ProbeFailed: as for ``ask``.
     """
+    spec = None
     try:
         spec = spec_of(offer)
         if not isinstance(spec, PlatformSpec):
             raise ProbeFailed(
-                f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec"
+                f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec",
+                _place_of(spec),
             )
         evidence = spec.probe(machine)
     except (Exception, SystemExit) as error:
@@ -184,7 +186,7 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
             raise
         if isinstance(error, PluginError):  # of a bridge, which says where the fault is
             raise ProbeFailed(f"probe {offer.value}: {error}", error.location) from error
-        place = _place(offer, error)
+        place = _place_of_error(offer, spec, error)
         raise ProbeFailed(
             f"probe {offer.value} raised {described(error)} at {place}", place
         ) from error
@@ -196,9 +198,16 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
     return spec, evidence
 
 
-def _place(offer: Offer, error: BaseException) -> str:
-    """Return ``file:line`` of the innermost code of a probe's package on the stack."""
-    own = None if offer.built_in else raised_in(offer.module.partition(".")[0], error)
+def _place_of_error(offer: Offer, spec: object, error: BaseException) -> str:
+    """Return ``file:line`` of the innermost code of a probe's package on the stack.
+
+    A probe that cannot be called has no code there: its definition is named.
+    """
+    if offer.built_in:
+        return raised_at(error)
+    own = raised_in(offer.module.partition(".")[0], error)
+    if own is None and isinstance(spec, PlatformSpec):
+        return _place_of_probe(offer, spec)
     return own or raised_at(error)
 
 
@@ -366,10 +375,15 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
         _, _, path = offer.value.partition("[")[0].partition(":")
         for part in path.strip().split("."):
             named = getattr(named, part, None)
+    return _place_of(named) or offer.value
+
+
+def _place_of(named: Any) -> str | None:
+    """Return ``file:line`` of a function, ``None`` for other objects."""
     with suppress(ValueError):  # of functions that wrap each other
         named = inspect.unwrap(named)
     code = getattr(named, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else offer.value
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else None
 
 
 def _import_of(package: str, module: str) -> str:

@@ -118,7 +118,10 @@ class Keeping:
 
 @contextmanager
 def told_when_late(
-    what: str, provider: Provider | None, time_limit: float | None = None
+    what: str,
+    provider: Provider | None,
+    time_limit: float | None = None,
+    advice: str | None = None,
 ) -> Iterator[None]:
     """Log a warning if the code in this scope takes longer than ``PATIENCE``.
 
@@ -126,8 +129,10 @@ def told_when_late(
         what: the code and the occasion, in words.
         provider: the distribution that a setting can leave out.
         time_limit: the seconds after which the code is stopped, if there is such a limit.
+        advice: a sentence on how to go without the code; the setting that leaves out a
+            distribution otherwise.
     """
-    with _LATE.watched(_Step(what, provider, time_limit)):
+    with _LATE.watched(_Step(what, provider, time_limit, advice)):
         yield
 
 
@@ -179,11 +184,19 @@ class _Watched:
 class _Step(_Watched):
     """A step that is late after ``PATIENCE`` seconds."""
 
-    def __init__(self, what: str, provider: Provider | None, time_limit: float | None) -> None:
+    def __init__(
+        self,
+        what: str,
+        provider: Provider | None,
+        time_limit: float | None,
+        advice: str | None,
+    ) -> None:
         super().__init__()
+        name = provider.name if provider else "<name>"
         self.what = what
         self.provider = provider
         self.time_limit = time_limit
+        self.advice = advice or f"{PLUGINS_DISABLE}={name} goes without it."
         self.late_from = self.began + PATIENCE
 
     def look(self, now: float, is_innermost: bool) -> None:
@@ -194,10 +207,8 @@ class _Step(_Watched):
     def _tell(self) -> None:
         limit = "" if self.time_limit is None else f", and stops it after {self.time_limit:g} s"
         words = f"still waiting for {self.what}: opgraft has waited for {PATIENCE:g} s{limit}."
-        name = self.provider.name if self.provider else "<name>"
-        advice = f"{PLUGINS_DISABLE}={name} goes without it."
         extra = self.provider.attributes() if self.provider else None
-        warnings.warning("%s %s", printable(words), printable(advice), extra=extra)
+        warnings.warning("%s %s", printable(words), printable(self.advice), extra=extra)
 
 
 class _Calls(_Watched):

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import Distribution
 
 import opgraft
 import pytest
@@ -18,6 +19,7 @@ from opgraft import LLM, OpgraftConfig, SamplingParams, load_plugins, set_config
 from opgraft.binding import provenance
 from opgraft.cli import isolation
 from opgraft.ops import RMSNorm
+from opgraft.plugins.metadata import Problem, distributions
 from opgraft.registry import watching
 from support.small_words import word_llama
 
@@ -89,6 +91,26 @@ def test_plugins(site, caplog, step: str) -> None:
         "OPGRAFT_PLUGINS_DISABLE=acme goes without it."
     )
     assert waits(caplog) == [told]
+
+
+class SlowFinder:
+    """A finder of distributions that takes 6 s."""
+
+    def find_distributions(self, context: object) -> Iterator[Distribution]:
+        watching.time.passing(6).acquire()
+        yield from ()
+
+
+def test_finders(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finder on sys.meta_path is named, and the way to go without it."""
+    before = [each.name for each in distributions() if not isinstance(each, Problem)]
+    monkeypatch.setattr(sys, "meta_path", [SlowFinder(), *sys.meta_path])
+    assert [each.name for each in distributions() if not isinstance(each, Problem)] == before
+    name = f"{__name__}.SlowFinder"
+    assert waits(caplog) == [
+        f"still waiting for the finder {name} on sys.meta_path, asked for distributions: opgraft "
+        f"has waited for 5 s. Uninstall the distribution that adds {name}, or start Python with -S."
+    ]
 
 
 ROWS = [(step, part) for step, parts in PLATFORMS.items() for part in parts]

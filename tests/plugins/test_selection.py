@@ -195,6 +195,26 @@ def test_a_spec_of_the_wrong_type(site) -> None:
     assert "is a int, expected an opgraft.PlatformSpec" in rows()["acme"][1]
 
 
+UNCALLABLE = {
+    "a function in the place of a spec": "def SPEC(): pass\n",
+    "a probe without a parameter": (
+        "def probe(): pass\nimport opgraft\nSPEC = opgraft.PlatformSpec(probe, 'acme:Acme')\n"
+    ),
+}
+"""Sources of platforms whose function on the first line cannot be called as a probe."""
+
+
+@pytest.mark.parametrize("kind", UNCALLABLE)
+def test_the_line_of_an_uncallable_probe(site, kind: str) -> None:
+    """The function is named by its own line, not by the line in opgraft that would call it."""
+    entry = {"opgraft.platforms": ["acme = acme:SPEC"]}
+    site.install("acme-dist", {"acme.py": UNCALLABLE[kind]}, entry)
+    (offer,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "acme")
+    with pytest.raises(ProbeFailed) as raised:
+        ask(offer, Machine(), time_limit=60)
+    assert raised.value.location == f"{site.folder / 'acme.py'}:1"
+
+
 BAD_CLASSES = {
     "import fails": ("raise ImportError('no driver library')", "no driver library"),
     "exits": ("raise SystemExit(1)", "SystemExit"),
