@@ -141,6 +141,7 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     # The replacement inherits the method.
     if owner is None:
         return None
+    _require_callable(owner, method)
     # A kernel of the replacement is compared with the native definition, which every op has.
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
@@ -159,6 +160,17 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     if fails:
         raise RegistrationError(text)
     return f"{text} No caller in opgraft makes that call."
+
+
+def _require_callable(owner: type, method: str) -> None:
+    """Raise a ``RegistrationError`` if an attribute has a method's name and cannot be called."""
+    value = vars(owner)[method]
+    if callable(value) or isinstance(value, (classmethod, functools.partialmethod)):
+        return
+    raise RegistrationError(
+        f"{owner.__qualname__}.{method} of the class at {location_of(owner)} is no method but "
+        f"{type(value).__name__}, and opgraft would call it: define a method, or remove the name."
+    )
 
 
 def _failing_call(target: type, method: str, accepted: Signature, offered: Signature) -> str | None:

@@ -18,6 +18,10 @@ from typing import Any, TypeVar
 _EXTRA_KEYWORD = "any_other_keyword"
 _CALLS = "__opgraft_calls__"
 
+_ANY = Signature(
+    [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
+)
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -82,11 +86,16 @@ def method_signature(cls: type, name: str) -> Signature:
     """Return the signature of ``cls.name`` without ``self``."""
     # Static, as a descriptor of a plugin's class could run code.
     raw = inspect.getattr_static(cls, name)
+    if isinstance(raw, FunctionType):
+        return _of_function(raw)
     if isinstance(raw, staticmethod):
-        return inspect.signature(raw.__func__)
+        return _known(raw.__func__)
     if isinstance(raw, classmethod):
-        return inspect.signature(raw.__get__(None, cls))
-    return _of_function(raw) if isinstance(raw, FunctionType) else _without_self(raw)
+        return _known(raw.__get__(None, cls))
+    if isinstance(raw, functools.partialmethod):
+        return _without_self(raw.__get__(None, cls))
+    # Python gives self only to an object that says so.
+    return _without_self(raw) if hasattr(type(raw), "__get__") else _known(raw)
 
 
 # An op's native definition is compared with each replacement.
@@ -97,8 +106,18 @@ def _of_function(function: FunctionType) -> Signature:
 
 def _without_self(function: Any) -> Signature:
     """Return the signature of a function without the first parameter."""
-    signature = inspect.signature(function)
+    signature = _known(function)
+    if signature is _ANY:
+        return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _known(function: Any) -> Signature:
+    """Return the signature of a callable; of compiled code without one, that of any call."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return _ANY
 
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:

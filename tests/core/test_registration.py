@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from opgraft import (
 )
 from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
-from opgraft.ops import RotaryEmbedding
+from opgraft.ops import RotaryEmbedding, SiluAndMul
 from opgraft.registry.signatures import called_with
 from opgraft.registry.state import host_state
 
@@ -182,6 +183,40 @@ def test_a_narrower_method_that_a_caller_would_notice_is_an_error(members: dict)
     CustomOp.register("turn")(Turn)
     with pytest.raises(RegistrationError, match="is narrower than Turn"):
         Turn.register_oot(type("Narrow", (Turn,), members))
+
+
+class _Doubling:
+    def __call__(self, x):
+        return x + x
+
+
+KERNELS = {
+    "a function of torch": staticmethod(torch.relu),
+    "a function with a fixed argument": functools.partialmethod(
+        lambda self, x, factor: x * factor, factor=2.0
+    ),
+    "an object that can be called": _Doubling(),
+}
+"""What Python calls with the arguments of an activation, though no function of Python."""
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_a_kernel_may_be_anything_that_can_be_called(kind: str) -> None:
+    """It runs as Python would call it."""
+    cls = type("Mine", (SiluAndMul,), {"forward_oot": KERNELS[kind]})
+    SiluAndMul.register_oot(cls)
+    x = torch.rand(3, 4)
+    expected = x if kind == "a function of torch" else x * 2
+    assert torch.equal(SiluAndMul()(x), expected)
+
+
+@pytest.mark.parametrize("value", [None, property(lambda self: None), 3], ids=repr)
+def test_a_kernel_that_cannot_be_called_is_rejected(value: object) -> None:
+    """The error names the attribute, its class and what it is."""
+    cls = type("Mine", (SiluAndMul,), {"forward_oot": value, "__module__": __name__})
+    words = rf"Mine\.forward_oot of the class at .* is no method but {type(value).__name__}"
+    with pytest.raises(RegistrationError, match=words):
+        SiluAndMul.register_oot(cls)
 
 
 @pytest.mark.parametrize("when", ["before loading", "after loading"])
