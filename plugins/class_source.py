@@ -149,7 +149,7 @@ def look(offer: Offer) -> Verified:
         fault = _fault_of(_chain(source, name), offer)
     except _Settled as settled:
         return settled.found
-    return Verified(fault, "its constructor and its settings")
+    return Verified(fault, "the import of its module, its constructor and its settings")
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Source:
         """Parse a module; ``None`` if there is none of that name.
 
         Raises:
-            _Settled: the module has no source, or a malformed one.
+            _Settled: the module has no source, a malformed one, or cannot be imported.
         """
         specs = list(specs_of(module))
         if len(specs) < len(module.split(".")):
@@ -190,6 +190,9 @@ class _Source:
             raise _Settled(Verified(f"{place} is no Python: {described(error)}")) from error
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise _unknown(f"{file} cannot be read: {type(error).__name__}") from error
+        fault = _fault_of_import(tree)
+        if fault is not None:
+            raise _Settled(Verified(f"{file}:{fault}"))
         source = cls(module, file)
         is_package = specs[-1].submodule_search_locations is not None
         source._bind(tree.body, module if is_package else module.rpartition(".")[0])
@@ -245,6 +248,30 @@ class _Source:
         for node in ast.walk(value):
             if isinstance(node, ast.Name) and node.id in self.bound:
                 self.bound[node.id] = None
+
+
+def _fault_of_import(tree: ast.Module) -> str | None:
+    """Return the line and the fault of a statement that ends the import of a module in any case.
+
+    Statements under a condition may not run, so they do not count.
+    """
+    for statement in tree.body:
+        if isinstance(statement, ast.Raise):
+            return f"{statement.lineno} raises as the module is imported"
+        for module in _imports_of(statement):
+            package = module.partition(".")[0]
+            if not list(specs_of(package)):
+                return f"{statement.lineno} imports {package}, which is not installed"
+    return None
+
+
+def _imports_of(statement: ast.stmt) -> list[str]:
+    """Return the modules that a statement imports by absolute names."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+        return [statement.module]
+    return []
 
 
 def _bindings_of(node: ast.AST, package: str) -> Iterator[tuple[str, _Binding]]:

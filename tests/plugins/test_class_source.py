@@ -53,7 +53,7 @@ FAULTS = {
     ),
     "inherited name": (f"{GOOD}class Device(CpuPlatform):\n    pass\n", "it calls itself 'cpu'"),
     "a star that is imported before": (
-        f"from acme_kernels import *\n{GOOD}class Device(CpuPlatform):\n    name = 'acne'\n",
+        f"from math import *\n{GOOD}class Device(CpuPlatform):\n    name = 'acne'\n",
         "it calls itself 'acne'",
     ),
     "the same import twice": (
@@ -89,6 +89,15 @@ FAULTS = {
     "no Python": (
         f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n    def memory(:\n",
         "acme_platform.py:4 is no Python: SyntaxError",
+    ),
+    "a package that is not there": (
+        f"{GOOD}import json\nfrom acme_missing.parts import thing\n"
+        "class Device(CpuPlatform):\n    name = 'acme'\n",
+        "acme_platform.py:3 imports acme_missing, which is not installed",
+    ),
+    "an import that raises": (
+        f"{GOOD}class Device(CpuPlatform):\n    name = 'acme'\nraise ImportError('no driver')\n",
+        "acme_platform.py:4 raises as the module is imported",
     ),
     "an encoding that nobody knows": ("# -*- coding: klingon -*-\n", "is no Python: SyntaxError"),
 }  # fmt: skip
@@ -244,8 +253,10 @@ def test_the_command_says_what_is_not_verified(site: Site, cli: Cli) -> None:
     site.platform("acme", probe=AVAILABLE, platform=raises)
     assert (
         json.loads(cli("detect", "--json").stdout)["not_verified"]
-        == "its constructor and its settings"
+        == "the import of its module, its constructor and its settings"
     )
     told = cli("detect").stdout
     assert "platform: acme" in told
-    assert "not verified, as detect imports no torch: its constructor and its settings;" in told
+    told = " ".join(told.split())
+    not_verified = "the import of its module, its constructor and its settings"
+    assert f"not verified, as detect imports no torch: {not_verified};" in told
