@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from opgraft.config import (
         set_config as set_config,
     )
+    from opgraft.engine.lora.request import LoRARequest as LoRARequest
     from opgraft.engine.sampling_params import SamplingParams as SamplingParams
     from opgraft.errors import OpgraftError as OpgraftError
     from opgraft.grafting import GraftReport as GraftReport
@@ -136,6 +137,7 @@ _HOME = {
     "opgraft.compilation.graph_pass": ("GraphPass", "PassReport"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.registry.decision": ("Candidate", "Decision", "Provider"),
+    "opgraft.engine.lora.request": ("LoRARequest",),
     "opgraft.engine.sampling_params": ("SamplingParams",),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),

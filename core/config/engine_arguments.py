@@ -35,6 +35,10 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
         "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
         "enable_chunked_prefill": "scheduler.chunked_prefill",
         "scheduling_policy": "scheduler.policy",
+        "enable_lora": "lora.enabled",
+        "max_loras": "lora.max_loras",
+        "max_lora_rank": "lora.max_lora_rank",
+        "max_cpu_loras": "lora.max_cpu_loras",
     }
 )
 """Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""

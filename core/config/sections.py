@@ -156,6 +156,24 @@ class SpeculationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig(Section):
+    """Adapters of requests."""
+
+    section: ClassVar[str] = "lora"
+
+    enabled: bool = setting("requests may name LoRA adapters", default=False)
+    max_loras: int = setting(
+        "adapters of the requests that run at once, at most", default=8, minimum=1
+    )
+    max_lora_rank: int = setting("rank of an adapter, at most", default=64, minimum=1)
+    max_cpu_loras: int | None = setting(
+        "adapters that stay in memory, at most, while no request names them",
+        minimum=1,
+        unset="max_loras",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """The sizes of the groups that ranks form.
 

@@ -34,6 +34,7 @@ from opgraft.config.plugin_settings import plugin_fields
 from opgraft.config.sections import (
     CacheConfig,
     LoadConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     QuantizationSettings,
@@ -72,7 +73,7 @@ class OpgraftConfig(Section):
             platform is decided.
         providers: op name → the entry-point or distribution name of a provider, or ``native``. A
             mapping, or text as on the command line.
-        compilation_config, model, cache, scheduler, speculation, parallel, load, quantization,
+        compilation_config, model, cache, scheduler, speculation, lora, parallel, load, quantization,
             shadow, server: sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
             Read-only.
@@ -119,6 +120,7 @@ class OpgraftConfig(Section):
     speculation: SpeculationConfig = dataclasses.field(
         default_factory=SpeculationConfig, kw_only=True
     )
+    lora: LoRAConfig = dataclasses.field(default_factory=LoRAConfig, kw_only=True)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
     quantization: QuantizationSettings = dataclasses.field(

@@ -31,6 +31,8 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.held import HeldAdapters
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.runner.cache_room import smallest_room
@@ -122,6 +124,7 @@ class EngineCore:
             # Nothing raised, so the workers stay.
             undo.pop_all()
         self.hands_over = False
+        self.adapters = HeldAdapters(self.opgraft_config, self.executor.call_all)
         self._stopped: BaseException | None = None
         self.step_failure: BaseException | None = None
         self._shut_down = False
@@ -239,10 +242,26 @@ class EngineCore:
         try:
             for request in given:
                 self.executor.expect_servable(request)
+                self.adapters.prepare(request, self.scheduler.requests)
                 self.scheduler.add(request)
         except BaseException:
             self.withdraw(given)
             raise
+
+    def add_lora(self, wanted: LoRARequest) -> None:
+        """Load an adapter before a request names it.
+
+        Raises:
+            RequestError: the adapter cannot be used.
+            EngineError: the engine has stopped, or its worker is lost.
+        """
+        self.restart()
+        self.check_health()
+        self.adapters.load(wanted, self.scheduler.requests)
+
+    def remove_lora(self, number: int) -> None:
+        """Forget an adapter. While requests name it, it stays, and is the first to be forgotten."""
+        self.adapters.remove(number, self.scheduler.requests)
 
     def restart(self) -> None:
         """Start lost workers again with an empty cache, as often as settings allow.
@@ -254,6 +273,7 @@ class EngineCore:
         counters = self.counters
         try:
             self.executor.restart(self._prepare)
+            self.adapters.forget_all()
         finally:
             # The new scheduler goes on counting: metrics of a server never fall.
             self.counters = counters

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from opgraft.engine.lora.request import NO_LORA, LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 
@@ -28,6 +29,9 @@ class Request:
         cache_salt: requests with different salts, such as two tenants, never share blocks of the
             cache.
         bad_words: ``params.bad_words`` as tokens.
+        lora: the adapter; ``None`` for the base model alone.
+        lora_digest: of the adapter's files. Sequences share blocks only if these agree. The engine
+            writes this.
         grammar: compiled from ``params.structured_output``.
         parent: for ``n > 1``, the id of the request that computes the shared prompt.
         context: for ropes that depend on the length of the context: the length that the first
@@ -48,7 +52,7 @@ class Request:
         block_hashes: hashes of the full blocks so far, kept by the cache manager.
 
     Raises:
-        RequestError: the prompt is empty, or an id, a priority or a salt is of the wrong type.
+        RequestError: the prompt is empty, or an id, a priority, a salt or an adapter is of the wrong type.
     """
 
     __slots__ = (
@@ -63,6 +67,8 @@ class Request:
         "eos",
         "finish_reason",
         "grammar",
+        "lora",
+        "lora_digest",
         "num_cached",
         "num_computed",
         "num_least",
@@ -92,11 +98,13 @@ class Request:
         cache_salt: str | None = None,
         bad_words: Iterable[Sequence[int]] = (),
         grammar: Any = None,
+        lora: LoRARequest | None = None,
         parent: str | None = None,
     ) -> None:
         _expect_type("request_id", request_id, str, "a text")
         _expect_type("priority", priority, int, "an integer, the lowest for what comes first")
         _expect_type("cache_salt", cache_salt, str | None, "a text, or None")
+        _expect_type("lora_request", lora, LoRARequest | None, "a LoRARequest, or None")
         if not prompt:
             raise RequestError(
                 f"request {request_id!r} has an empty prompt: give it at least one token"
@@ -113,6 +121,8 @@ class Request:
         self.cache_salt = cache_salt
         self.bad_words = tuple(map(tuple, bad_words))
         self.grammar = grammar
+        self.lora = lora
+        self.lora_digest = ""
         self.parent = parent
         # The scheduler and the cache manager write everything below.
         self.context = len(self.prompt)
@@ -131,6 +141,11 @@ class Request:
         self.num_preemptions = 0
         self.computing: Any = None
         self.block_hashes: list[bytes] = []
+
+    @property
+    def lora_number(self) -> int:
+        """The number of the adapter; ``NO_LORA`` without one."""
+        return NO_LORA if self.lora is None else self.lora.lora_int_id
 
     def tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the tokens of prompt and output from position ``start`` to before ``stop``.
@@ -166,6 +181,7 @@ class Request:
             cache_salt=self.cache_salt,
             bad_words=self.bad_words,
             grammar=self.grammar,
+            lora=self.lora,
             parent=f"{self.request_id}/0" if index else None,
         )
         # One list for all samples: prompts are long, and nobody changes the list.

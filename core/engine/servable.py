@@ -73,9 +73,10 @@ def _expect_same_prompt(request: Request, parent: Request | None) -> None:
     """Check that a request may share the blocks of its parent."""
     if parent is None:
         return
-    if (parent.prompt, parent.cache_salt) != (request.prompt, request.cache_salt):
+    ours = request.prompt, request.cache_salt, request.lora
+    if (parent.prompt, parent.cache_salt, parent.lora) != ours:
         raise RequestError(
             f"request {request.request_id!r} has {parent.request_id!r} as its parent, which has "
-            "another prompt or cache_salt, and would read another's cache: make both with "
+            "another prompt, cache_salt or adapter, and would read another's cache: make both with "
             "Request.split"
         )

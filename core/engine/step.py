@@ -38,6 +38,7 @@ class NewSequence:
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
         state: slot of the sequence, if layers keep a state of each sequence.
+        lora: number of the adapter; 0 without one.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class NewSequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Any = None
     state: int = 0
+    lora: int = 0
 
 
 class Scheduled(NamedTuple):

@@ -30,6 +30,7 @@ from opgraft.ops.linear.modules import *
 from opgraft.ops.linear.parallel import *
 from opgraft.ops.linear.quantized.modules import *
 from opgraft.ops.linear.transposed import *
+from opgraft.ops.lora.modules import *
 from opgraft.ops.moe.fused.methods import *
 from opgraft.ops.moe.fused.modular import *
 from opgraft.ops.moe.fused.modules import *

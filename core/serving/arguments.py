@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from opgraft.base.progress import Shown
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 
@@ -122,6 +123,18 @@ def priorities_for(given: Any, prompts: int) -> Sequence[int]:
     # Of any type: the request itself refuses wrong ones. None is vLLM's default.
     one: Any = 0 if given is None else given
     return [one] * prompts
+
+
+def loras_for(given: Any, prompts: int) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each prompt.
+
+    Raises:
+        RequestError: the argument is a list of another length.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return _as_many(given, prompts, "adapters", "lora_request")
+    # Of any type: the request itself refuses wrong ones.
+    return [given] * prompts
 
 
 def shown_bar(progress: bool | None, use_tqdm: Shown) -> Shown:

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.arguments import expect_params, placed, text_messages
@@ -141,6 +142,7 @@ class AsyncLLM(FrontEnd):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         arrival: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever the answer has grown.
@@ -159,6 +161,7 @@ class AsyncLLM(FrontEnd):
             request_id: unique among running requests; by default a new one.
             priority: lower numbers come first, under ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
+            lora_request: the adapter; ``None`` for the base model.
             arrival: moment of the arrival, in seconds of ``time.monotonic``; by default now.
 
         Raises:
@@ -176,6 +179,7 @@ class AsyncLLM(FrontEnd):
             wanted,
             priority=priority,
             cache_salt=cache_salt,
+            lora_request=lora_request,
             arrival=monotonic() if arrival is None else arrival,
         )
         return self._answer(name, wanted, prepare)
@@ -189,12 +193,13 @@ class AsyncLLM(FrontEnd):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a chat by the chat template of the model. Yields outputs like ``generate``.
 
         Args:
             messages: ``{"role": "user", "content": "…"}``.
-            sampling_params, request_id, priority, cache_salt: as for ``generate``.
+            sampling_params, request_id, priority, cache_salt, lora_request: as for ``generate``.
             tools: JSON schemas of functions that the model may call.
 
         Raises:
@@ -215,6 +220,7 @@ class AsyncLLM(FrontEnd):
                 wanted,
                 priority=priority,
                 cache_salt=cache_salt,
+                lora_request=lora_request,
                 add_special_tokens=False,
             )
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
@@ -160,6 +161,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
         arrival: float | None = None,
         name: str = "",
     ) -> OpenRequest:
@@ -172,6 +174,7 @@ class InputProcessor:
             priority: lower numbers come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
             add_special_tokens: begin and end the text as usual; False for the text of a chat.
+            lora_request: the adapter; ``None`` for the base model.
             arrival: seconds of ``time.monotonic``; by default now.
             name: of the prompt, for errors; by default after the request.
 
@@ -198,6 +201,7 @@ class InputProcessor:
             cache_salt=salt,
             bad_words=self._bad_words(params),
             grammar=grammar,
+            lora=lora_request,
         )
         outputs: list[CompletionOutput] = []
         growing = {}

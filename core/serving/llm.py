@@ -15,12 +15,14 @@ from opgraft.base.progress import Shown, progress_bar
 from opgraft.base.text import html_table, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.arguments import (
     listed_chats,
     listed_prompts,
+    loras_for,
     params_for,
     placed,
     priorities_for,
@@ -112,6 +114,7 @@ class LLM(FrontEnd):
         priority: int | Sequence[int] | None = 0,
         progress: bool | None = None,
         use_tqdm: Shown = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once, and return the answers in the order of the prompts.
 
@@ -128,6 +131,7 @@ class LLM(FrontEnd):
             progress: show a bar on stderr; by default if stderr is a terminal.
             use_tqdm: vLLM's name for ``progress``; also a class such as ``tqdm.tqdm``, to show that
                 bar.
+            lora_request: the adapter for all, or for each prompt an adapter or ``None``.
 
         Raises:
             RequestError: a prompt cannot be served; then none is computed.
@@ -136,7 +140,7 @@ class LLM(FrontEnd):
         """
         listed = listed_prompts(prompts)
         bar = shown_bar(progress, use_tqdm)
-        return self._answer(listed, sampling_params, priority, bar)
+        return self._answer(listed, sampling_params, priority, bar, lora_request)
 
     def chat(
         self,
@@ -151,6 +155,7 @@ class LLM(FrontEnd):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = 0,
         progress: bool | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer chats by the chat template of the model.
 
@@ -165,7 +170,7 @@ class LLM(FrontEnd):
             continue_final_message: end the prompt with the last message, for the model to go on
                 with. There is no beginning of an answer then.
             chat_template_kwargs: further values for the template, such as ``enable_thinking``.
-            priority, progress, use_tqdm: as for ``generate``.
+            priority, progress, use_tqdm, lora_request: as for ``generate``.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
@@ -187,7 +192,7 @@ class LLM(FrontEnd):
         for index, chat in enumerate(chats):
             name = placed("chat", index, len(chats))
             texts.append(self._rendered(chat, render, name))
-        return self._answer(texts, sampling_params, priority, bar, chat=True)
+        return self._answer(texts, sampling_params, priority, bar, lora_request, chat=True)
 
     def _rendered(self, chat: Sequence[Message], render: Callable[..., str], name: str) -> str:
         try:
@@ -295,12 +300,14 @@ class LLM(FrontEnd):
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
         bar: Shown,
+        loras: LoRARequest | Sequence[LoRARequest | None] | None,
         *,
         chat: bool = False,
     ) -> list[RequestOutput]:
         engine = self.engine
         each_params = params_for(params, len(prompts), self.get_default_sampling_params())
         priorities = priorities_for(priority, len(prompts))
+        adapters = loras_for(loras, len(prompts))
         requests = []
         for index, prompt in enumerate(prompts):
             prepared = engine.inputs.prepare(
@@ -308,6 +315,7 @@ class LLM(FrontEnd):
                 prompt,
                 each_params[index],
                 priority=priorities[index],
+                lora_request=adapters[index],
                 add_special_tokens=not chat,
                 name=placed("chat" if chat else "prompt", index, len(prompts)),
             )

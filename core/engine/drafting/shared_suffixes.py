@@ -1,4 +1,4 @@
-"""``SharedSuffixes``: drafts also from recent answers to requests of the same cache salt."""
+"""``SharedSuffixes``: drafts also from recent answers to requests of the same cache salt and adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_MATCH = 2
 class SharedSuffixes(Proposer):
     """Guesses by the tokens of the request, or by recent answers if these match more tokens."""
 
-    # Requests share answers within their cache salt only, like blocks of the cache. The memory that
+    # Requests share answers within their cache salt and adapter only, like blocks of the cache. The memory that
     # was unused for the longest time goes first.
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
@@ -68,4 +68,5 @@ class SharedSuffixes(Proposer):
 def _key(request: Request) -> bytes:
     # A salt itself may be a long text.
     salt = request.cache_salt
-    return b"" if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    key = b"" if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    return key + request.lora_digest.encode()

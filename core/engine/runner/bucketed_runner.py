@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from opgraft.base.log import logger
@@ -82,6 +82,8 @@ class BucketedModelRunner(ModelRunner):
 
     samples_on_first_rank = False
     """Every program returns logits on each rank."""
+
+    takes_adapters: ClassVar[bool] = False
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         super().__init__(opgraft_config, device)

@@ -64,17 +64,19 @@ class _Sequence:
     Attributes:
         blocks: of each group of layers.
         context: as ``Request.context``, for the rotation of the first tokens.
+        lora: number of the adapter; 0 without one.
         row: in the tables of blocks.
         state: slot of the sequence, if layers keep states.
         tokens: prompt and outputs so far.
     """
 
-    __slots__ = ("blocks", "context", "row", "state", "tokens")
+    __slots__ = ("blocks", "context", "lora", "row", "state", "tokens")
 
     def __init__(self, row: int, new: NewSequence, groups: int) -> None:
         self.row = row
         self.context = new.context
         self.state = new.state
+        self.lora = new.lora
         self.tokens = array("q", new.tokens)
         self.blocks: tuple[list[int], ...] = tuple([] for _ in range(groups))
 
@@ -139,6 +141,9 @@ class InputBatch:
         device: of the model; tables and inputs are built on the host.
         has_context_ropes: the model has ropes that depend on the length of the context.
         states: for each layer with states, their tensors by prefix.
+
+    Attributes:
+        num_with_lora: the number of sequences with an adapter.
     """
 
     def __init__(
@@ -174,6 +179,7 @@ class InputBatch:
         self._selected_for: tuple[str, ...] = ()
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
+        self.num_with_lora = 0
         self._on_host: _HostViews | None = None
         self._on_device: _DeviceViews | None = None
 
@@ -187,12 +193,17 @@ class InputBatch:
         """Return prompt and output so far of a request."""
         return self._sequences[request_id].tokens
 
+    def lora(self, request_id: str) -> int:
+        """Return the number of the adapter of a request; 0 without one."""
+        return self._sequences[request_id].lora
+
     def apply(self, step: Step) -> None:
         """Add new sequences of a step, and append its tokens and blocks to known ones."""
         extended = []
         for new in step.added:
             sequence = _Sequence(self._rows.pop(), new, len(self.groups))
             self._sequences[new.request_id] = sequence
+            self.num_with_lora += bool(new.lora)
             extended.append((sequence, new.blocks))
         for request_id, start, _count, new_blocks, _samples, token, draft in step.sequences:
             if token is not None:
@@ -210,7 +221,9 @@ class InputBatch:
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence."""
-        self._rows.append(self._sequences.pop(request_id).row)
+        removed = self._sequences.pop(request_id)
+        self._rows.append(removed.row)
+        self.num_with_lora -= bool(removed.lora)
 
     def _extend(self, extended: Sequence[tuple[_Sequence, Blocks]]) -> None:
         """Append blocks to sequences, and write them to the tables."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from time import perf_counter
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replace
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
+from opgraft.engine.lora.adapters import Adapters
 from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.runner.expert_balancer import ExpertBalancer
@@ -71,6 +73,8 @@ class ModelRunner(PluggableClass):
 
     The other workers receive the tokens with the next step.
     """
+    takes_adapters: ClassVar[bool] = True
+    """True if the runner calls the layers of the model in each step."""
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         self.opgraft_config = opgraft_config.resolved()
@@ -80,6 +84,7 @@ class ModelRunner(PluggableClass):
         self.compiled: CompiledModel | None = None
         self.recorded: RecordedSteps | None = None
         self.link: StageLink | None = None
+        self.adapters: Adapters | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -105,6 +110,26 @@ class ModelRunner(PluggableClass):
                 "sequence, which cannot go back behind a token that was not accepted: leave it out"
             )
         self.link = StageLink.of(self.model, self.device)
+        if self.opgraft_config.lora.enabled:
+            self._expect_adaptable()
+            self.adapters = Adapters(self.model, self.opgraft_config, self.device)
+
+    def _expect_adaptable(self) -> None:
+        """Refuse settings and runners with which adapters cannot be applied.
+
+        Raises:
+            ConfigError: there is such a setting.
+        """
+        if self.opgraft_config.model.batch_invariant:
+            raise ConfigError(
+                "lora.enabled and model.batch_invariant are set, and adapters are not computed "
+                "alike in every batch: turn one of them off"
+            )
+        if not self.takes_adapters:
+            raise ConfigError(
+                f"lora.enabled is set, and {type(self).__name__} computes by programs that are "
+                "made before any adapter is known: turn it off"
+            )
 
     def compile_model(self) -> None:
         """Compile the model for ``execute``, if ``compilation_config`` asks for this.
@@ -331,13 +356,16 @@ class ModelRunner(PluggableClass):
             started: begin of the step, for ``StepResult.seconds``.
             continues: as of ``AttentionBatch``.
         """
+        if self._has_adapters:
+            sequences = self._by_slot(sequences)
         inputs = self.batch.inputs(sequences, continues=continues)
         prepared = perf_counter()
         received = self.link.receive() if self.link is not None else None
         arrived = perf_counter()
         # The first stage of a pipeline reads token ids, later ones also hidden states.
         further = () if received is None else (received,)
-        hidden = self._hidden(inputs, further)
+        with self._adapting((each.request_id, each.count) for each in sequences):
+            hidden = self._hidden(inputs, further)
         if self.link is not None:
             self.link.pass_on(hidden)
         logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
@@ -355,13 +383,43 @@ class ModelRunner(PluggableClass):
 
     def _hidden(self, inputs: Inputs, further: tuple[Tensor, ...]) -> Tensor:
         """Return the results of the model for a step, from a static graph if the step has one."""
-        recorded = None if self.recorded is None else self.recorded(inputs)
-        if recorded is not None:
-            return recorded
-        model = self.compiled or self.model
+        if self._has_adapters:
+            # Compiled code and recorded steps have the layers without adapters.
+            model = self.model
+        else:
+            recorded = None if self.recorded is None else self.recorded(inputs)
+            if recorded is not None:
+                return recorded
+            model = self.compiled or self.model
         with attending(inputs.batch):
             hidden: Tensor = model(inputs.input_ids, inputs.positions, *further)
         return hidden
+
+    @property
+    def _has_adapters(self) -> bool:
+        """True if a sequence of the runner has an adapter."""
+        return self.adapters is not None and self.batch.num_with_lora > 0
+
+    def _by_slot(self, sequences: Sequence[Scheduled]) -> Sequence[Scheduled]:
+        """Return the sequences of a step, those without an adapter first, then by adapter."""
+        slots = self._slots_of(each.request_id for each in sequences)
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        return [sequences[place] for place in order]
+
+    def _slots_of(self, request_ids: Iterable[str]) -> list[int]:
+        numbers = list(map(self.batch.lora, request_ids))
+        return [] if self.adapters is None else self.adapters.slots_of(numbers)
+
+    def _adapting(self, rows: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
+        """Return a context for a call of the model or its head, in which rows have adapters.
+
+        Args:
+            rows: requests in the order of ``_by_slot``, each with the number of its rows.
+        """
+        if self.adapters is None or not self._has_adapters:
+            return nullcontext()
+        request_ids, counts = zip(*rows, strict=True)
+        return self.adapters.applied(self._slots_of(request_ids), counts)
 
     def _logits_of(
         self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]
@@ -513,7 +571,18 @@ class ModelRunner(PluggableClass):
         # Rows of drafted tokens come last, so the order is another one.
         if inputs.drafts or len(inputs.sampling) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
-        logits: Tensor | None = self.model.compute_logits(hidden)
+        number = len(inputs.sampling)
+        logits = self._logits_of_rows(hidden[:number], [(name, 1) for name in inputs.sampling])
+        if logits is None or not inputs.drafts:
+            return logits
+        drafted = [(name, len(draft.tokens)) for name, draft in inputs.drafts.items()]
+        of_drafts = self._logits_of_rows(hidden[number:], drafted)
+        return logits if of_drafts is None else torch.cat([logits, of_drafts])
+
+    def _logits_of_rows(self, hidden: Tensor, rows: Sequence[tuple[str, int]]) -> Tensor | None:
+        """Return logits. The arguments of ``rows`` are as of ``_adapting``."""
+        with self._adapting(rows):
+            logits: Tensor | None = self.model.compute_logits(hidden)
         return logits
 
     def _sample(self, logits: Tensor | None, request_ids: tuple[str, ...]) -> StepResult:
@@ -660,7 +729,7 @@ class ModelRunner(PluggableClass):
     def _compute_logits_again(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)
-        return hidden, self._logits(hidden, inputs)
+        return hidden, self.model.compute_logits(hidden[inputs.sampled_rows])
 
     def _compute_uncached(self, tokens: Sequence[int]) -> Iterator[Any]:
         ids = torch.tensor(list(tokens), device=self.device)
@@ -687,7 +756,8 @@ class ModelRunner(PluggableClass):
         prompt = self.batch.tokens(chunk.request_id)
         # A few rows at a time: logits are larger than hidden states.
         for done in range(0, chunk.count, ROWS_AT_ONCE):
-            logits = self.model.compute_logits(hidden[done : done + ROWS_AT_ONCE])
+            part = hidden[done : done + ROWS_AT_ONCE]
+            logits = self._logits_of_rows(part, [(chunk.request_id, len(part))])
             if logits is not None:
                 known += prompt_logprobs(logits, prompt, chunk.start + done, count)
 

@@ -107,8 +107,8 @@ class KVCacheManager(PluggableClass):
     """Tables of blocks from one pool, with reuse of beginnings of earlier sequences.
 
     The key of a full block is a hash of its tokens and of everything before: hashes are chained
-    from block to block, and begin with the request's salt and the rotations of the keys. The hash
-    is SHA-256: a person who makes two beginnings collide could read another tenant's cache.
+    from block to block, and begin with the request's salt, its adapter and the rotations of the
+    keys. The hash is SHA-256: a person who makes two beginnings collide could read another tenant's cache.
 
     Args:
         kinds: of each group of the model's layers. A group has tables and blocks of its own.
@@ -441,9 +441,9 @@ class KVCacheManager(PluggableClass):
 
 
 def _root(request: Request) -> bytes:
-    """Return the 32 bytes before the first block, made of the salt and the rotations.
+    """Return the 32 bytes before the first block, made of salt, adapter and rotations.
 
-    Hashes of salts, rotations and blocks begin with different words. So nobody can make up a salt
+    Hashes of salts, adapters, rotations and blocks begin with different words. So nobody can make up a salt
     with the hash of a block.
     """
     salt = request.cache_salt
@@ -451,6 +451,8 @@ def _root(request: Request) -> bytes:
         root = bytes(sha256().digest_size)
     else:
         root = sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
+    if request.lora_digest:
+        root = sha256(b"lora" + root + request.lora_digest.encode()).digest()
     if not any(request.rotation):
         return root
     rotation = array("q", request.rotation).tobytes()

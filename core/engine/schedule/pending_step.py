@@ -91,6 +91,7 @@ class PendingStep:
                 bad_words=request.bad_words,
                 grammar=request.grammar,
                 state=state,
+                lora=request.lora_number,
             )
         )
 

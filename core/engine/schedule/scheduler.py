@@ -22,6 +22,7 @@ from typing import Any
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.drafting.drafting import Drafting, drafting_of
+from opgraft.engine.lora.request import NO_LORA
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.schedule.kv_cache import KVCacheManager, Prefix
@@ -451,6 +452,8 @@ class Scheduler(PluggableClass):
         states = self.cache.states
         if states and not states.num_free + len(without):
             return None
+        if request.lora is not None and not self._has_lora_place(request, without):
+            return None
         groups = len(self.cache.kinds)
         # Each of them gives up its blocks, and needs no reserve any more.
         given_up = sum(self.cache.num_held(each) + groups for each in without)
@@ -461,6 +464,13 @@ class Scheduler(PluggableClass):
         if not self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve):
             return None
         return prefix
+
+    def _has_lora_place(self, request: Request, without: Sequence[Request]) -> bool:
+        """Return True if the adapter of a request may run beside the running ones."""
+        numbers = {each.lora_number for each in self.running if each not in without}
+        numbers.discard(NO_LORA)
+        most = self.opgraft_config.lora.max_loras
+        return request.lora_number in numbers or len(numbers) < most
 
     def _start(self, request: Request, prefix: Prefix, count: int, pending: PendingStep) -> None:
         """Move a request from the waiting to the running ones, and add it to a step."""
@@ -589,6 +599,8 @@ def _shares_prompt(request: Request, parent: Request) -> bool:
         return False
     # The parent may have ended, and its id may name a request with another prompt now.
     if (parent.rotation, parent.cache_salt) != (request.rotation, request.cache_salt):
+        return False
+    if parent.lora_digest != request.lora_digest:
         return False
     is_computed = parent.num_computed >= len(parent.prompt)
     return is_computed and parent.prompt == request.prompt

@@ -17,6 +17,8 @@ from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group
+from opgraft.engine.lora.adapters import LoRAReport
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.runner.memory_query import MemoryQuery
@@ -374,6 +376,17 @@ class Worker(PluggableClass):
             model_runner=self.runner,
             **others,
         )
+
+    def add_lora(self, request: LoRARequest) -> LoRAReport:
+        """Read an adapter for requests that name it."""
+        if self.runner.adapters is None:
+            return LoRAReport("lora.enabled is not set")
+        return self.runner.adapters.add(request)
+
+    def remove_lora(self, number: int) -> None:
+        """Forget an adapter."""
+        if self.runner.adapters is not None:
+            self.runner.adapters.remove(number)
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""

@@ -1,0 +1,239 @@
+"""``AdapterFile``: an adapter as PEFT saves it, read and checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from opgraft.config.checkpoints import find_checkpoint
+from opgraft.errors import CheckpointError
+from opgraft.models.files import ADAPTER, read_json
+from opgraft.models.safetensors_file import open_safetensors
+from opgraft.ops.weights import LoadedTensor
+
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+_ROOT = "base_model.model."
+_MATRICES: Mapping[str, str] = MappingProxyType(
+    {
+        ".lora_A.weight": "a",
+        ".lora_B.weight": "b",
+        ".lora_embedding_A": "a",
+        ".lora_embedding_B": "b",
+    }
+)
+_BASE_COPY = ".base_layer.weight"
+"""The end of the name of a copy of the base model's embedding."""
+
+_SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern"})
+_SETTINGS |= {"alpha_pattern", "init_lora_weights"}
+"""Keys of a config that are read."""
+
+_IDLE = frozenset({"task_type", "auto_mapping", "peft_version", "base_model_name_or_path"})
+_IDLE |= {"revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"}
+_IDLE |= {"layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"}
+_IDLE |= {"loftq_config", "eva_config", "qalora_group_size", "runtime_config"}
+_IDLE |= {"fan_in_fan_out"}
+"""Keys of a config that change nothing here: the tensors say which modules have matrices."""
+
+_READABLE = re.compile(r"(?:[\w.^$|()-]|\\[.d]|\\d\+|\.\*|\[[\w-]+\])+")
+"""Keys of patterns that are read. Others may take for ever to match, and come from strangers."""
+_MOST_STARS = 3
+
+_NEUTRAL_INIT = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the weights of the base model as they are."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The two matrices of one module.
+
+    Attributes:
+        a: ``[rank, inputs]``.
+        b: ``[outputs, rank]``.
+        scale: multiplies the product.
+        embeds: the module is an embedding.
+    """
+
+    a: LoadedTensor
+    b: LoadedTensor
+    scale: float
+    embeds: bool
+
+    @property
+    def rank(self) -> int:
+        """The rank of the product."""
+        return int(self.a.shape[0])
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter.
+
+    Attributes:
+        path: the folder.
+        modules: the matrices by the name of the module in the base model.
+        base_copies: copies of the base model's weights by the name of the module.
+        digest: of the files. Equal adapters have equal digests.
+    """
+
+    path: Path
+    modules: Mapping[str, Matrices]
+    base_copies: Mapping[str, LoadedTensor]
+    digest: str
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a module."""
+        return max(each.rank for each in self.modules.values())
+
+
+def open_adapter(name: str) -> AdapterFile:
+    """Find, open and check an adapter.
+
+    Args:
+        name: a folder, or a name of the Hugging Face Hub in the local cache.
+
+    Raises:
+        CheckpointError: there is none, a file is damaged, or the adapter has parts that cannot be
+            applied. The message lists all of these parts.
+    """
+    path = find_checkpoint(name)
+    config_file = path / ADAPTER
+    if not config_file.is_file():
+        raise CheckpointError(f"{path} has no {ADAPTER}: give a folder that PEFT has saved")
+    weights_file = path / WEIGHTS
+    if not weights_file.is_file():
+        is_pickled = (path / PICKLE).is_file()
+        reason = f"{PICKLE} is a pickle, which may run any code" if is_pickled else "it is missing"
+        raise CheckpointError(
+            f"{path} has no {WEIGHTS} ({reason}): save the adapter with safe_serialization=True"
+        )
+    config = read_json(config_file)
+    tensors = open_safetensors(weights_file)
+    problems = list(_problems_of_config(config))
+    modules, copies = _sorted_tensors(tensors, config, problems)
+    if not modules and not problems:
+        problems.append("it has no matrices of LoRA")
+    if problems:
+        advice = "merge it into the base model with merge_and_unload() of peft, and serve that"
+        raise CheckpointError.listing(f"the adapter {path} cannot be applied", problems, advice)
+    digest = sha256(config_file.read_bytes() + _digest_of(weights_file)).hexdigest()
+    return AdapterFile(path, modules, copies, digest)
+
+
+def _digest_of(file: Path) -> bytes:
+    digest = sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def _problems_of_config(config: Mapping[str, Any]) -> Sequence[str]:
+    """Return a line for each setting that changes the result, and that is not known here."""
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias is {config['bias']!r:.40}: it changes biases of the base model")
+    initial = config.get("init_lora_weights", True)
+    if initial not in _NEUTRAL_INIT:
+        problems.append(
+            f"init_lora_weights is {initial!r:.40}: it changes the weights of the base model"
+        )
+    for key, value in config.items():
+        if key in _SETTINGS or key in _IDLE or key == "bias":
+            continue
+        if value not in (None, False, {}, []):
+            problems.append(f"{key} is {value!r:.80}")
+    for key in ("r", "lora_alpha"):
+        if not _is_positive(config.get(key)):
+            problems.append(f"{key} is {config.get(key)!r:.40}, expected a number above 0")
+    for key in ("rank_pattern", "alpha_pattern"):
+        problems += _problems_of_pattern(key, config.get(key) or {})
+    return problems
+
+
+def _problems_of_pattern(name: str, pattern: Any) -> Sequence[str]:
+    if not isinstance(pattern, Mapping):
+        return [f"{name} is {pattern!r:.40}, expected a mapping"]
+    problems = []
+    for key, value in pattern.items():
+        if not _READABLE.fullmatch(key) or key.count("*") > _MOST_STARS:
+            problems.append(f"{name} has the pattern {key!r:.80}, which is not read here")
+        elif not _is_positive(value):
+            problems.append(f"{name} has {value!r:.40} for {key!r:.80}")
+    return problems
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _sorted_tensors(
+    tensors: Mapping[str, LoadedTensor], config: Mapping[str, Any], problems: list[str]
+) -> tuple[dict[str, Matrices], dict[str, LoadedTensor]]:
+    """Return the matrices and the copies of base weights by module. Append to ``problems``."""
+    found: dict[str, dict[str, LoadedTensor]] = {}
+    embeddings = set()
+    copies = {}
+    for name, tensor in tensors.items():
+        inner = name.removeprefix(_ROOT)
+        if inner.endswith(_BASE_COPY):
+            copies[inner.removesuffix(_BASE_COPY)] = tensor
+            continue
+        suffix = next((each for each in _MATRICES if inner.endswith(each)), None)
+        if suffix is None or inner == name:
+            problems.append(f"the tensor {name!r:.120} is no matrix of LoRA")
+            continue
+        module = inner.removesuffix(suffix)
+        found.setdefault(module, {})[_MATRICES[suffix]] = tensor
+        if "embedding" in suffix:
+            embeddings.add(module)
+    if problems:
+        return {}, copies
+    modules = {}
+    for module, pair in found.items():
+        fault = _fault_of(module, pair, config)
+        if fault:
+            problems.append(fault)
+            continue
+        rank = int(pair["a"].shape[0])
+        scale = _scale(module, rank, config)
+        modules[module] = Matrices(pair["a"], pair["b"], scale, module in embeddings)
+    return modules, copies
+
+
+def _fault_of(module: str, pair: Mapping[str, LoadedTensor], config: Mapping[str, Any]) -> str:
+    """Return the fault of the matrices of a module; empty if they fit each other."""
+    lacking = {"a", "b"} - pair.keys()
+    if lacking:
+        return f"{module!r:.120} lacks the matrix {lacking.pop().upper()}"
+    a = tuple(pair["a"].shape)
+    b = tuple(pair["b"].shape)
+    rank = _of_pattern(module, config.get("rank_pattern"), config["r"])
+    if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+        return f"the matrices of {module!r:.120} are {a} and {b}, and the config's rank is {rank}"
+    return ""
+
+
+def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    alpha = _of_pattern(module, config.get("alpha_pattern"), config["lora_alpha"])
+    # Rank-stabilised LoRA: Kalajdzievski, arXiv:2312.03732.
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_pattern(module: str, pattern: Mapping[str, Any] | None, default: Any) -> Any:
+    """Return the value of the first key that matches the end of a name, as PEFT does."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default

@@ -1,0 +1,328 @@
+"""``Adapters``: the adapters that a worker holds, and the layers that they add to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from opgraft.base.text import described
+from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.adapter_file import AdapterFile, Matrices, open_adapter
+from opgraft.engine.lora.request import NO_LORA, LoRARequest
+from opgraft.errors import CheckpointError
+from opgraft.models.names import HasPackedModules, ShardId, WeightsMapper
+from opgraft.ops.attention.latent.layers import MLAAttention
+from opgraft.ops.embedding import VocabParallelEmbedding
+from opgraft.ops.linear.parallel import LinearBase
+from opgraft.ops.lora import LoRA
+from opgraft.ops.lora.method import LoRAMethod, adapting
+from opgraft.ops.weights import LoadedTensor, set_weight_attrs
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LoRAReport:
+    """The outcome of ``Adapters.add`` on one rank.
+
+    Attributes:
+        error: the reason why the adapter cannot be used; empty without one.
+        digest: of the adapter's files.
+        elsewhere: modules of the adapter without a layer on this rank.
+    """
+
+    error: str = ""
+    digest: str = ""
+    elsewhere: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A layer, or a part of a merged layer, under one name in the checkpoint.
+
+    Attributes:
+        path: the layer's path in the model.
+        layer: the layer.
+        shard: the part; ``None`` for the whole layer.
+    """
+
+    path: str
+    layer: Any
+    shard: ShardId | None
+
+    @property
+    def embeds(self) -> bool:
+        """True for an embedding, which looks ids up."""
+        return bool(getattr(self.layer, "looks_up", False))
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The outputs of each part of the layer, on this rank."""
+        return [self.layer.embedding_dim] if self.embeds else self.layer.output_partition_sizes
+
+    @property
+    def inputs(self) -> int:
+        """The inputs of the layer on this rank; for an embedding, the ids."""
+        if self.embeds:
+            return int(self.layer.num_embeddings_per_partition)
+        return int(self.layer.input_size_per_partition)
+
+    @property
+    def parts(self) -> Sequence[int]:
+        """The positions of the parts in the layer."""
+        if self.shard is None:
+            return range(len(self.sizes))
+        if isinstance(self.shard, str):
+            return [self.layer.SHARDS.index(self.shard)]
+        return [int(self.shard)]  # type: ignore[arg-type]  # pairs are of experts
+
+    def load(self, shape: tuple[int, ...], source: LoadedTensor, **cut: int) -> Tensor:
+        """Return this rank's part of a matrix, by the loader of the layer, in float32.
+
+        Args:
+            shape: of the part.
+            source: the matrix.
+            cut: the dimensions to cut, see ``opgraft.ops.linear.sharding``.
+        """
+        part = torch.zeros(shape, dtype=torch.float32)
+        set_weight_attrs(part, cut)
+        shard = () if self.shard is None else (self.shard,)
+        self.layer.weight_loader(part, source, *shard)
+        return part
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An adapter of this rank.
+
+    Attributes:
+        rank: of all matrices. Smaller ones are filled up with zeros.
+        layers: path of a layer → its matrices, as those of ``LoRA`` for one adapter.
+    """
+
+    rank: int
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+
+
+class Adapters:
+    """The adapters of a worker. The layers have slots for ``lora.max_loras`` of them at once.
+
+    Args:
+        model: the model of the worker.
+        opgraft_config: has the limits.
+        device: of the model.
+    """
+
+    def __init__(self, model: Any, opgraft_config: OpgraftConfig, device: torch.device) -> None:
+        self._limits = opgraft_config.lora
+        self._device = device
+        self._dtype: torch.dtype = model.dtype
+        self._mapper: WeightsMapper = model.weights_mapper
+        self._targets = _targets_of(model)
+        self._held: dict[int, _Held] = {}
+        # The adapters in the slots, the least recently used first.
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._rank = 0
+        self._ops: dict[str, LoRA] = {}
+        self._methods: list[tuple[dict[str, Any], LoRAMethod]] = []
+
+    def add(self, request: LoRARequest) -> LoRAReport:
+        """Read an adapter. Nothing is raised: all ranks must go on together."""
+        try:
+            found = open_adapter(request.lora_path)
+            held, elsewhere = self._read(found)
+        except Exception as error:
+            return LoRAReport(described(error))
+        self._held[request.lora_int_id] = held
+        return LoRAReport(digest=found.digest, elsewhere=frozenset(elsewhere))
+
+    def remove(self, number: int) -> None:
+        """Forget an adapter, if there is one of the number."""
+        self._held.pop(number, None)
+        self._slots.pop(number, None)
+
+    def slots_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return the slot of each adapter, -1 for ``NO_LORA``. Adapters without a slot get one."""
+        wanted = set(numbers) - {NO_LORA}
+        for number in sorted(wanted):
+            if number not in self._slots:
+                self._give_slot(number, wanted)
+            self._slots.move_to_end(number)
+        return [-1 if number == NO_LORA else self._slots[number] for number in numbers]
+
+    @contextmanager
+    def applied(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[None]:
+        """Within the block, the layers of the model add the adapters.
+
+        Args:
+            slots: of each sequence in the call, ascending.
+            rows: of each sequence.
+        """
+        counts = [0] * (self._limits.max_loras + 1)
+        for slot, count in zip(slots, rows, strict=True):
+            counts[slot + 1] += count
+        bounds = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=self._device)
+        own = [layer["quant_method"] for layer, _ in self._methods]
+        for layer, method in self._methods:
+            layer["quant_method"] = method
+        try:
+            with adapting(bounds):
+                yield
+        finally:
+            # Between steps, layers are bound by their own methods, as without adapters.
+            for (layer, _), method in zip(self._methods, own, strict=True):
+                layer["quant_method"] = method
+
+    def _give_slot(self, number: int, wanted: set[int]) -> None:
+        """Put an adapter into a free slot, or in place of one that is not wanted."""
+        held = self._held[number]
+        if held.rank > self._rank or held.layers.keys() - self._ops.keys():
+            self._make_ops(held)
+        free = set(range(self._limits.max_loras)) - set(self._slots.values())
+        if not free:
+            unused = next(each for each in self._slots if each not in wanted)
+            free = {self._slots.pop(unused)}
+        slot = min(free)
+        for path, op in self._ops.items():
+            op.a[slot].zero_()
+            op.b[slot].zero_()
+            if path in held.layers:
+                _fill(op, slot, held, path)
+        self._slots[number] = slot
+
+    def _make_ops(self, held: _Held) -> None:
+        """Make the ops of all layers of an adapter, with room for its rank. Slots become empty."""
+        self._slots.clear()
+        self._rank = max(self._rank, held.rank)
+        paths = self._ops.keys() | held.layers.keys()
+        self._ops = {}
+        self._methods = []
+        layers = {target.path: target for target in self._targets.values()}
+        for path in sorted(paths):
+            target = layers[path]
+            op = LoRA(
+                target.inputs,
+                target.sizes,
+                self._limits.max_loras,
+                self._rank,
+                device=self._device,
+                dtype=self._dtype,
+            )
+            self._ops[path] = op
+            method = LoRAMethod(target.layer.quant_method, op)
+            self._methods.append((vars(target.layer), method))
+
+    def _read(self, found: AdapterFile) -> tuple[_Held, set[str]]:
+        """Read this rank's part of an adapter. Return it, and the modules without a layer.
+
+        Raises:
+            CheckpointError: the rank is too large, or the base model has other weights.
+            WeightError: a matrix has another shape than the layer.
+        """
+        most = self._limits.max_lora_rank
+        if found.rank > most:
+            raise CheckpointError(
+                f"the adapter {found.path} has the rank {found.rank}, and lora.max_lora_rank is "
+                f"{most}: raise it"
+            )
+        layers: dict[str, tuple[Tensor, Tensor]] = {}
+        elsewhere = set()
+        for module, matrices in found.modules.items():
+            target = self._target(module)
+            if target is None or target.embeds != matrices.embeds:
+                elsewhere.add(module)
+                continue
+            if target.path not in layers:
+                layers[target.path] = self._empty(target, found.rank)
+            _read_matrices(target, matrices, *layers[target.path])
+        for module, copied in found.base_copies.items():
+            target = self._target(module)
+            if target is not None:
+                _expect_equal(module, target, copied)
+        return _Held(found.rank, layers), elsewhere
+
+    def _target(self, module: str) -> _Target | None:
+        """Return the layer for a module of the base model."""
+        # The mapper changes names of tensors.
+        for name in self._mapper.spellings(f"{module}.weight"):
+            target = self._targets.get(name.removesuffix(".weight"))
+            if target is not None:
+                return target
+        return None
+
+    def _empty(self, target: _Target, rank: int) -> tuple[Tensor, Tensor]:
+        sizes = target.sizes
+        a = torch.zeros(len(sizes) * rank, target.inputs, dtype=self._dtype)
+        return a, torch.zeros(sum(sizes), rank, dtype=self._dtype)
+
+
+def _read_matrices(target: _Target, matrices: Matrices, a: Tensor, b: Tensor) -> None:
+    """Read this rank's part of the matrices of a module into those of its layer."""
+    rank = matrices.rank
+    cut_inputs, cut_outputs = {"input_dim": 1}, {"output_dim": 0}
+    if target.embeds:
+        # The inputs of the product are the ids, which a loader of embeddings calls outputs.
+        cut_inputs, cut_outputs = {"output_dim": 1}, {}
+    narrow = target.load((rank, target.inputs), matrices.a, **cut_inputs)
+    wide = target.load((sum(target.sizes), rank), matrices.b, **cut_outputs)
+    room = b.shape[1]
+    offsets = [0, *accumulate(target.sizes)]
+    for part in target.parts:
+        rows = slice(offsets[part], offsets[part + 1])
+        a[part * room : part * room + rank] = narrow
+        b[rows, :rank] = wide[rows] * matrices.scale
+
+
+def _fill(op: LoRA, slot: int, held: _Held, path: str) -> None:
+    """Copy the matrices of an adapter to a slot, whose rank may be larger."""
+    a, b = held.layers[path]
+    rank = held.rank
+    parts = len(op.sizes)
+    op.a[slot].unflatten(0, (parts, -1))[:, :rank] = a.unflatten(0, (parts, rank))
+    op.b[slot, :, :rank] = b
+
+
+def _targets_of(model: nn.Module) -> dict[str, _Target]:
+    """Return the layers that adapters can add to, by their names in the checkpoint."""
+    tables = []
+    bypassed = set()
+    for path, module in model.named_modules():
+        if isinstance(module, HasPackedModules):
+            tables.append((f"{path}." if path else "", module.packed_modules_mapping))
+        # Queries absorb this weight, so that the layer is not called.
+        if isinstance(module, MLAAttention):
+            bypassed.add(module.kv_b_proj)
+    targets = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LinearBase | VocabParallelEmbedding) or layer in bypassed:
+            continue
+        targets[path] = _Target(path, layer, None)
+        outer, _, name = path.rpartition(".")
+        for prefix, table in tables:
+            if path.startswith(prefix) and name in table:
+                for part, shard in table[name].items():
+                    source = f"{outer}.{part}" if outer else part
+                    targets[source] = _Target(path, layer, shard)
+    return targets
+
+
+def _expect_equal(module: str, target: _Target, copied: LoadedTensor) -> None:
+    """Check that an adapter's copy of a weight of the base model is that weight.
+
+    Raises:
+        CheckpointError: the weights differ, or cannot be compared.
+    """
+    weight = getattr(target.layer, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        shape = tuple(weight.shape)
+        own = target.load(shape, copied, output_dim=0).to(weight.dtype)
+        if torch.equal(own.to(weight.device), weight):
+            return
+    raise CheckpointError(
+        f"the adapter has weights of its own for {module!r:.120}, beside matrices of LoRA: save it "
+        "with save_embedding_layers=False if these are the base model's"
+    )

@@ -1,0 +1,91 @@
+"""``LoRAMethod``: the weight method of a layer while rows of a call have adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import Any
+
+from opgraft.errors import LayerError
+from opgraft.ops.linear.methods import QuantizeMethodBase
+from opgraft.ops.lora.modules import LoRA
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional as F
+
+_BOUNDS: ContextVar[Tensor | None] = ContextVar("opgraft_lora_bounds", default=None)
+
+
+@contextmanager
+def adapting(bounds: Tensor) -> Iterator[None]:
+    """Within the block, the rows of a called model have adapters, see ``add_lora_``."""
+    token = _BOUNDS.set(bounds)
+    try:
+        yield
+    finally:
+        _BOUNDS.reset(token)
+
+
+def has_adapters() -> bool:
+    """Return True within ``adapting``. Code that passes by the weight methods must not run then."""
+    # Compiled models are not called with adapters.
+    return not is_dynamo_compiling() and _BOUNDS.get() is not None
+
+
+class LoRAMethod(QuantizeMethodBase):
+    """Computes by the method of the layer, and adds the adapters of the rows.
+
+    Args:
+        method: the layer's own method.
+        op: adds the adapters. For a layer that looks up, the inputs are the rows of the embedding.
+    """
+
+    def __init__(self, method: QuantizeMethodBase, op: LoRA) -> None:
+        self.method = method
+        self.op = op
+
+    def create_weights(
+        self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any
+    ) -> None:
+        self.method.create_weights(layer, *weight_args, **extra_weight_attrs)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., out_features]``."""
+        y = self.method.apply(layer, x, bias)
+        # A tied embedding computes logits, and its adapter changes look-ups only.
+        if getattr(layer, "looks_up", False):
+            return y
+        rows = x.reshape(-1, x.shape[-1])
+        self.op(y.view(-1, y.shape[-1]), rows, _bounds_of(layer, len(rows)))
+        return y
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Return the rows of ids."""
+        vectors = self.method.embedding(layer, input_)
+        ids = input_.reshape(-1)
+        rows = vectors.view(-1, vectors.shape[-1])
+        bounds = _bounds_of(layer, len(ids)).tolist()
+        for slot, (start, end) in enumerate(pairwise(bounds)):
+            if start == end:
+                continue
+            narrow = F.embedding(ids[start:end], self.op.a[slot].t())
+            rows[start:end].addmm_(narrow, self.op.b[slot].t())
+        return vectors
+
+
+def _bounds_of(layer: Any, rows: int) -> Tensor:
+    """Return the bounds of the present call.
+
+    Raises:
+        LayerError: the layer is called with other rows than those of the call.
+    """
+    bounds = _BOUNDS.get()
+    if bounds is None or int(bounds[-1]) != rows:
+        known = "none" if bounds is None else int(bounds[-1])
+        raise LayerError(
+            f"{layer.name} has {rows} rows, and the adapters are known for {known}: an adapter "
+            "cannot be applied to a layer that computes other rows than the model"
+        )
+    return bounds
