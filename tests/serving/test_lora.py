@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft import LoRARequest
+import torch
+from opgraft import LLM, LoRARequest, SamplingParams
+from opgraft.errors import ConfigError, RequestError
+from safetensors.torch import load_file, save_file
 from support import adapters
 from support.adapters import EVERYWHERE, PROMPTS
 
@@ -82,3 +88,216 @@ def test_many_adapters_in_a_batch(llm: Any, requests: Any, answers: Any) -> None
     found = adapters.greedy(llm, [prompts[i] for i in order], [given[i] for i in order])
     expected = [answer for name in names for answer in answers[name]]
     assert found == [expected[i] for i in order]
+
+
+def test_drafted_tokens(base: Path, requests: Any, answers: Any) -> None:
+    """Drafts are verified with the adapter of their request, logits included."""
+    speculation = {"speculation.method": "suffix", "speculation.exact": False}
+    with adapters.engine(base, **speculation, **{"speculation.adaptive": False}) as llm:
+        for name in ("everywhere", None, "attention", "everywhere"):
+            assert adapters.greedy(llm, PROMPTS, requests.get(name)) == answers[name]
+        assert llm.stats().counters.accepted_tokens
+
+
+def test_blocks_of_another_adapter_are_not_reused(base: Path, requests: Any, answers: Any) -> None:
+    """A prompt in the cache serves requests of the same adapter only."""
+    prompts = [PROMPTS[2] * 6]
+    expected = {
+        name: adapters.expected(base, folder, prompts)
+        for name, folder in ((None, None), ("attention", Path(requests["attention"].lora_path)))
+    }
+    with adapters.engine(base, block_size=8) as llm:
+        for name in (None, "attention", None, "attention"):
+            assert adapters.greedy(llm, prompts, requests.get(name)) == expected[name]
+        counters = llm.stats().counters
+        assert counters.prefix_hits == 2 * 40
+
+
+def test_one_slot(base: Path, requests: Any, answers: Any) -> None:
+    """With one slot, requests of several adapters run one adapter after another."""
+    names = [None, *ADAPTERS, None, "attention"]
+    with adapters.engine(base, max_loras=1) as llm:
+        prompts = [PROMPTS[0]] * len(names)
+        found = adapters.greedy(llm, prompts, [requests.get(name) for name in names])
+    assert found == [answers[name][0] for name in names]
+
+
+OTHERS = {
+    "transformers": ("Llama", {"model.implementation": "transformers"}),
+    "fused": ("Phi3", {}),
+    "quantized": ("Llama", {"quantization": "int8"}),
+    "tensor": ("Llama", {"tensor_parallel_size": 2}),
+    "replicas": ("Llama", {"tensor_parallel_size": 4}),
+    "pipeline": ("Llama", {"pipeline_parallel_size": 2}),
+    "compiled": ("Llama", {"compilation_config": {"mode": 1, "backend": "eager"}}),
+}
+SLOW = ("replicas", "pipeline", "compiled")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in OTHERS],
+)
+def test_other_models(tmp_path: Path, case: str) -> None:
+    """Layers of other models, and layers on several ranks, have adapters too."""
+    architecture, settings = OTHERS[case]
+    base = adapters.saved_base(tmp_path / "base", architecture)
+    folder = adapters.saved_adapter(
+        base, tmp_path / "adapter", target_modules=[*EVERYWHERE, "qkv_proj", "gate_up_proj"]
+    )
+    request = LoRARequest("one", 1, str(folder))
+    with adapters.engine(base, **settings) as llm:
+        given = [None] * len(PROMPTS) + [request] * len(PROMPTS)
+        found = adapters.greedy(llm, PROMPTS * 2, given)
+    plain = adapters.expected(base, None, PROMPTS)
+    adapted = adapters.expected(base, folder, PROMPTS)
+    assert plain != adapted
+    if case == "quantized":
+        # Codes of 8 bits change a token now and then.
+        same = sum(
+            ours[0] == theirs[0] for ours, theirs in zip(found, plain + adapted, strict=True)
+        )
+        assert same >= len(found) - 1
+    else:
+        assert found == plain + adapted
+
+
+def changed_config(folder: Path, **changes: Any) -> None:
+    """Change settings in the config of an adapter."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def changed_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of an adapter."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, "is no folder and no file"),
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "it is missing"),
+    "a pickle": (
+        lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
+        "adapter_model.bin is a pickle",
+    ),
+    "DoRA": (lambda f: changed_config(f, use_dora=True), "use_dora is True"),
+    "whole modules": (
+        lambda f: changed_config(f, modules_to_save=["lm_head"]),
+        r"modules_to_save is \['lm_head'\]",
+    ),
+    "biases": (lambda f: changed_config(f, bias="all"), "bias is 'all'"),
+    "another method": (lambda f: changed_config(f, peft_type="IA3"), "peft_type is 'IA3'"),
+    "PiSSA": (
+        lambda f: changed_config(f, init_lora_weights="pissa"),
+        "init_lora_weights is 'pissa'",
+    ),
+    "a setting of the future": (lambda f: changed_config(f, twice=2), "twice is 2"),
+    "another rank": (lambda f: changed_config(f, r=5), "the config's rank is 5"),
+    "a large rank": (
+        lambda f: shutil.copytree(f.with_name("large"), f, dirs_exist_ok=True),
+        "has the rank 80, and lora.max_lora_rank is 64",
+    ),
+    "a slow pattern": (
+        lambda f: changed_config(f, rank_pattern={"(a+)+$": 4}),
+        r"rank_pattern has the pattern '\(a\+\)\+\$'",
+    ),
+    "half a pair": (lambda f: changed_tensors(f, lambda t: t.pop(FIRST)), "lacks the matrix A"),
+    "an unknown module": (
+        lambda f: changed_tensors(
+            f,
+            lambda t: t.update(
+                {
+                    name.replace("q_proj", "qq_proj"): t.pop(name)
+                    for name in list(t)
+                    if "q_proj" in name
+                }
+            ),
+        ),
+        "it changes 3 modules .* such as 'model.layers.0.self_attn.qq_proj'",
+    ),
+    "a whole tensor": (
+        lambda f: changed_tensors(
+            f, lambda t: t.update({"base_model.model.lm_head.weight": t[FIRST].clone()})
+        ),
+        "the tensor 'base_model.model.lm_head.weight' is no matrix of LoRA",
+    ),
+    "another model": (
+        lambda f: changed_tensors(f, lambda t: t.update({FIRST: torch.zeros(4, 40)})),
+        r"has shape \(4, 40\), expected \(4, 48\)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def large(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter with a large rank."""
+    return adapters.saved_adapter(base, tmp_path_factory.mktemp("large"), r=80)
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_adapters_that_cannot_be_applied(
+    llm: Any, folders: Any, answers: Any, large: Path, tmp_path: Path, fault: str
+) -> None:
+    """The error names the part of the adapter, and the engine goes on."""
+    damage, message = REFUSED[fault]
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders["attention"], folder)
+    shutil.copytree(large, tmp_path / "large")
+    damage(folder)
+    request = LoRARequest("broken", 99, str(folder))
+    with pytest.raises(RequestError, match=f"the adapter 'broken' cannot be used: .*{message}"):
+        adapters.greedy(llm, PROMPTS, request)
+    assert adapters.greedy(llm, PROMPTS) == answers[None]
+
+
+def test_numbers_of_adapters(llm: Any, requests: Any) -> None:
+    """A number that names another adapter is refused, as are values of wrong types."""
+    adapters.greedy(llm, PROMPTS[:1], requests["attention"])
+    other = LoRARequest("other", 1, requests["everywhere"].lora_path)
+    with pytest.raises(RequestError, match="lora_int_id 1, which is that of 'attention'"):
+        adapters.greedy(llm, PROMPTS, other)
+    with pytest.raises(RequestError, match="lora_request is 'attention'"):
+        adapters.greedy(llm, PROMPTS, "attention")
+    with pytest.raises(RequestError, match="2 adapters"):
+        adapters.greedy(llm, PROMPTS, [None, None])
+    for values in (("", 1, "x"), ("x", 0, "x"), ("x", True, "x"), ("x", 1, None)):
+        with pytest.raises(RequestError, match="lora_"):
+            LoRARequest(*values)
+
+
+def test_settings(base: Path, requests: Any) -> None:
+    """Without ``lora.enabled`` adapters are refused, and so are settings that forbid them."""
+    plain = LLM(str(base), dtype="float32", num_gpu_blocks_override=64)
+    message = r"lora.enabled is not set.*enable_lora=True"
+    with plain, pytest.raises(RequestError, match=message):
+        adapters.greedy(plain, PROMPTS, requests["attention"])
+    with pytest.raises(ConfigError, match=r"lora.enabled and model.batch_invariant are set"):
+        adapters.engine(base, **{"model.batch_invariant": True})
+
+
+def test_changed_files(base: Path, folders: Any, tmp_path: Path) -> None:
+    """An adapter that was forgotten is read again, and its old blocks serve nobody."""
+    folder = tmp_path / "adapter"
+    prompts = [PROMPTS[2] * 6]
+    with adapters.engine(base, max_loras=1, block_size=8) as llm:
+        other = LoRARequest("other", 2, str(folders["stable"]))
+        for name in ("attention", "patterns"):
+            shutil.copytree(folders[name], folder, dirs_exist_ok=True)
+            expected = adapters.expected(base, folder, prompts)
+            assert adapters.greedy(llm, prompts, LoRARequest("one", 1, str(folder))) == expected
+            adapters.greedy(llm, prompts, other)
+
+
+def test_samples_share_a_prompt(llm: Any, requests: Any, answers: Any) -> None:
+    """Several answers to a prompt have its adapter."""
+    params = SamplingParams(
+        top_k=1, n=3, max_tokens=adapters.LENGTH, ignore_eos=True, prompt_logprobs=1
+    )
+    [output] = llm.generate([PROMPTS[0]], params, lora_request=requests["everywhere"])
+    assert [list(each.token_ids) for each in output.outputs] == [answers["everywhere"][0]] * 3

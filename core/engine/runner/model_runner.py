@@ -91,10 +91,12 @@ class ModelRunner(PluggableClass):
         """Make the model and read its weights.
 
         Raises:
-            ConfigError: data replicas share experts, but do not step together; or tokens are to be
-                drafted, and layers keep states.
+            ConfigError: data replicas share experts, but do not step together; tokens are to be
+                drafted, and layers keep states; or adapters cannot be applied.
         """
         _expect_own_steps(self.opgraft_config.parallel)
+        if self.opgraft_config.lora.enabled:
+            self._expect_adaptable()
         self.model: Any = load_model(self.opgraft_config)
         self.balancer = ExpertBalancer.of(self.model, self.opgraft_config.parallel)
         cache = self.opgraft_config.cache
@@ -111,7 +113,6 @@ class ModelRunner(PluggableClass):
             )
         self.link = StageLink.of(self.model, self.device)
         if self.opgraft_config.lora.enabled:
-            self._expect_adaptable()
             self.adapters = Adapters(self.model, self.opgraft_config, self.device)
 
     def _expect_adaptable(self) -> None:
