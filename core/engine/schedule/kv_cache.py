@@ -108,7 +108,8 @@ class KVCacheManager(PluggableClass):
 
     The key of a full block is a hash of its tokens and of everything before: hashes are chained
     from block to block, and begin with the request's salt, its adapter and the rotations of the
-    keys. The hash is SHA-256: a person who makes two beginnings collide could read another tenant's cache.
+    keys. The hash is SHA-256: a person who makes two beginnings collide could read another tenant's
+    cache.
 
     Args:
         kinds: of each group of the model's layers. A group has tables and blocks of its own.
@@ -443,8 +444,8 @@ class KVCacheManager(PluggableClass):
 def _root(request: Request) -> bytes:
     """Return the 32 bytes before the first block, made of salt, adapter and rotations.
 
-    Hashes of salts, adapters, rotations and blocks begin with different words. So nobody can make up a salt
-    with the hash of a block.
+    Hashes of salts, adapters, rotations and blocks begin with different words. So nobody can make up
+    a salt with the hash of a block.
     """
     salt = request.cache_salt
     if salt is None:

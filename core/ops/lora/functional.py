@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from opgraft.binding.functional import register_functional
@@ -53,16 +53,23 @@ def add_lora_(
         _add_by_all(y, x, a, b, bounds, sizes)
         return
     rank = b.shape[2]
+    outputs_of_parts = _outputs_of(sizes)
     for adapter, (start, end) in enumerate(pairwise(bounds.tolist())):
         if start == end:
             continue
+        rows = y[start:end]
+        wide = b[adapter]
         narrow = F.linear(x[start:end], a[adapter])
-        first = 0
-        for part, size in enumerate(sizes):
-            outputs = slice(first, first + size)
-            of_part = narrow[:, part * rank : (part + 1) * rank]
-            y[start:end, outputs].addmm_(of_part, b[adapter, outputs].t())
-            first += size
+        narrow_of_parts = narrow.split(rank, dim=1)
+        for of_part, outputs in zip(narrow_of_parts, outputs_of_parts, strict=True):
+            matrix = wide[outputs].t()
+            rows[:, outputs].addmm_(of_part, matrix)
+
+
+def _outputs_of(sizes: Sequence[int]) -> list[slice]:
+    """Return the outputs of each part."""
+    ends = accumulate(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _add_by_all(
@@ -72,16 +79,18 @@ def _add_by_all(
     adapters, _, rank = b.shape
     rows = torch.arange(x.shape[0], device=x.device, dtype=bounds.dtype)
     # To the right: an adapter without rows has the same bound as the next one.
-    adapter = torch.searchsorted(bounds, rows, right=True) - 1
+    adapter_of_row = torch.searchsorted(bounds, rows, right=True) - 1
     numbers = torch.arange(adapters, device=x.device)
-    is_other = adapter[:, None, None, None] != numbers[:, None, None]
-    narrow = F.linear(x, a.flatten(0, 1)).unflatten(1, (adapters, len(sizes), rank))
-    own = narrow.masked_fill(is_other, 0)
-    first = 0
-    for part, size in enumerate(sizes):
-        wide = b[:, first : first + size].transpose(1, 2).flatten(0, 1)
-        y[:, first : first + size].addmm_(own[:, :, part].flatten(1), wide)
-        first += size
+    is_other = adapter_of_row[:, None] != numbers
+    all_of_a = a.flatten(0, 1)
+    narrow = F.linear(x, all_of_a)
+    by_adapter = narrow.unflatten(1, (adapters, -1))
+    own = by_adapter.masked_fill(is_other[:, :, None], 0)
+    own_of_parts = own.split(rank, dim=2)
+    for of_part, outputs in zip(own_of_parts, _outputs_of(sizes), strict=True):
+        matrices = b[:, outputs].transpose(1, 2)
+        matrix = matrices.flatten(0, 1)
+        y[:, outputs].addmm_(of_part.flatten(1), matrix)
 
 
 def expect_fitting(
@@ -110,7 +119,7 @@ def expect_fitting(
 
 
 def _shapes(y: Tensor, a: Tensor, b: Tensor, sizes: Sequence[int]) -> dict[str, Sequence[int]]:
-    """Return the shapes that the arguments must have. The sizes come from their first dimensions."""
+    """Return the shapes that the arguments must have, by some of their dimensions."""
     rows = y.shape[:1]
     adapters = b.shape[:1]
     rank = b.shape[-1:].numel()

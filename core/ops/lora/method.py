@@ -70,8 +70,10 @@ class LoRAMethod(QuantizeMethodBase):
         for slot, (start, end) in enumerate(pairwise(bounds)):
             if start == end:
                 continue
-            narrow = F.embedding(ids[start:end], self.op.a[slot].t())
-            rows[start:end].addmm_(narrow, self.op.b[slot].t())
+            table = self.op.a[slot].t()
+            narrow = F.embedding(ids[start:end], table)
+            matrix = self.op.b[slot].t()
+            rows[start:end].addmm_(narrow, matrix)
         return vectors
 
 

@@ -66,5 +66,6 @@ class LoRA(CustomOp):
         functional.add_lora_(y, x, self.a, self.b, bounds, self.sizes)
 
     def extra_repr(self) -> str:
-        adapters, _, in_features = self.a.shape
-        return f"{in_features}, {list(self.sizes)}, adapters={adapters}, rank={self.b.shape[2]}"
+        in_features = self.a.shape[2]
+        adapters, _, rank = self.b.shape
+        return f"{in_features}, {list(self.sizes)}, adapters={adapters}, rank={rank}"

@@ -43,24 +43,31 @@ def _reference(
 ) -> Tensor:
     """Return the sums, with the product of both matrices of each part computed first."""
     result = y.clone()
-    for adapter, (start, end) in enumerate(pairwise(bounds.tolist())):
-        weights = []
-        for narrow, wide in zip(a[adapter].split(RANK), b[adapter].split(list(sizes)), strict=True):
-            weights.append(torch.einsum("or,ri->oi", wide, narrow))
-        result[start:end] += torch.einsum("ti,oi->to", x[start:end], torch.cat(weights))
+    spans = pairwise(bounds.tolist())
+    for rows, narrow, wide in zip(spans, a, b, strict=True):
+        of_parts = zip(narrow.split(RANK), wide.split(list(sizes)), strict=True)
+        products = [torch.einsum("or,ri->oi", after, before) for before, after in of_parts]
+        weight = torch.cat(products)
+        start, end = rows
+        result[start:end] += torch.einsum("ti,oi->to", x[start:end], weight)
     return result
 
 
 def _op(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, sizes: Sequence[int]
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    op = ops.LoRA(x.shape[1], sizes, len(a), b.shape[2])
-    return with_parameters(op, a=a, b=b), (y, x, bounds)
+    inputs = x.shape[1]
+    rank = b.shape[2]
+    op = ops.LoRA(inputs, sizes, len(a), rank)
+    arguments = y, x, bounds
+    return with_parameters(op, a=a, b=b), arguments
 
 
 def _flops(x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, **others: Any) -> int:
-    rows = len(x) - int(bounds[0])
-    return 2 * rows * (a[0].numel() + b[0].numel())
+    without_adapter = int(bounds[0])
+    rows = len(x) - without_adapter
+    numbers_of_adapter = a[0].numel() + b[0].numel()
+    return 2 * rows * numbers_of_adapter
 
 
 SPECS = (
