@@ -52,7 +52,7 @@ class Request:
         block_hashes: hashes of the full blocks so far, kept by the cache manager.
 
     Raises:
-        RequestError: the prompt is empty, or an id, a priority, a salt or an adapter is of the wrong
+        RequestError: the prompt is empty, or an id, a priority, a salt or an adapter is of a wrong
             type.
     """
 

@@ -20,8 +20,8 @@ LEAST_MATCH = 2
 class SharedSuffixes(Proposer):
     """Guesses by the tokens of the request, or by recent answers if these match more tokens."""
 
-    # Requests share answers within their salt and adapter only, like blocks of the cache. The memory
-    # that was unused for the longest time goes first.
+    # Requests share answers within their salt and adapter only, like blocks of the cache. The
+    # memory that was unused for the longest time goes first.
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         super().__init__(opgraft_config)

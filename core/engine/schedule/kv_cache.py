@@ -444,8 +444,8 @@ class KVCacheManager(PluggableClass):
 def _root(request: Request) -> bytes:
     """Return the 32 bytes before the first block, made of salt, adapter and rotations.
 
-    Hashes of salts, adapters, rotations and blocks begin with different words. So nobody can make up
-    a salt with the hash of a block.
+    Hashes of salts, adapters, rotations and blocks begin with different words. So nobody can make
+    up a salt with the hash of a block.
     """
     salt = request.cache_salt
     if salt is None:
