@@ -260,6 +260,21 @@ def replaced_among(parts: Iterable[object]) -> str:
     return ""
 
 
+def fault_of_class(cls: type, fault: str) -> PluginError:
+    """Return an error about a replacement class of a plugin.
+
+    Args:
+        cls: the class.
+        fault: a verb and more, such as "returned None".
+    """
+    replacement = _replacement_of(cls)
+    if replacement is None:
+        return PluginError(f"{cls.__qualname__} at {location_of(cls)} {fault}")
+    name = f"{cls.__qualname__} of {replacement.provider} at {replacement.location}"
+    told = f"{name} {fault}; to go without it: {_setting(replacement)}"
+    return PluginError(printable(told), replacement.location)
+
+
 @contextmanager
 def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
     """Within the block, compare the kernels of a model with native definitions on the same inputs.

@@ -138,3 +138,44 @@ def test_a_plugin_replaces_the_scheduler_and_the_cache_manager(
     assert (type(core.scheduler).__name__, type(core.cache).__name__) == ("OneAtATime", "Counting")
     assert served(core) == (right, {})
     assert core.cache.opened == len(LENGTHS)
+
+
+SAMPLER = """
+import opgraft
+from opgraft.engine.sampling import Sampler
+
+platforms = "any"
+
+
+class Wrong(Sampler):
+    def __call__(self, logits, batch):
+        sampled = super().__call__(logits, batch)
+        {}
+
+
+@opgraft.hookimpl
+def opgraft_register_ops():
+    opgraft.PluggableClass.register_oot(Wrong, name="sampler")
+"""
+SAMPLED = {
+    "sampled.tokens.fill_(10**6); return sampled": "the token 1000000, which no vocabulary of",
+    "sampled.tokens.fill_(-2); return sampled": "the token -2, which no vocabulary of",
+    "return sampled.tokens": "returned a Tensor, expected opgraft's Sampled",
+    "return Sampled(sampled.tokens[:, None])": "returned tokens as torch.int64 [4, 1]",
+    "return Sampled(sampled.tokens.float())": "returned tokens as torch.float32 [4]",
+    "return Sampled([1])": "returned tokens as a list, expected a tensor [4]",
+}
+"""By the last line of a sampler, what it returned."""
+
+
+@pytest.mark.parametrize("line", SAMPLED)
+def test_a_wrong_sampler_is_named(checkpoint: Path, site: Site, line: str) -> None:
+    """Its plugin, its place and the setting to go without it: no op is blamed for such a token."""
+    source = SAMPLER.format(line).replace("import Sampler", "import Sampled, Sampler")
+    site.plugin("odd-sampler", source)
+    _, errors = served(engine(checkpoint))
+    assert len(errors) == len(LENGTHS)
+    for error in errors.values():
+        assert SAMPLED[line] in error
+        assert "Wrong of odd-sampler 1.0 at " in error
+        assert "to go without it: OPGRAFT_PROVIDERS=sampler=native" in error

@@ -23,6 +23,7 @@ from opgraft.engine.runner.step_program import (
     peak_bytes,
 )
 from opgraft.engine.sampling import Sampled
+from opgraft.engine.sampling.replaced import sampled_by
 from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.errors import ConfigError, RecompilationError, RequestError
 from opgraft.models.bucketing import decode_buckets, prefill_buckets
@@ -350,8 +351,7 @@ class BucketedModelRunner(ModelRunner):
         return not (plan.drawn or plan.adjustments.any or plan.logprobs)
 
     def _sampled(self, logits: Sequence[tuple[int, Tensor]]) -> Sampled:
-        sampled: Sampled = self.sampler(_on_host(logits), self.sampling)
-        return sampled
+        return sampled_by(self.sampler, _on_host(logits), self.sampling)
 
     def _expect_known_programs(self) -> None:
         """Warn of a compilation in the middle of a step. All requests wait for the compiler then.

@@ -46,6 +46,7 @@ from opgraft.engine.runner.recorded_steps import (
 from opgraft.engine.runner.replay import blocks_of, steps_again
 from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
+from opgraft.engine.sampling.replaced import sampled_by
 from opgraft.engine.sampling.sampler import NO_NUMBERS
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.engine.workers.stage_link import StageLink
@@ -593,7 +594,8 @@ class ModelRunner(PluggableClass):
             self._pop_ended_prompts(request_ids)
             return StepResult({})
         self.sampling.select(request_ids)
-        return self._append_sampled(self.sampler(logits, self.sampling), request_ids)
+        sampled = sampled_by(self.sampler, logits, self.sampling)
+        return self._append_sampled(sampled, request_ids)
 
     def _sample_after_drafts(self, logits: Tensor, inputs: Inputs) -> StepResult:
         """Sample a token for each sequence, and one more after each accepted token of its draft.
