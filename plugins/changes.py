@@ -239,15 +239,17 @@ class Item(NamedTuple):
 
 
 def search_order(
-    name: str,
-    items: list[Any],
+    owner: Any,
+    attr: str,
     shown: Callable[[Any], str],
     added: Callable[[Any, Any], Addition | None],
-) -> tuple[Row, Row]:
-    """Return two rows of a list with an order of search: the order, and the items.
+) -> tuple[Row, Row, Row]:
+    """Return three rows of a list with an order of search: the list, the order, and the items.
 
     New items go behind the former ones.
     """
+    items: list[Any] = getattr(owner, attr)
+    name = f"{owner.__name__}.{attr}"
 
     def key_of(item: Any) -> Item:
         # Equal strings are one entry. Other items may belong to a plugin: nothing asks them.
@@ -266,11 +268,21 @@ def search_order(
         new = [item for item in items if key_of(item) not in former]
         items[:] = [*before, *new]
 
+    def put_back(_: Any) -> None:
+        other = getattr(owner, attr, None)
+        setattr(owner, attr, items)
+        # A plugin may write sys.path = [folder, *sys.path], and needs the folder.
+        if isinstance(other, list):
+            known = set(map(key_of, items))
+            items.extend(item for item in other if key_of(item) not in known)
+
     def remove(key: Item, _: Any) -> None:
         items[:] = [item for item in items if key_of(item) != key]
 
+    now = partial(getattr, owner, attr, None)
+    the_list = value(f"the list {name}", now, put_back, None, operator.is_)
     order = value(f"the order of {name}", partial(list, items), put_behind, None, begins)
-    return order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
+    return the_list, order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
 
 
 def very_same(one: list[Any], other: list[Any]) -> bool:

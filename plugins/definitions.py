@@ -234,12 +234,13 @@ class Definitions:
         """Read the definitions of opgraft and of torch's layers at the end of each import."""
         # In front of all finders, so that no other finder serves an import first.
         reader = _Reader(self._note)
-        sys.meta_path.insert(0, reader)
+        finders = sys.meta_path  # a plugin may put another list in its place
+        finders.insert(0, reader)
         try:
             yield
         finally:
             with suppress(ValueError):  # a plugin may have removed the reader
-                sys.meta_path.remove(reader)
+                finders.remove(reader)
 
     def _note(self, modules: Iterable[ModuleType]) -> None:
         with self._lock:

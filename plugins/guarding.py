@@ -11,7 +11,13 @@ from opgraft.base.text import printable
 from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.process import Look, changes_between, look
+from opgraft.plugins.process import (
+    Look,
+    changes_between,
+    look,
+    look_at_imports,
+    look_at_others,
+)
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.registry import watching
 from opgraft.registry.decision import Provider
@@ -57,17 +63,22 @@ class Guard:
             with DEFINITIONS.imports_read():
                 yield
         finally:
-            self._seen = after = look()
-            self._modules = len(sys.modules)
             kept, told = list[Change](), list[str]()
-            for change in changes_between(before, after):
-                if change.stays or stays(change):
-                    kept.append(change)
-                    continue
-                undone = change.set_back()
-                self.forget()
-                if not change.harmless:
-                    told.append(f"changed {change.what} {when}: {undone}")
+            seen: Look = ()
+            is_as_seen = True
+            for look_at in (look_at_imports, look_at_others):
+                now = look_at()
+                seen += now
+                for change in changes_between(before, now):
+                    if change.stays or stays(change):
+                        kept.append(change)
+                        continue
+                    undone = change.set_back()
+                    is_as_seen = False
+                    if not change.harmless:
+                        told.append(f"changed {change.what} {when}: {undone}")
+            self._seen = seen if is_as_seen else None
+            self._modules = len(sys.modules)
             report(kept, told)
 
 

@@ -26,11 +26,18 @@ from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
 from opgraft.plugins.remarks import STARTED
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
 from opgraft.registry.adapter import Adapter, CallAdapter
-from opgraft.registry.declarations import ANY_PLATFORM, Owner
+from opgraft.registry.declarations import ANY_PLATFORM, Owner, unapplied_at
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
-from opgraft.registry.state import HostState, PluginRecord, PluginStatus, Transaction, activating
+from opgraft.registry.state import (
+    HostState,
+    PluginRecord,
+    PluginStatus,
+    Transaction,
+    activating,
+    host_state,
+)
 from opgraft.registry.watching import watching_code
 
 _MOST_ADAPTERS = 10_000
@@ -396,11 +403,15 @@ def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
 
 
 def _no_hook(offer: Offer, plugin: object) -> PluginError:
-    """Return an error about a plugin without hooks, with a function that looks like one."""
+    """Return an error about a plugin without hooks, with the nearest reason in its code."""
     text = f"{offer.value} implements no hook and registers no op"
     for name, function, hint in hookspecs.unmarked(plugin):
         place = location_of(function)
         return PluginError(f"{text}: {name} at {place} is never called: {hint}", place)
+    package = offer.module.partition(".")[0]
+    for module, place in host_state().registry.unapplied.values():
+        if module.partition(".")[0] == package:
+            return PluginError(f"{text}: {unapplied_at(place)}", place)
     return PluginError(f"{text}: mark a function named opgraft_register_ops with @opgraft.hookimpl")
 
 

@@ -73,6 +73,15 @@ def _is_undone(key: Any, added: Any) -> Addition:
 
 _locale = partial(locale.setlocale, locale.LC_ALL)
 
+OF_IMPORTS: tuple[Aspect, ...] = (
+    entries("builtins", vars(builtins), _stays),
+    *search_order(sys, "path", str, _stays),
+    *search_order(sys, "meta_path", reprlib.repr, python.finder),
+    *search_order(sys, "path_hooks", reprlib.repr, python.path_hook),
+    entries("the finder for", sys.path_importer_cache, python.finder_of_folder),
+)
+"""The rows that imports depend on. Each load of plugins compares them first."""
+
 AT_EVERY_LOAD: tuple[Aspect, ...] = (
     # Results of all models depend on these.
     value("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -175,19 +184,15 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         is_,
     ),
     entries("the module", sys.modules, python.stand_in),
-    *search_order("sys.path", sys.path, str, _stays),
-    *search_order("sys.meta_path", sys.meta_path, reprlib.repr, python.finder),
     DEFINITIONS,
 )
-"""The rows that each load of plugins compares."""
+"""The other rows that each load of plugins compares."""
 
 THOROUGH: tuple[Aspect, ...] = (
     *AT_EVERY_LOAD,
     value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, python.scope_in_words),
     value("the locale", _locale, _locale),
     value("the start method of processes", python.start_method, python.set_start_method),
-    entries("builtins", vars(builtins), _stays),
-    *search_order("sys.path_hooks", sys.path_hooks, reprlib.repr, _stays),
     OF_OTHERS,
     value(
         "the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
@@ -208,7 +213,7 @@ THOROUGH: tuple[Aspect, ...] = (
     value("the thresholds of the garbage collector", gc.get_threshold, python.set_thresholds),
     value("the time after which threads take turns", sys.getswitchinterval, sys.setswitchinterval),
 )
-"""All rows, which the doctor and the conformance kit compare."""
+"""All other rows, which the doctor and the conformance kit compare."""
 
 Look = tuple[tuple[Aspect, Any], ...]
 """Aspects, each as it was at one time."""
@@ -223,8 +228,21 @@ class _Unreadable:
 
 def look() -> Look:
     """Return the present process, for ``changes_between``."""
+    return (*look_at_imports(), *look_at_others())
+
+
+def look_at_imports() -> Look:
+    """Return the part of ``look`` that imports depend on."""
+    return _look_at(OF_IMPORTS)
+
+
+def look_at_others() -> Look:
+    """Return the other part of ``look``, which takes imports to read."""
     # Each start of a process waits for the look: the rest is left to the doctor.
-    aspects = THOROUGH if is_thorough() else AT_EVERY_LOAD
+    return _look_at(THOROUGH if is_thorough() else AT_EVERY_LOAD)
+
+
+def _look_at(aspects: Iterable[Aspect]) -> Look:
     return tuple((aspect, _read(aspect)) for aspect in aspects)
 
 
@@ -239,11 +257,14 @@ def _read(aspect: Aspect) -> Any:
 
 def changes_between(before: Look, after: Look) -> Iterator[Change]:
     """Yield the changes from a former look at the process to the one of now."""
-    # By aspect, as the two looks may be of different length.
-    now = dict(after)
-    for aspect, then in before:
+    former = dict(before)
+    for aspect, now in after:
+        # The former look may have had fewer rows.
+        if aspect not in former:
+            continue
+        then = former[aspect]
         try:
-            found = list(_changes(aspect, then, now[aspect]))
+            found = list(_changes(aspect, then, now))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # to compare such an object may run its code

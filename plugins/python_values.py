@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import multiprocessing
+import os
 import random
 import signal
 import sys
@@ -135,10 +136,8 @@ def finder(key: Item, found: Any) -> Addition | None:
     """
     if discover().is_bridge(type(found).__module__):
         return None
-    find = getattr(found, "find_spec", None)  # a finder of distributions alone has none
     try:
-        if find is not None:
-            find(_NOBODYS, None, None)
+        spec = _spec_of_nobodys(found)
     except ImportError:  # the module is not there
         return STAYS
     except KeyboardInterrupt:
@@ -146,7 +145,43 @@ def finder(key: Item, found: Any) -> Addition | None:
     except BaseException as error:  # somebody's code
         words = f", which raises {described(error)} when it is asked for a module"
         return Addition(words, stays=False)
-    return STAYS
+    if spec is None:
+        return STAYS
+    return Addition(f", which answers {type_of(spec)} for a module that is not there", stays=False)
+
+
+def _spec_of_nobodys(found: Any) -> Any:
+    """Ask a finder for a module that nobody has, as Python asks."""
+    # Without this method a finder knows distributions only, or has the method of older Pythons.
+    older = ("find_distributions", "find_module")
+    if not hasattr(found, "find_spec") and any(hasattr(found, name) for name in older):
+        return None
+    return found.find_spec(_NOBODYS, None, None)
+
+
+def path_hook(key: Item, hook: Any) -> Addition:
+    """Judge a new function on ``sys.path_hooks``: ask for the finder of a folder."""
+    try:
+        made = hook(os.sep)
+    except ImportError:  # the hook is for other entries of sys.path
+        return STAYS
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody's code
+        words = f", which raises {described(error)} when it is asked for a folder"
+        return Addition(words, stays=False)
+    return STAYS if _is_finder(made) else Addition(f", which makes {type_of(made)}", stays=False)
+
+
+def finder_of_folder(folder: Any, found: Any) -> Addition | None:
+    """Judge the finder that Python keeps for a folder. Python keeps ``None`` for none."""
+    if found is None or _is_finder(found):
+        return None
+    return Addition(f", {type_of(found)}", stays=False)
+
+
+def _is_finder(found: Any) -> bool:
+    return callable(getattr(found, "find_spec", None)) or hasattr(found, "find_module")
 
 
 def streams() -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,13 +59,19 @@ class Replaceable:
         """
         target, replacement = _target_and_replacement(cls, _decorated_op_cls, name)
 
+        unapplied = host_state().registry.unapplied
+
         def decorate(cls: type) -> type:
+            unapplied.pop(decorate, None)
             named = target if target is not None else getattr(cls, "__name__", "")
             _check_options(cls, named, priority, when)
             _declare(cls, named, priority, when)
             return cls
 
-        return decorate if replacement is None else decorate(replacement)
+        if replacement is not None:
+            return decorate(replacement)
+        unapplied[decorate] = _caller()
+        return decorate
 
     @classmethod
     def unregister_oot(cls, replacement: type) -> None:
@@ -108,6 +115,15 @@ def _target_and_replacement(
     if target is None and first is not None and _is_target(first):
         return first, None
     return target, first
+
+
+def _caller() -> tuple[str, str]:
+    """Return the module and ``file:line`` of the call of ``register_oot``."""
+    frame = sys._getframe(2)
+    # PluggableLayer hands the call on to its base.
+    if frame.f_code.co_name == "register_oot" and frame.f_back:
+        frame = frame.f_back
+    return frame.f_globals["__name__"], f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _is_target(cls: object) -> bool:

@@ -707,13 +707,21 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
                 raise
             cause = error
         if not _of_modules(self):
-            raise ConstructionError(
-                f"{owner.__qualname__}.__init__ at {location_of(own)} does not call "
-                f"super().__init__(), so the {op_class.__qualname__} has neither parameters nor "
-                "children: call it first"
-            ) from cause
+            raise ConstructionError(unfinished(owner)) from cause
 
     return __init__
+
+
+def unfinished(owner: type) -> str:
+    """Return a sentence about a constructor that does not call ``super().__init__()``.
+
+    ``owner`` is the class that defines the constructor.
+    """
+    return (
+        f"{owner.__qualname__}.__init__ at {location_of(vars(owner)[_INIT])} does not call "
+        f"super().__init__(), so the {owner.__qualname__} has neither parameters nor children: "
+        "call it first"
+    )
 
 
 def _of_modules(op: Any) -> bool:

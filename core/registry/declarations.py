@@ -143,12 +143,15 @@ class Registry:
         replacements: the replacements of ops and classes.
         owned: by owner, the named declarations of plugins and platforms. These stay if the owner is
             left out: a module is imported once, and would not declare again.
+        unapplied: decorators of ``register_oot`` that have got no class yet, each with the module
+            and ``file:line`` of the call.
     """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
     classes: dict[str, OpRecord] = field(default_factory=dict)
     replacements: list[Replacement] = field(default_factory=list)
     owned: dict[Owner, dict[str, Declaration]] = field(default_factory=dict)
+    unapplied: dict[object, tuple[str, str]] = field(default_factory=dict)
 
     def add_op(self, name: str, cls: type, provider: Provider) -> Callable[[], None]:
         """Declare an op class. A reloaded definition replaces the former one.
@@ -355,6 +358,14 @@ def redefines(old: Any, new: Any) -> bool:
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
     same_statement = _is_local(old) and location_of(old) == location_of(new)
     return qualified(old) == qualified(new) and (bound in (old, new) or same_statement)
+
+
+def unapplied_at(location: str) -> str:
+    """Return a sentence about a call of ``register_oot`` that has got no class."""
+    return (
+        f"register_oot at {location} is applied to no class, so it registers nothing: write it as "
+        "a decorator above the class, or give it the class"
+    )
 
 
 def _is_local(thing: Any) -> bool:

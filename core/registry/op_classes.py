@@ -9,7 +9,7 @@ import linecache
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence, Set
-from inspect import Signature
+from inspect import Parameter, Signature
 from typing import Any
 
 from opgraft.errors import RegistrationError, near_matches
@@ -146,6 +146,8 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
     accepted, offered = method_signature(target, reference), method_signature(cls, method)
+    if method in kernel_methods() and recorded_calls(target, FORWARD):
+        accepted = _one_by_position(accepted)
     problem = rejected_call(accepted, offered)
     if not problem:
         return None
@@ -171,6 +173,17 @@ def _require_callable(owner: type, method: str) -> None:
         f"{owner.__qualname__}.{method} of the class at {location_of(owner)} is no method but "
         f"{type(value).__name__}, and opgraft would call it: define a method, or remove the name."
     )
+
+
+def _one_by_position(signature: Signature) -> Signature:
+    """Return a signature without a name for the only parameter.
+
+    opgraft and models call opgraft's own ops by position, so a replacement may name it otherwise.
+    """
+    parameters = list(signature.parameters.values())
+    if len(parameters) != 1 or parameters[0].kind is not Parameter.POSITIONAL_OR_KEYWORD:
+        return signature
+    return signature.replace(parameters=[parameters[0].replace(kind=Parameter.POSITIONAL_ONLY)])
 
 
 def _failing_call(target: type, method: str, accepted: Signature, offered: Signature) -> str | None:

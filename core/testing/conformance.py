@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from opgraft.base.text import described, printable
+from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import OpgraftError
 from opgraft.plugins.changes import thorough
@@ -191,7 +192,8 @@ class Conformance:
         answer = Answer()
         status = FAILED
         try:
-            answer = self._answer(case)
+            with exits_as_errors():
+                answer = self._answer(case)
             status = SKIPPED if answer.skipped else PASSED
             reason = answer.skipped
         except AssertionError as failure:
@@ -199,7 +201,7 @@ class Conformance:
             reason = printable(" ".join(str(failure).split()))
         # A kernel may call sys.exit.
         except (Exception, SystemExit) as failure:
-            reason = described(failure)
+            reason = own_words(failure)
         seconds = round(time.perf_counter() - start, 3)
         question = case.op, case.check, case.dtype
         return Outcome(*question, status, reason, answer.error, answer.speed, seconds)

@@ -16,9 +16,16 @@ from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.marks import CheckRaised, SwitchRaised
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.provenance import exits_as_errors, own_words
-from opgraft.binding.specialisation import Binding, bind
+from opgraft.binding.specialisation import Binding, bind, unfinished
 from opgraft.config import NATIVE_CHOICE, OpgraftConfig, set_config
-from opgraft.errors import ConfigError, ConflictError, OpgraftError, PluginError, close_matches
+from opgraft.errors import (
+    ConfigError,
+    ConflictError,
+    ConstructionError,
+    OpgraftError,
+    PluginError,
+    close_matches,
+)
 from opgraft.ops.spec import Arguments, OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
@@ -29,9 +36,9 @@ from opgraft.plugins.guarding import Guard
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.decision import Provider
-from opgraft.registry.declarations import Replacement
+from opgraft.registry.declarations import Replacement, unapplied_at
 from opgraft.registry.finding import Finding
-from opgraft.registry.op_classes import location_of, own_classes
+from opgraft.registry.op_classes import definer, location_of, own_classes
 from opgraft.registry.recorded_calls import is_constructed
 from opgraft.registry.signatures import rejected_call
 from opgraft.registry.state import PluginStatus, host_state
@@ -40,10 +47,10 @@ from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.kernel_checks import hidden_by
 from opgraft.testing.layer_calls import call_of
-from opgraft.testing.mentions import may_call, may_construct
+from opgraft.testing.mentions import may_call, may_call_constructor, may_construct
 from opgraft.testing.side_by_side import loses_gradients, other_tensors
 from opgraft.testing.subjects import claimed_dtypes
-from torch import Tensor
+from torch import Tensor, nn
 
 _TABLE = "functional_"
 
@@ -281,6 +288,27 @@ def broken_switches() -> Iterator[Finding]:
             yield Finding(message, replacement.provider, replacement.location)
 
 
+def unfinished_constructors() -> Iterator[Finding]:
+    """Find constructors that do not call ``super().__init__()``."""
+    for replacement in _settled():
+        owner = definer(replacement.cls, "__init__", above=_target(replacement))
+        if owner is None or not issubclass(owner, nn.Module) or may_call_constructor(owner):
+            continue
+        location = location_of(vars(owner)["__init__"])
+        yield Finding(unfinished(owner), replacement.provider, location)
+
+
+def unapplied_registrations() -> Iterator[Finding]:
+    """Find calls of ``register_oot`` that make a decorator for no class."""
+    discovery = discover()
+    reasons = [record.reason for record in host_state().plugins.values()]
+    for module, location in host_state().registry.unapplied.values():
+        # A plugin that registers nothing else has failed for this reason.
+        if any(unapplied_at(location) in reason for reason in reasons):
+            continue
+        yield Finding(unapplied_at(location), discovery.provider_of(module), location)
+
+
 def wrong_functions() -> Iterator[Finding]:
     """Find functions of kernels for an unknown form, or with a narrower signature than the form."""
     for replacement in _settled():
@@ -504,6 +532,8 @@ def _wrong_in_dtypes(
                 try:
                     with exits_as_errors():
                         found = checks.results_of(spec, call, arguments)
+                except ConstructionError:  # unfinished_constructors() tells of the class
+                    continue
                 except Exception as error:  # the kernel's own
                     yield f"raised {own_words(error)} {inputs}"
                     continue
@@ -678,6 +708,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     unconstructed_targets,
     broken_needs,
     broken_switches,
+    unfinished_constructors,
+    unapplied_registrations,
     wrong_functions,
     wrong_fakes,
     wrong_results,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 _OURS = frozenset({"opgraft", "torch"})
@@ -58,6 +58,26 @@ def may_call(cls: type, name: str) -> bool:
     if any(_is_decorated(*each) for each in decorated.items()):
         return True
     return _is_used(name, _loaded_files())
+
+
+def may_call_constructor(cls: type) -> bool:
+    """Return False if no method of a class with a constructor names another ``__init__``."""
+    constructor = vars(cls)["__init__"]
+    # A decorator may call the constructor of the base.
+    if _is_replaced(constructor, "__init__"):
+        return True
+    methods = [method for method in vars(cls).values() if isinstance(method, FunctionType)]
+    return any("__init__" in _names_of_code(method.__code__) for method in methods)
+
+
+def _names_of_code(code: CodeType) -> Iterator[str]:
+    """Yield the names and texts in a function, and in the functions within."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_of_code(constant)
 
 
 def _is_replaced(method: Any, name: str) -> bool:

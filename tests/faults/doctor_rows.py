@@ -9,7 +9,7 @@ import opgraft, os, torch
 from opgraft.ops import FastGELU, FatreluAndMul, GELU, GELUTanh, GeluAndMul, MulAndSilu, NewGELU, QuickGELU
 from opgraft.ops import ReLU, SiLU, SiluAndMulWithClamp, SwigluOAIAndMul
 from opgraft.ops.rotary import RotaryEmbeddingBase
-from opgraft.ops import ReLUSquaredActivation, RMSNorm, SiluAndMul, SwigluStepAndMul
+from opgraft.ops import ReLUSquaredActivation, RMSNorm, RowParallelLinear, SiluAndMul, SwigluStepAndMul
 platforms = "any"
 """
 
@@ -177,6 +177,23 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
         ),
         "Acme.__init__ at",
         1,
+    ),
+    "a constructor of a layer without its base's": (
+        kernel("RowParallelLinear", "return x").replace(
+            "    pass\n", "    def __init__(self, *args, **kwargs): torch.nn.Linear(1, 1)\n"
+        ),
+        "does not call super().__init__(), so the Acme has neither parameters nor children",
+        1,
+    ),
+    "a decorator without a class": (
+        f"{PLUGIN}from opgraft.ops import SiLU\nSiLU.register_oot(priority=2)\n",
+        "is applied to no class, so it registers nothing: write it as a decorator above the class",
+        1,
+    ),
+    "a decorator of a layer without a class, and nothing else": (
+        f"{HEAD}RowParallelLinear.register_oot('text')\n",
+        "registers no op: register_oot at",
+        4,
     ),
     "a kernel that changes the process": (
         kernel(

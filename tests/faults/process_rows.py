@@ -84,6 +84,17 @@ AT_EVERY_LOAD = {
     "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 1 / 0})())": (
         "sys.meta_path <acme"
     ),
+    "sys.meta_path.append(42)": "sys.meta_path 42, which raises AttributeError",
+    "sys.meta_path.append(type('Finder', (), {'find_spec': lambda *_: 7})())": (
+        "sys.meta_path <acme"
+    ),
+    "sys.meta_path = None": "the list sys.meta_path while",
+    "sys.path = None": "the list sys.path while",
+    "sys.path_hooks.append(42)": "sys.path_hooks 42, which raises TypeError",
+    "sys.path_hooks.append(lambda path: 1 / 0)": "sys.path_hooks <function",
+    "sys.path_hooks.append(lambda path: 42)": "sys.path_hooks <function",
+    "sys.path_importer_cache['/acme'] = 42": "the finder for /acme, int while",
+    "builtins.ascii = lambda x: x": "builtins ascii while",
     "torch.nn.modules.module.register_module_forward_hook(lambda *_: None)": (
         "the hooks that torch calls for every module from 0 to 1 while"
     ),
@@ -131,7 +142,6 @@ if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
 THOROUGH = {
     "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
     "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
-    "builtins.ascii = lambda x: x": "builtins ascii while",
     "warnings.showwarning = print": "warnings.showwarning from ",
     "sys.excepthook = print": "sys.excepthook from ",
     "threading.excepthook = print": "threading.excepthook from ",

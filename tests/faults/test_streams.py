@@ -98,6 +98,31 @@ def test_every_descriptor_is_closed(cli, site) -> None:
     assert ended.stderr == "error: the answer cannot be written to stdout: Bad file descriptor\n"
 
 
+IMPORTS = {
+    "builtins.__import__ = None": "builtins __import__",
+    "builtins.isinstance = lambda *_: False": "builtins isinstance",
+    "sys.meta_path = None": "the list sys.meta_path",
+    "sys.path = None": "the list sys.path",
+    "sys.meta_path.insert(0, 42)": "sys.meta_path 42",
+    "sys.path_hooks.insert(0, 42); sys.path_importer_cache.clear()": "sys.path_hooks 42",
+    "sys.path_importer_cache.update(dict.fromkeys(sys.path_importer_cache, 42))": "the finder for",
+}
+"""Ends of a plugin's module after which nothing can be imported, and what is said of each."""
+
+
+@pytest.mark.parametrize("end", IMPORTS)
+def test_imports_that_a_plugin_breaks(cold_cli, site, end: str) -> None:
+    """The answer is whole, and the plugin that broke the imports is named."""
+    site.plugin("acme", f"import builtins, sys\n{PLUGIN.format('pass')}{end}\n")
+    site.plugin("brix", GOOD)
+    ended = cold_cli("ops", "explain", "RMSNorm")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+    assert ended.stdout.startswith("op rms_norm: BrixRMSNorm.forward_oot")
+    told = [line for line in ended.stderr.splitlines() if f" changed {IMPORTS[end]}" in line]
+    assert told, ended.stderr
+    assert all(line.startswith("plugin acme of acme 1.0 changed") for line in told)
+
+
 @pytest.mark.parametrize("name", FINDERS)
 def test_finders_that_raise(cold_cli, site, name: str) -> None:
     """A command that cannot import what it needs names the finder and its place in one sentence."""

@@ -206,7 +206,7 @@ ADDED = {
     ),
     "builtins.acme = 1": ("builtins acme (new)", lambda: hasattr(builtins, "acme")),
     "sys.path.append('/acme')": ("sys.path /acme (new)", lambda: "/acme" in sys.path),
-    "sys.meta_path.append(type('Finder', (), {}))": (
+    "sys.meta_path.append(type('Finder', (), {'find_distributions': None}))": (
         "sys.meta_path <class 'acme.Finder'> (new)",
         lambda: "acme.Finder" in str(sys.meta_path),
     ),
