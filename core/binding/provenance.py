@@ -148,7 +148,7 @@ def exit_of_plugin(error: BaseException) -> PluginError | None:
     return PluginError(f"{described(error)}, {told}", told.location)
 
 
-def own_words(error: Exception) -> str:
+def own_words(error: BaseException) -> str:
     """Describe the exception of a kernel; of an exit turned into an error, the exit."""
     return described(exit_behind(error) or error)
 

@@ -143,8 +143,7 @@ class Registry:
         replacements: the replacements of ops and classes.
         owned: by owner, the named declarations of plugins and platforms. These stay if the owner is
             left out: a module is imported once, and would not declare again.
-        unapplied: decorators of ``register_oot`` that have got no class yet, each with the module
-            and ``file:line`` of the call.
+        unapplied: by decorator of ``register_oot`` without a class, the module and ``file:line``.
     """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
@@ -361,7 +360,7 @@ def redefines(old: Any, new: Any) -> bool:
 
 
 def unapplied_at(location: str) -> str:
-    """Return a sentence about a call of ``register_oot`` that has got no class."""
+    """Return a sentence about a decorator without a class."""
     return (
         f"register_oot at {location} is applied to no class, so it registers nothing: write it as "
         "a decorator above the class, or give it the class"

@@ -146,6 +146,7 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
     accepted, offered = method_signature(target, reference), method_signature(cls, method)
+    # Models give the only argument of opgraft's ops by position, under any name.
     if method in kernel_methods() and recorded_calls(target, FORWARD):
         accepted = _one_by_position(accepted)
     problem = rejected_call(accepted, offered)
@@ -176,10 +177,7 @@ def _require_callable(owner: type, method: str) -> None:
 
 
 def _one_by_position(signature: Signature) -> Signature:
-    """Return a signature without a name for the only parameter.
-
-    opgraft and models call opgraft's own ops by position, so a replacement may name it otherwise.
-    """
+    """Return a signature without a name for the only parameter."""
     parameters = list(signature.parameters.values())
     if len(parameters) != 1 or parameters[0].kind is not Parameter.POSITIONAL_OR_KEYWORD:
         return signature

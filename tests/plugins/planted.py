@@ -86,6 +86,16 @@ class Acme(SiluAndMul):
         return {result}
 """
 
+UNFINISHED = """
+@GELU.register_oot
+class Acme(GELU):
+    def __init__(self, *args, **kwargs):
+        self.approximate = "none"
+
+    def forward_oot(self, input):
+        return gelu(input)
+"""
+
 EXACT = "out = gelu(input, approximate=self.approximate)"
 
 DEFECTS = {
@@ -96,6 +106,12 @@ DEFECTS = {
         "rms_norm-values-float32", "variant 'part of a row'", rms(part="False")
     ),
     "wrong epsilon": Defect("rms_norm-values-float32", "variant 'eps'", rms(eps="1e-6")),
+    "an interrupt of its own": Defect(
+        "gelu-values-float32", "KeyboardInterrupt", of_gelu("raise KeyboardInterrupt")
+    ),
+    "a constructor that does not call that of the base": Defect(
+        "gelu-values-float32", "does not call super().__init__()", UNFINISHED
+    ),
     "overflow in float16": Defect("rms_norm-range", "not close", rms(wide="False")),
     "wrong dtype of the result": Defect(
         "rms_norm-values-bfloat16", "returned torch.float32 for torch.bfloat16", rms(cast="")
