@@ -77,7 +77,7 @@ _Members = Mapping[str, ast.stmt | None]
 
 
 @dataclass(frozen=True)
-class Verified:
+class SourceFindings:
     """Findings from the source of a platform's class.
 
     Attributes:
@@ -90,33 +90,33 @@ class Verified:
     unknown: str = ""
 
 
-class _Settled(Exception):  # noqa: N818  # an outcome, never one that users catch
+class _EndOfReading(Exception):  # noqa: N818  # an outcome, never one that users catch
     """Nothing more of the source needs to be read."""
 
-    def __init__(self, found: Verified) -> None:
+    def __init__(self, found: SourceFindings) -> None:
         super().__init__(found)
         self.found = found
 
 
-def _unknown(why: str) -> _Settled:
-    return _Settled(Verified(unknown=f"its class ({why}) and its settings"))
+def _unknown(why: str) -> _EndOfReading:
+    return _EndOfReading(SourceFindings(unknown=f"its class ({why}) and its settings"))
 
 
-_NO_PLATFORM = Verified("its class does not derive from opgraft.Platform")
+_NO_PLATFORM = SourceFindings("its class does not derive from opgraft.Platform")
 
 
-def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> Verified:
+def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> SourceFindings:
     """Look at the source of a platform's class in a child process."""
     if offer.built_in:
-        return Verified()
+        return SourceFindings()
     if offer.bridge is not None:
-        return Verified(unknown="its class and its settings")
+        return SourceFindings(unknown="its class and its settings")
     child = importlib.import_module("opgraft.machine.child")
     try:
         reply = child.ask_child(_CHILD, (offer.name, offer.value), None, time_limit)
-        return Verified(reply["fault"], str(reply["unknown"]))
+        return SourceFindings(reply["fault"], str(reply["unknown"]))
     except (ChildError, KeyError, TypeError) as error:
-        return Verified(unknown=f"its class and its settings ({error})")
+        return SourceFindings(unknown=f"its class and its settings ({error})")
 
 
 def answer(reply_to: int, name: str, value: str) -> None:
@@ -125,31 +125,31 @@ def answer(reply_to: int, name: str, value: str) -> None:
     try:
         found = look(offer)
     except (ProbeFailed, PluginError) as error:
-        found = Verified(unknown=f"its class and its settings ({error})")
+        found = SourceFindings(unknown=f"its class and its settings ({error})")
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump({"fault": found.fault, "unknown": found.unknown}, pipe)
     os._exit(0)  # threads of the module may go on for ever
 
 
-def look(offer: Offer) -> Verified:
+def look(offer: Offer) -> SourceFindings:
     """Look at the class in this process. The module of the offer is imported."""
     path = spec_of(offer).platform_class
     if not isinstance(path, str):
-        return Verified(unknown="its class, which a function returns, and its settings")
+        return SourceFindings(unknown="its class, which a function returns, and its settings")
     module, _, name = path.partition(":")
     if not module or not name.isidentifier():
-        return Verified(f"its class is given as {path!r}, expected 'package.module:Class'")
+        return SourceFindings(f"its class is given as {path!r}, expected 'package.module:Class'")
     try:
         source = _Source.read(module)
         if source is None:
-            return Verified(f"there is no module {module!r}, which its class {path!r} is in")
+            return SourceFindings(f"there is no module {module!r}, which its class {path!r} is in")
         if not source.has(name):
             near = close_matches(name, source.bound)
-            return Verified(f"{source.file} has no class {name!r}: {near}")
+            return SourceFindings(f"{source.file} has no class {name!r}: {near}")
         fault = _fault_of(_chain(source, name), offer)
-    except _Settled as settled:
+    except _EndOfReading as settled:
         return settled.found
-    return Verified(fault, "the import of its module, its constructor and its settings")
+    return SourceFindings(fault, "the import of its module, its constructor and its settings")
 
 
 @dataclass
@@ -175,7 +175,7 @@ class _Source:
         """Parse a module; ``None`` if there is none of that name.
 
         Raises:
-            _Settled: the module has no source, a malformed one, or cannot be imported.
+            _EndOfReading: the module has no source, a malformed one, or cannot be imported.
         """
         specs = list(specs_of(module))
         if len(specs) < len(module.split(".")):
@@ -187,12 +187,14 @@ class _Source:
             tree = ast.parse(read_regular(file, _LARGEST))
         except SyntaxError as error:
             place = f"{file}:{error.lineno or 1}"
-            raise _Settled(Verified(f"{place} is no Python: {described(error)}")) from error
+            raise _EndOfReading(
+                SourceFindings(f"{place} is no Python: {described(error)}")
+            ) from error
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise _unknown(f"{file} cannot be read: {type(error).__name__}") from error
         fault = _fault_of_import(tree)
         if fault is not None:
-            raise _Settled(Verified(f"{file}:{fault}"))
+            raise _EndOfReading(SourceFindings(f"{file}:{fault}"))
         source = cls(module, file)
         is_package = specs[-1].submodule_search_locations is not None
         source._bind(tree.body, module if is_package else module.rpartition(".")[0])
@@ -203,7 +205,7 @@ class _Source:
         """Return True if the module binds a name.
 
         Raises:
-            _Settled: the source does not tell.
+            _EndOfReading: the source does not tell.
         """
         if name not in self.bound and self.open:
             raise _unknown(f"{self.file} makes names as it runs")
@@ -343,7 +345,7 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
     """Return the members of a class and of its bases below ``Platform``, most derived first.
 
     Raises:
-        _Settled: the source does not tell.
+        _EndOfReading: the source does not tell.
     """
     if depth > _DEEPEST:
         raise _unknown(f"{name} has too many bases")
@@ -355,7 +357,7 @@ def _chain(source: _Source, name: str, depth: int = 0) -> list[_Members]:
     if (source.name, name) == _ROOT:
         return []
     if not bound.bases:
-        raise _Settled(_NO_PLATFORM)
+        raise _EndOfReading(_NO_PLATFORM)
     if len(bound.bases) != 1:
         raise _unknown(f"{name} has {len(bound.bases)} bases")
     stored = {_STORED + attribute: None for attribute in source.stored}
@@ -366,7 +368,7 @@ def _members(cls: ast.ClassDef) -> _Members:
     """Return the members in the body of a class.
 
     Raises:
-        _Settled: the source does not tell.
+        _EndOfReading: the source does not tell.
     """
     members: dict[str, ast.stmt | None] = {}
     for statement in cls.body:
@@ -405,7 +407,7 @@ def _base(source: _Source, base: ast.expr, depth: int) -> list[_Members]:
     """Return the chain of a base, which is a name or an attribute of an imported module."""
     if isinstance(base, ast.Name):
         if not source.open and base.id not in source.bound and hasattr(builtins, base.id):
-            raise _Settled(_NO_PLATFORM)
+            raise _EndOfReading(_NO_PLATFORM)
         return _chain(source, base.id, depth + 1)
     if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
         bound = source.bound.get(base.value.id)

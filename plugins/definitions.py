@@ -138,7 +138,7 @@ class _Reading:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Snapshot:
     """The definitions of one look.
 
     Attributes:
@@ -180,7 +180,7 @@ class Definitions:
         self._names: tuple[Mapping[str, Any], ...] = ()
         self._imported_code: Code = {}
 
-    def read(self) -> _Seen:
+    def read(self) -> _Snapshot:
         things = self._present_things()
         with self._lock:
             imported = self._imported
@@ -194,7 +194,7 @@ class Definitions:
                 self._names = tuple(owner.names for owner in self._known.values())
                 self._reading = reading
             code = self._code.read(self._names)
-            return _Seen(self._known, imported, code, imported_code)
+            return _Snapshot(self._known, imported, code, imported_code)
 
     def _present_things(self) -> _Things:
         """Return the modules with their classes and objects, found anew after each import."""
@@ -217,7 +217,7 @@ class Definitions:
             return known
         return _Owner(thing, *_described(thing, known), dict(names), shape)
 
-    def changes(self, before: _Seen, after: _Seen) -> Iterator[Change]:
+    def changes(self, before: _Snapshot, after: _Snapshot) -> Iterator[Change]:
         for key, owner in {**after.imported, **before.now}.items():
             if after.now.get(key) is owner:
                 continue

@@ -37,7 +37,7 @@ _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
 
 @dataclass(frozen=True)
-class Locked:
+class LockedPackage:
     """A distribution as it is installed, or was when it was locked.
 
     Attributes:
@@ -54,7 +54,7 @@ class Locked:
     entry_points: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, data: Any) -> Locked:
+    def from_dict(cls, data: Any) -> LockedPackage:
         """Return the row of plain data from ``to_dict``.
 
         Raises:
@@ -85,7 +85,7 @@ def _are_texts(values: Iterable[Any]) -> bool:
 class Lockfile:
     """The rows of a lockfile, and the verdicts about installed distributions."""
 
-    def __init__(self, path: str, rows: Iterable[Locked]) -> None:
+    def __init__(self, path: str, rows: Iterable[LockedPackage]) -> None:
         self.path = path
         self.rows = {normalized(row.name): row for row in rows}
         self.verdicts: dict[Provider, str | None] = {}
@@ -147,7 +147,7 @@ def lockfile(path: str, origin: str) -> Lockfile:
     return known[path]
 
 
-def read_rows(path: str) -> list[Locked]:
+def read_rows(path: str) -> list[LockedPackage]:
     """Read a lockfile.
 
     Raises:
@@ -161,7 +161,7 @@ def read_rows(path: str) -> list[Locked]:
     has_keys = content.keys() == {"schema", "distributions"}
     if not has_keys or not isinstance(content["distributions"], list):
         raise ValueError("it holds other keys than 'schema' and a list of 'distributions'")
-    rows = [Locked.from_dict(row) for row in content["distributions"]]
+    rows = [LockedPackage.from_dict(row) for row in content["distributions"]]
     names = [normalized(row.name) for row in rows]
     # Of two rows, the reader cannot know which one somebody trusts.
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -170,7 +170,7 @@ def read_rows(path: str) -> list[Locked]:
     return rows
 
 
-def write_rows(path: Path, rows: Iterable[Locked]) -> None:
+def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
     """Write a lockfile in one step: a reader finds the former file or the new one.
 
     Raises:
@@ -189,7 +189,7 @@ def write_rows(path: Path, rows: Iterable[Locked]) -> None:
 
 def lock_installed(
     settings: Settings, *, allow_editable: bool
-) -> tuple[list[Locked], list[Problem]]:
+) -> tuple[list[LockedPackage], list[Problem]]:
     """Return the rows of admitted distributions, and the distributions that cannot be locked.
 
     The lockfile of the settings has no say: somebody may be about to renew the file.
@@ -218,7 +218,7 @@ def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
     return reasons
 
 
-def _row_to_lock(provider: Provider, allow_editable: bool) -> Locked:
+def _row_to_lock(provider: Provider, allow_editable: bool) -> LockedPackage:
     """Return the row of an installed distribution.
 
     Raises:
@@ -235,7 +235,7 @@ def _row_to_lock(provider: Provider, allow_editable: bool) -> Locked:
     return row
 
 
-def as_installed(provider: Provider) -> Locked:
+def as_installed(provider: Provider) -> LockedPackage:
     """Return the row of an installed distribution, by its metadata.
 
     Raises:
@@ -253,7 +253,7 @@ def as_installed(provider: Provider) -> Locked:
         raise PluginError(f"its metadata cannot be read: {described(error)}") from error
     offers = sorted(f"{point.group}: {point.name} = {point.value}" for point in points)
     version, editable = str(provider.version), is_editable(distribution)
-    return Locked(provider.name, version, digest, editable, tuple(offers))
+    return LockedPackage(provider.name, version, digest, editable, tuple(offers))
 
 
 def _record(distribution: importlib_metadata.Distribution) -> str:
@@ -265,7 +265,7 @@ def _record(distribution: importlib_metadata.Distribution) -> str:
     return text
 
 
-def _change(row: Locked, found: Locked, path: str) -> str | None:
+def _change(row: LockedPackage, found: LockedPackage, path: str) -> str | None:
     """Return the difference of an installed distribution from its row, or ``None``."""
     if found.version != row.version:
         return f"its version is {found.version}, {path} has {row.version}"

@@ -286,7 +286,7 @@ def _keep(finding: Finding) -> None:
             findings.append(finding)
 
 
-class _Asked(dict[str, str]):
+class _WatchedVariables(dict[str, str]):
     """Variables with a note of the names in queries. A loop over all is no query."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -457,7 +457,7 @@ def answer(
     through = Offer(PLATFORM_BRIDGES, name, bridge, Provider(name)) if bridge else None
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name), bridge=through)
     given = Machine.from_dict(Path(root), machine)
-    asked = _Asked(given.environ)
+    asked = _WatchedVariables(given.environ)
     before = _Before.now()
     try:
         spec, evidence = _probed(offer, replace(given, environ=asked))

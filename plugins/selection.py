@@ -46,7 +46,7 @@ _SETTING = f"{PLATFORM}=<name>, --platform <name> or OpgraftConfig(platform=<nam
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ProbedPlatform:
     """An offered platform with the answer of its probe. No ``evidence`` has a ``reason``."""
 
     offer: Offer
@@ -151,15 +151,15 @@ def decide_platform(
 
 def _ask_each(
     offers: Sequence[Offer], broken: Mapping[str, str], settings: Settings, machine: Machine
-) -> list[_Asked]:
+) -> list[_ProbedPlatform]:
     """Ask the probes of all offers without an objection.
 
     ``broken`` has the names of unusable offers, with the reasons.
     """
-    unasked: dict[Offer, _Asked | None] = {}
+    unasked: dict[Offer, _ProbedPlatform | None] = {}
     for offer in offers:
         if offer.name in broken:
-            unasked[offer] = _Asked(offer, None, broken[offer.name], failed=True)
+            unasked[offer] = _ProbedPlatform(offer, None, broken[offer.name], failed=True)
         else:
             unasked[offer] = _passed_over(offer, settings)
     asked = [offer for offer in offers if unasked[offer] is None]
@@ -167,21 +167,23 @@ def _ask_each(
     return [unasked[offer] or _answered(offer, answers[offer], settings) for offer in offers]
 
 
-def _passed_over(offer: Offer, settings: Settings) -> _Asked | None:
+def _passed_over(offer: Offer, settings: Settings) -> _ProbedPlatform | None:
     """Return an offer without an answer, with the reason; ``None`` if the probe is to be asked."""
     config = settings.config
     if config.platform is not None and offer.name != config.platform:
-        return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
+        return _ProbedPlatform(
+            offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for"
+        )
     refused = objection(offer, settings)
     if not refused:
         return None
     failed = refused.startswith(FAULTS)
     if failed and offer.name != config.platform and not config.strict:
         report(_left_out(offer, refused, 4 if refused.startswith(QUARANTINED) else 1))
-    return _Asked(offer, None, refused, failed)
+    return _ProbedPlatform(offer, None, refused, failed)
 
 
-def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) -> _Asked:
+def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) -> _ProbedPlatform:
     """Return an offer with the answer of its probe.
 
     Raises:
@@ -189,14 +191,14 @@ def _answered(offer: Offer, answer: Evidence | Exception, settings: Settings) ->
     """
     config = settings.config
     if isinstance(answer, Evidence):
-        return _Asked(offer, answer, answer.reason)
+        return _ProbedPlatform(offer, answer, answer.reason)
     if not isinstance(answer, ProbeFailed):
         raise answer
     if offer.name != config.platform and not config.strict:
         # This failure may have put the provider into quarantine.
         exit_code = 4 if quarantined(offer.provider) else 1
         report(_left_out(offer, str(answer), exit_code, answer.location))
-    return _Asked(offer, None, str(answer), failed=True)
+    return _ProbedPlatform(offer, None, str(answer), failed=True)
 
 
 def _left_out(offer: Offer, why: str, exit_code: int, location: str | None = None) -> Finding:
@@ -204,7 +206,7 @@ def _left_out(offer: Offer, why: str, exit_code: int, location: str | None = Non
     return Finding(message, offer.provider, location, exit_code=exit_code)
 
 
-def _conflict(out_of_tree: Sequence[_Asked]) -> PlatformConflictError:
+def _conflict(out_of_tree: Sequence[_ProbedPlatform]) -> PlatformConflictError:
     """Make the error about several available platforms that are not built in."""
     first, *others = [each.offer.name for each in out_of_tree]
     rows = [f"{each.offer.name} ({each.offer.provider}: {each.reason})" for each in out_of_tree]
@@ -215,7 +217,7 @@ def _conflict(out_of_tree: Sequence[_Asked]) -> PlatformConflictError:
     )
 
 
-def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
+def _winner(asked: Sequence[_ProbedPlatform], settings: Settings) -> tuple[_ProbedPlatform, str]:
     wanted = settings.config.platform
     if wanted is not None:
         chosen = next(a for a in asked if a.offer.name == wanted)
@@ -240,19 +242,19 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     return best, f"no out-of-tree platform available; {best.reason}"
 
 
-def _candidate(asked: _Asked, winner: _Asked) -> Candidate:
+def _candidate(asked: _ProbedPlatform, winner: _ProbedPlatform) -> Candidate:
     if asked is winner:
         return asked.candidate(True, asked.reason)
     return asked.candidate(False, _loser_reason(asked, winner))
 
 
-def _remedy(asked: _Asked) -> str:
+def _remedy(asked: _ProbedPlatform) -> str:
     if asked.evidence is None or not asked.evidence.remedy:
         return ""
     return f"To use it: {asked.evidence.remedy}. "
 
 
-def _loser_reason(asked: _Asked, winner: _Asked) -> str:
+def _loser_reason(asked: _ProbedPlatform, winner: _ProbedPlatform) -> str:
     if not asked.available:
         return asked.reason
     return f"{asked.reason}, but {winner.offer.name} comes first"
@@ -263,7 +265,7 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
-def _raise_first_failure(asked: Sequence[_Asked]) -> None:
+def _raise_first_failure(asked: Sequence[_ProbedPlatform]) -> None:
     failed = next((a for a in asked if a.failed), None)
     if failed:
         raise PlatformError(

@@ -64,7 +64,7 @@ class Comparison:
         return any(map(_holds_no_number, passes()))
 
 
-class _Told(Shadow):
+class _QuietShadow(Shadow):
     """A shadow for a comparison: findings go there, and not into the log."""
 
     def __init__(
@@ -313,7 +313,7 @@ def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     state = host_state()
     name = op_name_of(target, state) or target.__qualname__
     location = binding.kernel.winner.location
-    shadow = _Told(binding, name, native.definition, location, found)
+    shadow = _QuietShadow(binding, name, native.definition, location, found)
     # The class of the one op changes: other models keep their kernels.
     op._adopt(binding_with_shadow(binding, shadow))
     undo.callback(op._adopt, bound)
@@ -341,7 +341,7 @@ def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..
     functions = binding.kernel.winner.functions or {}
     function = functions[form.name]
     location = location_of(function)
-    shadow = _Told(binding, form.op, form.native, location, found)
+    shadow = _QuietShadow(binding, form.op, form.native, location, found)
     return shadow.around(function, form.native)
 
 

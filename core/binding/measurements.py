@@ -77,7 +77,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedChoice:
     """A candidate: the choice of ``providers``, the kernel, and the seconds of a call by shape."""
 
     choice: str
@@ -92,7 +92,7 @@ class Timed:
         return math.exp(sum(logarithms) / len(logarithms))
 
     @classmethod
-    def of_row(cls, row: Any) -> Timed:
+    def of_row(cls, row: Any) -> TimedChoice:
         """Return the candidate of plain data.
 
         Raises:
@@ -119,7 +119,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OpMeasurement:
     """The measurement of an op.
 
     Attributes:
@@ -133,17 +133,17 @@ class Measured:
     chosen: str
     threads: int
     when: str
-    candidates: tuple[Timed, ...]
+    candidates: tuple[TimedChoice, ...]
     left_out: tuple[LeftOut, ...] = ()
 
     @property
-    def winner(self) -> Timed:
+    def winner(self) -> TimedChoice:
         return next(each for each in self.candidates if each.choice == self.chosen)
 
     @property
     def versions(self) -> dict[str, str | None]:
         """The version of each candidate."""
-        rows: list[Timed | LeftOut] = [*self.candidates, *self.left_out]
+        rows: list[TimedChoice | LeftOut] = [*self.candidates, *self.left_out]
         return {each.choice: each.provider.version for each in rows}
 
     @property
@@ -158,7 +158,7 @@ class Measured:
         alone = "" if others else "; no other ran"
         return f"{', '.join(times)} in the mean of {shapes}{alone}"
 
-    def figures(self, of: Timed) -> str:
+    def figures(self, of: TimedChoice) -> str:
         """Return the figures of a candidate: the mean, and shapes faster than the best one's."""
         best = self.winner
         text = f"{_time(of.mean)} in the mean"
@@ -174,7 +174,7 @@ class Measured:
         return asdict(self)
 
     @classmethod
-    def of_row(cls, row: Any) -> Measured:
+    def of_row(cls, row: Any) -> OpMeasurement:
         """Return the measurement of plain data.
 
         Raises:
@@ -183,7 +183,7 @@ class Measured:
         chosen = row["chosen"]
         threads = int(row["threads"])
         when = _text(row["when"])
-        candidates = tuple(map(Timed.of_row, row["candidates"]))
+        candidates = tuple(map(TimedChoice.of_row, row["candidates"]))
         left_out = tuple(map(LeftOut.of_row, row["left_out"]))
         ran = [each.choice for each in candidates]
         failed = [each.choice for each in left_out]
@@ -196,7 +196,7 @@ class Measured:
         return cls(chosen, threads, when, candidates, left_out)
 
 
-Profile = dict[Setup, dict[str, Measured]]
+Profile = dict[Setup, dict[str, OpMeasurement]]
 """The measurements of a file, by setup and by name of the op or variant; one setup per machine."""
 
 
@@ -230,7 +230,7 @@ def follow(
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
 
 
-def _candidates(found: Measured) -> tuple[Candidate, ...]:
+def _candidates(found: OpMeasurement) -> tuple[Candidate, ...]:
     """Return the measured candidates, then those left out."""
     rows = []
     for row in found.candidates:
@@ -244,7 +244,7 @@ def _candidates(found: Measured) -> tuple[Candidate, ...]:
 
 def _measured_here(
     cls: type, name: str, settings: Settings, active: Sequence[Replacement]
-) -> Measured | str:
+) -> OpMeasurement | str:
     """Return the measurement of an op on this machine, or the reason not to follow one."""
     enabled, because = settings.enabled(name)
     # A compiler fuses native definitions, and no measurement tells of fused ones.
@@ -316,11 +316,11 @@ def profile_path(settings: Settings) -> Path:
         ) from error
 
 
-_FILES = StateValue[dict[Path, dict[str, Measured] | str]](dict)
+_FILES = StateValue[dict[Path, dict[str, OpMeasurement] | str]](dict)
 """By path, the measurements of a file for this machine, or why there are none."""
 
 
-def _known(path: Path) -> dict[str, Measured] | str:
+def _known(path: Path) -> dict[str, OpMeasurement] | str:
     """Return the measurements of a file for this machine, or why there are none.
 
     A process reads a file once.
@@ -335,7 +335,7 @@ def _known(path: Path) -> dict[str, Measured] | str:
     return known[path]
 
 
-def _rows_here(path: Path) -> dict[str, Measured] | str:
+def _rows_here(path: Path) -> dict[str, OpMeasurement] | str:
     try:
         profile = read_profile(path)
         here = setup_here()
@@ -379,7 +379,7 @@ def read_profile(path: Path) -> Profile:
         for row in content["machines"]:
             setup = Setup.of_row(row["setup"])
             rows = row["ops"].items()
-            profile[setup] = {name: Measured.of_row(each) for name, each in rows}
+            profile[setup] = {name: OpMeasurement.of_row(each) for name, each in rows}
         return profile
     except FileNotFoundError:
         raise
@@ -420,7 +420,7 @@ class ProfileFile:
         self.setup = setup_here()
         self.add({})
 
-    def add(self, rows: Mapping[str, Measured]) -> None:
+    def add(self, rows: Mapping[str, OpMeasurement]) -> None:
         """Add measurements of this machine, and drop those of other versions."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Rebound:
+class Rebinding:
     """The outcome for one op of a model.
 
     Attributes:
@@ -27,7 +27,7 @@ class Rebound:
     reason: str = ""
 
 
-def rebind(model: nn.Module) -> list[Rebound]:
+def rebind(model: nn.Module) -> list[Rebinding]:
     """Decide again for every op of ``model``, after the configuration or the plugins changed.
 
     A new kernel is a new ``__class__`` of the op. Parameters, buffers and hooks stay the same
@@ -56,7 +56,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
     return rows
 
 
-def _rebound(path: str, op: CustomOp, new: Binding) -> Rebound | None:
+def _rebound(path: str, op: CustomOp, new: Binding) -> Rebinding | None:
     """Give an op the new binding; return the row, or ``None`` if nothing has changed."""
     old_class = op.op_class
     old_kernel = op.binding.kernel.winner
@@ -68,7 +68,7 @@ def _rebound(path: str, op: CustomOp, new: Binding) -> Rebound | None:
     is_same = op.op_class is old_class and kernel == old_kernel
     if is_same and not reason:
         return None
-    return Rebound(path, before, str(kernel), reason)
+    return Rebinding(path, before, str(kernel), reason)
 
 
 def _obstacle_to_rebinding(op: CustomOp, new: Binding) -> str:

@@ -20,7 +20,7 @@ from opgraft.cli.output import COMMAND_LINE
 from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
 from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
-from opgraft.machine.child import Ended, run_child
+from opgraft.machine.child import ChildRemains, run_child
 from opgraft.machine.host_memory import memory_limit
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.quarantine import against, confine
@@ -228,7 +228,7 @@ def isolated(
 
 
 def _outcome(
-    ended: Ended, limits: Limits, begun: tuple[Provider, ...], seconds: float
+    ended: ChildRemains, limits: Limits, begun: tuple[Provider, ...], seconds: float
 ) -> ProcessOutcome:
     """Return the result of a child, or the finding about its end."""
     last = _last_line(ended.reply)
@@ -245,7 +245,7 @@ def _outcome(
     return replace(outcome, crash=crash, guilty=ended.died)
 
 
-def _at_exit(ended: Ended, end: str) -> Finding | None:
+def _at_exit(ended: ChildRemains, end: str) -> Finding | None:
     """Return a finding if a child ended badly after the answer. Each command would do the same."""
     problem, exit_code = _problem_at_exit(ended, end)
     if not problem:
@@ -258,7 +258,7 @@ def _at_exit(ended: Ended, end: str) -> Finding | None:
     return Finding(message, exit_code=exit_code)
 
 
-def _problem_at_exit(ended: Ended, end: str) -> tuple[str, int]:
+def _problem_at_exit(ended: ChildRemains, end: str) -> tuple[str, int]:
     """Return the problem after the answer, or an empty text, and the exit code."""
     dumps = _DUMP.findall(ended.output)
     if ended.status == 1 and dumps and dumps[-1].startswith("Timeout"):
@@ -323,7 +323,7 @@ def _last_line(reply: str) -> Mapping[str, Any]:
         return {}
 
 
-def _end_in_words(ended: Ended, limits: Limits) -> str:
+def _end_in_words(ended: ChildRemains, limits: Limits) -> str:
     if ended.memory:
         taken = f"{ended.memory / 2**30:.1f} GiB of memory"
         most = f"{limits.memory / 2**30:.1f} GiB that it may have"

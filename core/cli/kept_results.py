@@ -35,7 +35,7 @@ _OF_DISTRIBUTIONS = (".dist-info", ".egg-info", ".pth")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptResult:
     """A result, and the time in UTC."""
 
     since: str
@@ -70,11 +70,11 @@ def key() -> str | None:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def look_up(key: str) -> Kept | None:
+def look_up(key: str) -> KeptResult | None:
     """Return the result of a key. An unusable one is reported, and counts as missing."""
     try:
         data = _MEMORY.read(key)
-        return Kept(**data) if data is not None else None
+        return KeptResult(**data) if data is not None else None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         # A file may have been written by another version, or torn by a full disk.
         path = _MEMORY.path(key)
@@ -87,7 +87,7 @@ def keep(key: str, report: Mapping[str, Any]) -> None:
     """Keep a result, if possible. Only the newest results are kept."""
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     try:
-        _MEMORY.write(key, asdict(Kept(since, report)))
+        _MEMORY.write(key, asdict(KeptResult(since, report)))
     except (OSError, RuntimeError) as error:
         words = f"the result is not kept, as its file cannot be written: {described(error)}"
         logger.info("%s", printable(words))

@@ -46,7 +46,7 @@ def command(name: str, as_json: bool) -> None:
         raise InputError(_unknown(name))
     is_op = target in CustomOp.op_registry.values()
     variants = inventory.variants_of(target) if is_op else []
-    found = _Explained(
+    found = _OpExplanation(
         target,
         decision=inventory.decision_here(target),
         variants={cls.__qualname__: inventory.kernel_here(cls) for cls in variants},
@@ -61,7 +61,7 @@ def command(name: str, as_json: bool) -> None:
 
 
 @dataclass(frozen=True)
-class _Explained:
+class _OpExplanation:
     """Everything that the command tells about an op.
 
     Attributes:

@@ -10,7 +10,7 @@ import click
 import torch
 from opgraft.base.progress import progress_bar
 from opgraft.base.text import printable
-from opgraft.binding.measurements import Measured, ProfileFile, profile_path
+from opgraft.binding.measurements import OpMeasurement, ProfileFile, profile_path
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import (
     SettingsCommand,
@@ -79,13 +79,13 @@ def _run(
     wanted: Sequence[torch.dtype],
     seconds: float,
     file: ProfileFile,
-) -> tuple[dict[str, Measured], dict[str, Mapping[str, str]]]:
+) -> tuple[dict[str, OpMeasurement], dict[str, Mapping[str, str]]]:
     """Time the kernels of ops, and write each result to the file.
 
     Returns:
         Op → result, and op → reason by kernel that failed.
     """
-    measured: dict[str, Measured] = {}
+    measured: dict[str, OpMeasurement] = {}
     failed: dict[str, Mapping[str, str]] = {}
     with progress_bar("ops measured", len(races)) as done:
         for race in races:
@@ -108,7 +108,7 @@ def _claimed() -> list[torch.dtype]:
 
 
 def _show(
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, OpMeasurement],
     failed: Mapping[str, Mapping[str, str]],
     left_out: Mapping[str, str],
     file: ProfileFile,

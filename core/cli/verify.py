@@ -24,7 +24,7 @@ from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
 
 if TYPE_CHECKING:
-    from opgraft.testing.verification import Departure, Place, Verification
+    from opgraft.testing.verification import ComparedModule, Departure, Verification
 
 _WHOLE = "(model)"
 
@@ -119,7 +119,7 @@ def _print_as_json(model: str, found: Verification, script: Path | None) -> None
     print_json("opgraft.verify/1", data)
 
 
-def _row(place: Place) -> dict[str, Any]:
+def _row(place: ComparedModule) -> dict[str, Any]:
     served = [{**asdict(each), "provider": each.provider.to_dict()} for each in place.served]
     return {
         "path": place.path,
@@ -132,7 +132,7 @@ def _row(place: Place) -> dict[str, Any]:
 
 def _print_as_text(found: Verification, script: Path | None) -> None:
     # Layers of one kind run the same kernels, and share a row.
-    grouped: dict[str, list[Place]] = {}
+    grouped: dict[str, list[ComparedModule]] = {}
     for place in found.places:
         grouped.setdefault(_kernels(place), []).append(place)
     rows = [(len(places), name, _worst(places), _state(places)) for name, places in grouped.items()]
@@ -144,12 +144,12 @@ def _print_as_text(found: Verification, script: Path | None) -> None:
         _print_departure(found.departure, script)
 
 
-def _kernels(place: Place) -> str:
+def _kernels(place: ComparedModule) -> str:
     told = dict.fromkeys(f"{each.op} by {each.kernel} of {each.provider}" for each in place.served)
     return "; ".join(told) or "what the whole model returns"
 
 
-def _worst(places: Sequence[Place]) -> str:
+def _worst(places: Sequence[ComparedModule]) -> str:
     errors = [place.error for place in places]
     numbers = [error for error in errors if error is not None]
     # A result of another shape has no error in numbers.
@@ -158,7 +158,7 @@ def _worst(places: Sequence[Place]) -> str:
     return f"{max(numbers):.2g}"
 
 
-def _state(places: Sequence[Place]) -> str:
+def _state(places: Sequence[ComparedModule]) -> str:
     departed = sum(bool(place.reason) for place in places)
     return f"{departed} left their tolerance" if departed else "within tolerance"
 

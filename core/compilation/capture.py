@@ -14,7 +14,7 @@ from opgraft.base.text import described
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
 from opgraft.compilation.example import Example
-from opgraft.compilation.inputs import Expected, Signature
+from opgraft.compilation.inputs import ExpectedInput, Signature
 from opgraft.compilation.writes import is_written, mark_written
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
@@ -311,7 +311,7 @@ def _graph_over_parameters(
     return graph, held
 
 
-def _expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
+def _expected_of(module: fx.GraphModule) -> tuple[ExpectedInput, ...]:
     """Return a description of each input of a graph."""
     found = []
     for node in module.graph.nodes:
@@ -319,7 +319,7 @@ def _expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
             continue
         value: Tensor = node.meta["val"]
         sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-        found.append(Expected(node.name, value.dtype, value.device, sizes, is_written(node)))
+        found.append(ExpectedInput(node.name, value.dtype, value.device, sizes, is_written(node)))
     return tuple(found)
 
 

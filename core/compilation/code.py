@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opgraft.compilation.execution import Execution
 
 
-class Packaged(NamedTuple):
+class PackagedCode(NamedTuple):
     """Code in a package of the cache.
 
     Attributes:
@@ -53,7 +53,7 @@ class Code(NamedTuple):
     run: Runner
     tensors: tuple[Tensor, ...]
     joint: tuple[nn.Parameter, ...]
-    packaged: Packaged | None = None
+    packaged: PackagedCode | None = None
     execution: Execution | None = None
     unkept: str = ""
 

@@ -13,7 +13,7 @@ from opgraft.compat.graphs import flattened, structure_of_text, structure_to_tex
 from opgraft.compilation.code import Code
 from opgraft.compilation.example import Example
 from opgraft.compilation.graph_pass import PassReport
-from opgraft.compilation.inputs import Expected, Signature
+from opgraft.compilation.inputs import ExpectedInput, Signature
 from opgraft.compilation.lowering import Lowering, lowerings_of
 from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.tensors import tensors_of
@@ -76,10 +76,10 @@ def read_signature(description: Mapping[str, Any], example: Example) -> Signatur
     )
 
 
-def _read_expected(row: Any) -> Expected:
+def _read_expected(row: Any) -> ExpectedInput:
     name, dtype, device, sizes, is_written = row
     kind = getattr(torch, dtype.removeprefix("torch."))
-    return Expected(name, kind, torch.device(device), tuple(sizes), is_written)
+    return ExpectedInput(name, kind, torch.device(device), tuple(sizes), is_written)
 
 
 def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import DYNAMO, WAYS, CapturedGraph, capture
-from opgraft.compilation.code import Code, Packaged
+from opgraft.compilation.code import Code, PackagedCode
 from opgraft.compilation.example import Example
 from opgraft.compilation.execution import executed
 from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass
@@ -175,7 +175,7 @@ def _folder_of_graphs(settings: CompilationConfig, sizes: range) -> Path | None:
     return folder / name
 
 
-def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
+def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> PackagedCode:
     """Describe the package of a lowered graph."""
     origins = origins_of(model, lowered)
     values = {}
@@ -183,7 +183,7 @@ def _packaged(model: nn.Module, lowered: fx.GraphModule, key: str) -> Packaged:
         name = str(node.target)
         if node.op == "get_attr" and origins[name][0] == "value":
             values[name] = attribute_of(lowered, node)
-    return Packaged(key, origins, values)
+    return PackagedCode(key, origins, values)
 
 
 def _of_sizes(example: Example, signature: Signature, sizes: range) -> Example:

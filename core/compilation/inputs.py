@@ -35,7 +35,7 @@ class Term(NamedTuple):
         return None if rest else value
 
 
-class Expected(NamedTuple):
+class ExpectedInput(NamedTuple):
     """The description of an input of a graph.
 
     Attributes:
@@ -78,7 +78,7 @@ def _term(size: str, name: str) -> Term:
     return Term(symbol, int(factor or 1), int((offset or "0").replace(" ", "")))
 
 
-def symbols_of(expected: Iterable[Expected]) -> list[str]:
+def symbols_of(expected: Iterable[ExpectedInput]) -> list[str]:
     """List the names of the dynamic sizes of inputs, in the order of the inputs."""
     return [*dict.fromkeys(term.name for each in expected for term in each.dynamic.values())]
 
@@ -101,7 +101,7 @@ class Signature(NamedTuple):
     constants: Mapping[int, Any]
     in_spec: Any
     out_spec: Any
-    expected: tuple[Expected, ...]
+    expected: tuple[ExpectedInput, ...]
     bounds: Mapping[str, tuple[int, int]]
     results: Mapping[int, Any]
 
@@ -202,7 +202,9 @@ class InputCheck:
         bounds: the bounds of dynamic sizes, see ``Signature``.
     """
 
-    def __init__(self, expected: Sequence[Expected], bounds: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self, expected: Sequence[ExpectedInput], bounds: Mapping[str, tuple[int, int]]
+    ) -> None:
         self.expected = expected
         self.bounds = bounds
         places = (
@@ -261,7 +263,7 @@ class InputCheck:
                 raise _unfit(expected, f"the size {symbols[name]}", wanted)
 
 
-def _expect_fitting(x: Tensor, expected: Expected, symbols: dict[str, int]) -> None:
+def _expect_fitting(x: Tensor, expected: ExpectedInput, symbols: dict[str, int]) -> None:
     """Check one input of a call, and add the values of its dynamic sizes to ``symbols``.
 
     Raises:
@@ -277,7 +279,7 @@ def _expect_fitting(x: Tensor, expected: Expected, symbols: dict[str, int]) -> N
         raise _unfit(expected, f"the shape {tuple(x.shape)}", f"[{sizes}], none of them 0")
 
 
-def expect_apart(tensors: Sequence[Tensor], expected: Sequence[Expected]) -> None:
+def expect_apart(tensors: Sequence[Tensor], expected: Sequence[ExpectedInput]) -> None:
     """Check for shared memory among the inputs of a graph that writes to some of them.
 
     The graph was captured for tensors without shared memory, and would read old values.
@@ -328,7 +330,7 @@ def _reaches(distance: int, places: Sequence[tuple[int, int]]) -> bool:
     return any(n < size and _reaches(abs(distance - n * stride), rest) for n in (steps, steps + 1))
 
 
-def _fits(x: Tensor, expected: Expected, symbols: dict[str, int]) -> bool:
+def _fits(x: Tensor, expected: ExpectedInput, symbols: dict[str, int]) -> bool:
     """Return True if a tensor has the expected sizes.
 
     Args:
@@ -350,7 +352,7 @@ def _fits(x: Tensor, expected: Expected, symbols: dict[str, int]) -> bool:
     return True
 
 
-def _unfit(expected: Expected, found: str, wanted: str) -> CompilationError:
+def _unfit(expected: ExpectedInput, found: str, wanted: str) -> CompilationError:
     return CompilationError(
         f"the compiled model was called with {found} for {expected.name}, and was captured for "
         f"{wanted}: call it so, or compile it anew with such an example and its dynamic_shapes"

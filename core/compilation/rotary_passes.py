@@ -45,7 +45,7 @@ class _Norm:
 
 
 @dataclass(frozen=True)
-class _Rotated:
+class _RotatedHeads:
     """Heads after a norm and a rotation by rows of a table, a row for each token.
 
     Attributes:
@@ -146,7 +146,7 @@ def _join_by_row(graph: fx.Graph) -> PassOutcome:
     order = {node: place for place, node in enumerate(graph.nodes)}
     tables: dict[Any, tuple[fx.Node, fx.Node]] = {}
     found = [each for each in map(_rotated, graph.nodes) if each is not None]
-    query: _Rotated | None = None
+    query: _RotatedHeads | None = None
     for key in found:
         # Query and key come one after the other. Heads without a partner stay.
         if query is None or key.kind != query.kind or not query.norm.is_like(key.norm):
@@ -164,7 +164,10 @@ def _join_by_row(graph: fx.Graph) -> PassOutcome:
 
 
 def _replace(
-    graph: fx.Graph, query: _Rotated, key: _Rotated, tables: dict[Any, tuple[fx.Node, fx.Node]]
+    graph: fx.Graph,
+    query: _RotatedHeads,
+    key: _RotatedHeads,
+    tables: dict[Any, tuple[fx.Node, fx.Node]],
 ) -> None:
     """Put the form in the place of two norms and two rotations.
 
@@ -269,7 +272,7 @@ def _apart(x: Any) -> Any:
     return source if _sizes(source)[:-2] == _sizes(x)[:-1] else x
 
 
-def _rotated(node: Any) -> _Rotated | None:
+def _rotated(node: Any) -> _RotatedHeads | None:
     """Return the rotation of normed heads that ends at a node, or ``None``."""
     called = semantic_call(node, "apply_rotary_emb")
     if called is None:
@@ -278,10 +281,10 @@ def _rotated(node: Any) -> _Rotated | None:
     found = _norm_of(given["x"])
     if found is None:
         return None
-    return _Rotated(node, *found, False, given["cos"], given["sin"], given["is_neox_style"])
+    return _RotatedHeads(node, *found, False, given["cos"], given["sin"], given["is_neox_style"])
 
 
-def _rotated_by_operators(node: Any) -> _Rotated | None:
+def _rotated_by_operators(node: Any) -> _RotatedHeads | None:
     """Find ``x · cos + cat(-second half of x, first half of x) · sin``, heads before tokens."""
     if node.target is not _aten.add.Tensor or node.kwargs:
         return None
@@ -303,7 +306,7 @@ def _rotated_by_operators(node: Any) -> _Rotated | None:
         tables.append(table)
     norm, is_swapped = found
     cos_rows, sin_rows = tables
-    return _Rotated(node, norm, not is_swapped, True, cos_rows, sin_rows, True)
+    return _RotatedHeads(node, norm, not is_swapped, True, cos_rows, sin_rows, True)
 
 
 def _has_rows_of(table: Any, x: Any) -> bool:
@@ -370,7 +373,7 @@ def _laid_out(graph: fx.Graph, x: fx.Node, wanted: Tensor) -> fx.Node:
     return graph.call_function(_aten.contiguous.default, (x,))
 
 
-def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
+def _table(graph: fx.Graph, rotated: _RotatedHeads) -> tuple[fx.Node, fx.Node]:
     """Make a table with a row for each token.
 
     Returns:
@@ -394,7 +397,7 @@ def _table(graph: fx.Graph, rotated: _Rotated) -> tuple[fx.Node, fx.Node]:
     return table, graph.call_function(_aten.contiguous.default, (positions,))
 
 
-def _cos_and_sin(graph: fx.Graph, rotated: _Rotated) -> fx.Node:
+def _cos_and_sin(graph: fx.Graph, rotated: _RotatedHeads) -> fx.Node:
     """Put cosines and sines beside each other, ``[rows, head_size]``."""
     tables = [rotated.cos, rotated.sin]
     if not rotated.by_heads:

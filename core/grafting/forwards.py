@@ -81,7 +81,7 @@ def expect_plain_forward(module: nn.Module) -> None:
 
 def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
     """Return the substitutions in the forward of a module."""
-    return module.opgraft_substitutions if isinstance(module, _Substituted) else ()
+    return module.opgraft_substitutions if isinstance(module, _Substitution) else ()
 
 
 def permanent_substitutions(module: nn.Module) -> tuple[Substitution, ...]:
@@ -112,7 +112,7 @@ def check_restorable(module: nn.Module) -> None:
 
 def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
     """Take back every substitution except those to ``keep``, and with the last one the class."""
-    if not isinstance(module, _Substituted) or module.opgraft_substitutions == keep:
+    if not isinstance(module, _Substitution) or module.opgraft_substitutions == keep:
         return
     for substitution in set(module.opgraft_substitutions) - set(keep):
         del module._modules[substitution.child]
@@ -123,7 +123,7 @@ def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> N
         _bind_forward(module)
 
 
-class _Substituted:
+class _Substitution:
     """Marks the derived classes.
 
     Each derived class has the common methods itself, so that they come before those of the model.
@@ -171,7 +171,7 @@ def _derive(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls)(cls.__name__, (cls, _Substituted), namespace)
+    return type(cls)(cls.__name__, (cls, _Substitution), namespace)
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

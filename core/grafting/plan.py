@@ -105,7 +105,7 @@ Entry: TypeAlias = Exchange | Call | LeftAlone
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ParentSlot:
     """One name under which a parent is going to have an op."""
 
     parent: nn.Module
@@ -114,7 +114,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class GraftPlan:
     """The changes of a graft.
 
     Attributes:
@@ -124,7 +124,7 @@ class Plan:
     """
 
     entries: tuple[Entry, ...]
-    places: tuple[Place, ...]
+    places: tuple[ParentSlot, ...]
 
     def exchanges(self) -> Iterator[Exchange]:
         """Walk over the ops that take the place of modules, ops inside other ops first."""
@@ -169,7 +169,7 @@ def _freezing_pays(op: nn.Module) -> bool:
     return not native and op.weight.is_cpu and pays_packed(op.weight)
 
 
-def plan_of(model: nn.Module) -> Plan:
+def plan_of(model: nn.Module) -> GraftPlan:
     """Plan for each module below ``model``. The model is not changed.
 
     Raises:
@@ -182,7 +182,7 @@ def plan_of(model: nn.Module) -> Plan:
         reason = "it is the model itself, which has no parent to be replaced in"
         entries.append(_left_alone("", model, reason))
     entries += planner.calls_of(model, "")
-    return Plan(tuple(entries), tuple(planner.places))
+    return GraftPlan(tuple(entries), tuple(planner.places))
 
 
 class _Failure(LeaveAlone):
@@ -206,7 +206,7 @@ class _Planner:
         devices = (parameter.device for parameter in model.parameters())
         self.device = next(devices, torch.get_default_device())
         self.becomes: dict[nn.Module, nn.Module] = {}
-        self.places: list[Place] = []
+        self.places: list[ParentSlot] = []
         self.failed: set[tuple[int, int]] = set()
 
     def below(self, parent: nn.Module, path: str) -> list[Entry]:
@@ -220,7 +220,7 @@ class _Planner:
                 self.becomes[child] = child
                 entries += self._entries_of(child, _join(path, name))
             if self.becomes[child] is not child:
-                self.places.append(Place(parent, name, self.becomes[child]))
+                self.places.append(ParentSlot(parent, name, self.becomes[child]))
         return entries
 
     def calls_of(self, module: nn.Module, path: str) -> list[Entry]:

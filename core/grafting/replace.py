@@ -16,7 +16,7 @@ from opgraft.grafting.forwards import (
     substitutions_of,
 )
 from opgraft.grafting.obstacles import is_sharded
-from opgraft.grafting.plan import Plan, plan_of
+from opgraft.grafting.plan import GraftPlan, plan_of
 from opgraft.grafting.report import GraftReport
 from opgraft.plugins.host import load_plugins
 from torch import nn
@@ -84,7 +84,7 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     return plan.report(applied=not dry_run)
 
 
-def _apply(plan: Plan, undo: ExitStack) -> None:
+def _apply(plan: GraftPlan, undo: ExitStack) -> None:
     """Carry out a plan; ``undo`` takes the changes back."""
     for place in plan.places:
         children = place.parent._modules

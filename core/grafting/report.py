@@ -30,7 +30,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Replaced:
+class ReplacedModule:
     """One replaced module: the op, the kernel, the kernel's provider, and the ops inside."""
 
     path: str
@@ -80,7 +80,7 @@ class GraftReport:
         applied: False for a dry run, which replaces nothing.
     """
 
-    replaced: tuple[Replaced, ...] = ()
+    replaced: tuple[ReplacedModule, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
     notes: tuple[str, ...] = ()
     applied: bool = True
@@ -145,20 +145,20 @@ class GraftReport:
         yield from (rows for rows in (served, stayed) if len(rows) > 1)
 
 
-def _implementation(row: Replaced | Part) -> tuple[str, str, Provider]:
+def _implementation(row: ReplacedModule | Part) -> tuple[str, str, Provider]:
     return row.op, row.implementation, row.provider
 
 
 def replaced_by(
     op: nn.Module, path: str, source: str, adapter: str, provider: Provider
-) -> Replaced:
+) -> ReplacedModule:
     """Describe an op in place of a ``source``; ``provider`` is for an op without a binding."""
     parts = tuple(_parts(op))
     if isinstance(op, CustomOp):
-        return Replaced(path, source, adapter, *_served(op), parts)
+        return ReplacedModule(path, source, adapter, *_served(op), parts)
     cls = type(op)
     implementation = f"{cls.__qualname__}.forward"
-    return Replaced(path, source, adapter, cls.__name__, implementation, provider, parts)
+    return ReplacedModule(path, source, adapter, cls.__name__, implementation, provider, parts)
 
 
 def _parts(op: nn.Module) -> Iterator[Part]:

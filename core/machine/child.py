@@ -46,7 +46,7 @@ _CHILDREN = "/proc/{0}/task/{0}/children"
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildRemains:
     """The remains of a child.
 
     Attributes:
@@ -120,7 +120,7 @@ def run_child(
     environ: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
     heard: Callable[[bytes], None] | None = None,
-) -> Ended:
+) -> ChildRemains:
     """Run ``code`` in a new interpreter with this ``sys.path``, until the code ends or is stopped.
 
     The code finds a file descriptor to write to in ``reply_to``, the arguments in ``sys.argv[3:]``
@@ -249,7 +249,7 @@ class _Conversation:
         self._reply = bytearray()
         self._output = bytearray()
 
-    def run(self, read_end: int) -> Ended:
+    def run(self, read_end: int) -> ChildRemains:
         """Exchange until the child ends or has to be stopped, and return the remains.
 
         Args:
@@ -274,7 +274,7 @@ class _Conversation:
             starved = was_stopped and deadline.starved(child.pid)
         answer = self._reply.decode(errors="replace")
         printed = self._output.decode(errors="replace")
-        return Ended(status, answer, printed, watch.exceeded, starved)
+        return ChildRemains(status, answer, printed, watch.exceeded, starved)
 
     def _exchange(self, reply: IO[bytes], output: IO[bytes], question: IO[bytes]) -> None:
         import selectors

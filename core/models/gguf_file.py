@@ -41,7 +41,7 @@ class GGUFFile:
     tensors: Mapping[str, LazyTensor]
 
 
-class _Mapped:
+class _MappedFile:
     """The bytes of a file in memory.
 
     The file is mapped anew after ``MAPPED_BYTES``, which frees the pages that were read.
@@ -81,7 +81,7 @@ class _Mapped:
 class _Blocks(StoredTensor):
     """The bytes of a tensor."""
 
-    def __init__(self, file: _Mapped, row: TensorRow) -> None:
+    def __init__(self, file: _MappedFile, row: TensorRow) -> None:
         rows = math.prod(row.shape[:-1])
         self._width = (row.end - row.begin) // max(1, rows)
         super().__init__((*row.shape[:-1], self._width), torch.uint8, row.type)
@@ -94,10 +94,10 @@ class _Blocks(StoredTensor):
         return torch.from_numpy(self._file.array(self._row, self._width, bounds))
 
 
-class _Stored(StoredTensor):
+class _StoredTensor(StoredTensor):
     """The numbers of a tensor. Blocks become float32."""
 
-    def __init__(self, file: _Mapped, row: TensorRow) -> None:
+    def __init__(self, file: _MappedFile, row: TensorRow) -> None:
         dtype = PLAIN.get(row.type, torch.float32)
         quantization = None if row.type in PLAIN else row.type
         super().__init__(row.shape, dtype, quantization)
@@ -152,7 +152,7 @@ def open_gguf(path: Path) -> GGUFFile:
             cannot be read. The message lists all faults.
         InputError: the library gguf is not installed.
     """
-    file = _Mapped(path)
+    file = _MappedFile(path)
     header = read_header(path, file.header_bytes())
     types = sorted({row.type for row in header.rows} - set(PLAIN))
     problems = [
@@ -164,5 +164,5 @@ def open_gguf(path: Path) -> GGUFFile:
         raise CheckpointError.listing(
             f"{path} cannot be loaded", problems, "take a file in another quantization"
         )
-    tensors = {row.name: LazyTensor(_Stored(file, row)) for row in header.rows}
+    tensors = {row.name: LazyTensor(_StoredTensor(file, row)) for row in header.rows}
     return GGUFFile(header.metadata, tensors)

@@ -427,7 +427,7 @@ def _converted(
     """Return a tensor with the numbers and the order of rows in transformers."""
     part = name.rpartition(".")[0].rpartition(".")[2]
     if family.norm_offset and part.endswith("norm"):
-        return LazyTensor(_Shifted(tensor))
+        return LazyTensor(_ShiftedTensor(tensor))
     if not family.permuted or part not in ("attn_q", "attn_k"):
         return tensor
     given = _settings_of_architecture(metadata)
@@ -439,10 +439,10 @@ def _converted(
             f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not "
             "divide"
         )
-    return LazyTensor(_Permuted(tensor, heads))
+    return LazyTensor(_PermutedTensor(tensor, heads))
 
 
-class _Shifted(StoredTensor):
+class _ShiftedTensor(StoredTensor):
     """A tensor that llama.cpp has added 1 to."""
 
     def __init__(self, tensor: LazyTensor) -> None:
@@ -453,7 +453,7 @@ class _Shifted(StoredTensor):
         return self._tensor[tuple(slice(one.start, one.stop) for one in bounds)] - 1
 
 
-class _Permuted(StoredTensor):
+class _PermutedTensor(StoredTensor):
     """A tensor with rows that alternate between the halves of each head.
 
     With heads of ``d`` rows, row ``2 * i + half`` of a head in the file is row ``half * d / 2 + i``
@@ -466,7 +466,7 @@ class _Permuted(StoredTensor):
         self._heads = heads
 
     def blocks(self) -> StoredTensor:
-        return _Permuted(self._tensor.blocks(), self._heads)
+        return _PermutedTensor(self._tensor.blocks(), self._heads)
 
     def read(self, bounds: Bounds) -> torch.Tensor:
         """Read one head after another, put its rows in order, and keep the rows of the bounds."""

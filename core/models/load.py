@@ -106,7 +106,7 @@ _Fills = list[tuple[Target, LoadedTensor]]
 
 
 @dataclass
-class _Plan:
+class _LoadPlan:
     """The use of each tensor of a checkpoint.
 
     Attributes:
@@ -127,9 +127,9 @@ def _plan_of(
     weights: Mapping[str, LoadedTensor],
     mapper: WeightsMapper,
     ignored: Sequence[str],
-) -> _Plan:
+) -> _LoadPlan:
     """Decide the use of each tensor."""
-    plan = _Plan()
+    plan = _LoadPlan()
     taken: dict[tuple[int, ShardId | None], str] = {}
     for name, loaded in weights.items():
         mapped = targets.spelled(mapper.spellings(name))
@@ -153,7 +153,7 @@ def _plan_of(
 
 
 def _problems(
-    plan: _Plan,
+    plan: _LoadPlan,
     targets: Targets,
     weights: Mapping[str, LoadedTensor],
     missing: Sequence[str],

@@ -91,7 +91,7 @@ class SafetensorsFile:
             if dtype is None:
                 problems.append(f"tensor {name!r:.200}: torch has no dtype {part.get_dtype()}")
             else:
-                found[name] = LazyTensor(_Stored(self, name, part.get_shape(), dtype))
+                found[name] = LazyTensor(_StoredTensor(self, name, part.get_shape(), dtype))
         if problems:
             advice = "save it with dtypes of this torch"
             raise CheckpointError.listing(f"{self._path} cannot be read", problems, advice)
@@ -112,7 +112,7 @@ class SafetensorsFile:
         return part
 
 
-class _Stored(StoredTensor):
+class _StoredTensor(StoredTensor):
     def __init__(
         self, file: SafetensorsFile, name: str, shape: Sequence[int], dtype: torch.dtype
     ) -> None:

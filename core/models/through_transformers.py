@@ -110,7 +110,7 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
     return Examination(stack, output, calls, _uncached(model, calls), names, called.chain, experts)
 
 
-class _Called(NamedTuple):
+class _CallFindings(NamedTuple):
     """The findings of a call.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Called(NamedTuple):
     stack: tuple[str, type[Any]]
 
 
-def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _Called:
+def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _CallFindings:
     """Construct a model, and call it with two tokens."""
     model: Any = cls(config).eval()
     model.get_input_embeddings()  # raises if transformers does not know which they are
@@ -141,7 +141,7 @@ def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _Called:
     with torch.no_grad():
         result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
     stack = stacks[-1] if stacks else ("", type(result))
-    return _Called(model, recorder, experts, layers.chain(), stack)
+    return _CallFindings(model, recorder, experts, layers.chain(), stack)
 
 
 def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:

@@ -102,7 +102,7 @@ class Recorder:
         # A list, as each substitution adds a module.
         for module in list(model.modules()):
             if is_attention(module) and not check_forward(module):
-                place = _Place(self)
+                place = _Placeholder(self)
                 substitute(module, place, Substitution(REGISTRY, CHILD, _recorded))
 
     def record(
@@ -169,7 +169,7 @@ def _name_of_parameter(module: nn.Module, tensor: Tensor | None) -> str | None:
     return None
 
 
-class _Place(nn.Module):
+class _Placeholder(nn.Module):
     """Stands in the place of the layer while calls are recorded."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -166,7 +166,7 @@ def calls_told_when_late(
     return _LATE.watched(_Calls(running))
 
 
-class _Watched:
+class _WatchedScope:
     """A scope in a thread."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _Watched:
         """Give back what looks have kept, at the end of the scope."""
 
 
-class _Step(_Watched):
+class _Step(_WatchedScope):
     """A step that is late after ``PATIENCE`` seconds."""
 
     def __init__(
@@ -211,7 +211,7 @@ class _Step(_Watched):
         warnings.warning("%s %s", printable(words), printable(self.advice), extra=extra)
 
 
-class _Calls(_Watched):
+class _Calls(_WatchedScope):
     """Steps with calls of plugins' code. A call is late after ``PATIENCE`` seconds."""
 
     def __init__(self, running: Callable[[FrameType], RunningCall | None]) -> None:
@@ -268,11 +268,11 @@ class _Late:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.steps: list[_Watched] = []
+        self.steps: list[_WatchedScope] = []
         self.thread: threading.Thread | None = None
 
     @contextmanager
-    def watched(self, step: _Watched) -> Iterator[None]:
+    def watched(self, step: _WatchedScope) -> Iterator[None]:
         """Look at a step while the scope lasts."""
         self._begin(step)
         try:
@@ -280,7 +280,7 @@ class _Late:
         finally:
             self._end(step)
 
-    def _begin(self, step: _Watched) -> None:
+    def _begin(self, step: _WatchedScope) -> None:
         with self.lock:
             self.steps.append(step)
             if self.thread is None:
@@ -291,7 +291,7 @@ class _Late:
                     thread.start()
                     self.thread = thread
 
-    def _end(self, step: _Watched) -> None:
+    def _end(self, step: _WatchedScope) -> None:
         with self.lock:
             if step in self.steps:
                 self.steps.remove(step)

@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """The answer to a question.
 
     Attributes:
@@ -186,7 +186,7 @@ class Conformance:
             return False
         return check.brief or not self.brief
 
-    def judge(self, case: Case) -> Outcome:
+    def judge(self, case: Case) -> CheckOutcome:
         """Answer a question. Any exception of the plugin's code is an outcome."""
         start = time.perf_counter()
         answer = Answer()
@@ -204,7 +204,7 @@ class Conformance:
             reason = own_words(failure)
         seconds = round(time.perf_counter() - start, 3)
         question = case.op, case.check, case.dtype
-        return Outcome(*question, status, reason, answer.error, answer.speed, seconds)
+        return CheckOutcome(*question, status, reason, answer.error, answer.speed, seconds)
 
     def _answer(self, case: Case) -> Answer:
         if case.check == LOADING:

@@ -16,8 +16,8 @@ import torch
 from opgraft.binding.measurements import (
     MARGIN,
     LeftOut,
-    Measured,
-    Timed,
+    OpMeasurement,
+    TimedChoice,
     subject_of,
     versions_here,
 )
@@ -64,7 +64,7 @@ class Race:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RaceResult:
     """The result of a race.
 
     Attributes:
@@ -72,7 +72,7 @@ class Outcome:
         left_out: by choice, why a candidate did not count.
     """
 
-    measured: Measured | None
+    measured: OpMeasurement | None
     left_out: Mapping[str, str]
 
 
@@ -168,7 +168,7 @@ def shapes(spec: OpSpec) -> list[tuple[tuple[int, ...], int]]:
     return [((rows,), size) for rows in ROWS if rows <= 8 * largest]
 
 
-def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
+def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> RaceResult:
     """Time the candidates of an op in turns, on each shape, so that all meet the same neighbours.
 
     A candidate is left out if a call raises, or if results on small inputs are not those of the
@@ -179,7 +179,7 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
         dtypes: of the inputs; dtypes that the op does not take are passed over.
         seconds: the time for a candidate at a shape, about.
     """
-    trials = [_Candidate(race.op, choice) for choice in race.candidates]
+    trials = [_Contender(race.op, choice) for choice in race.candidates]
     kinds = []
     for spec, dtype in itertools.product(race.specs, dtypes):
         if dtype in spec.dtypes:
@@ -197,7 +197,7 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
     return _outcome(race, trials)
 
 
-def _outcome(race: Race, trials: Sequence[_Candidate]) -> Outcome:
+def _outcome(race: Race, trials: Sequence[_Contender]) -> RaceResult:
     """Return the result of a race after all rounds."""
     left_out = {}
     times = {}
@@ -208,14 +208,14 @@ def _outcome(race: Race, trials: Sequence[_Candidate]) -> Outcome:
         elif candidate.times:
             times[candidate.choice] = candidate.times
     measured = best_of(race, times, left_out) if times else None
-    return Outcome(measured, left_out)
+    return RaceResult(measured, left_out)
 
 
 def _words(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _time(trials: Sequence[_Candidate], case: str, inputs: Any, seconds: float) -> None:
+def _time(trials: Sequence[_Contender], case: str, inputs: Any, seconds: float) -> None:
     """Time candidates in turns on inputs of one shape."""
     for candidate in trials:
         prepare = functools.partial(candidate.prepare, *inputs)
@@ -230,7 +230,7 @@ def _time(trials: Sequence[_Candidate], case: str, inputs: Any, seconds: float) 
         candidate.attempt(case, finish)
 
 
-class _Candidate:
+class _Contender:
     """A candidate of an op in a race.
 
     Attributes:
@@ -311,7 +311,7 @@ class _Candidate:
 
 def best_of(
     race: Race, times: Mapping[str, Mapping[str, float]], left_out: Mapping[str, str]
-) -> Measured:
+) -> OpMeasurement:
     """Choose the usual candidate, unless another one is clearly faster.
 
     The record also has the candidates left out, with reasons: the record holds for their versions,
@@ -320,7 +320,7 @@ def best_of(
     rows = []
     for choice, seconds in times.items():
         binding = race.candidates[choice]
-        rows.append(Timed(choice, binding.provider, binding.kernel_name, seconds))
+        rows.append(TimedChoice(choice, binding.provider, binding.kernel_name, seconds))
     best = min(rows, key=lambda row: row.mean)
     usual = next((row for row in rows if row.choice == race.usual), best)
     # A change of kernel for the noise of a clock would make results differ in vain.
@@ -329,4 +329,4 @@ def best_of(
     others = [
         LeftOut(choice, race.candidates[choice].provider, why) for choice, why in left_out.items()
     ]
-    return Measured(winner.choice, torch.get_num_threads(), when, tuple(rows), tuple(others))
+    return OpMeasurement(winner.choice, torch.get_num_threads(), when, tuple(rows), tuple(others))

@@ -60,7 +60,7 @@ Steps = Callable[[nn.Module], Sequence[Step]]
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedOp:
     """An op of the model, with the kernel and the provider."""
 
     op: str
@@ -70,7 +70,7 @@ class Served:
 
 
 @dataclass
-class Place:
+class ComparedModule:
     """A module of the native model, compared with the module at the same path of the other model.
 
     Attributes:
@@ -83,7 +83,7 @@ class Place:
     """
 
     path: str
-    served: tuple[Served, ...]
+    served: tuple[ServedOp, ...]
     calls: int = 0
     error: float | None = 0.0
     reason: str = ""
@@ -149,7 +149,7 @@ class Departure:
         inputs: the arguments in words, a line for each.
     """
 
-    place: Place
+    place: ComparedModule
     call: Call
     inputs: Sequence[str]
 
@@ -164,7 +164,7 @@ class Verification:
         departure: the first call beyond the tolerance, or ``None``.
     """
 
-    places: Sequence[Place]
+    places: Sequence[ComparedModule]
     unreached: Sequence[str]
     departure: Departure | None
 
@@ -215,7 +215,7 @@ def _expect_numbers(computed: Sequence[Tensor]) -> None:
 
 def _places(
     native: nn.Module, grafted: nn.Module, steps: Steps
-) -> tuple[dict[str, Place], Exception | None]:
+) -> tuple[dict[str, ComparedModule], Exception | None]:
     """Return the places to compare, and the exception of the grafted model.
 
     A place is the path of each called op, or of the nearest module in both models. The last place
@@ -230,10 +230,10 @@ def _places(
     if not called:
         raise InputError("the model calls no op of opgraft, so there is nothing to compare")
     known = {path for path, _ in native.named_modules()}
-    served: dict[str, list[Served]] = {"": []}
+    served: dict[str, list[ServedOp]] = {"": []}
     for path, op in called.items():
         served.setdefault(_nearest(path, known), []).append(_served(op))
-    return {path: Place(path, tuple(ops)) for path, ops in served.items()}, failure
+    return {path: ComparedModule(path, tuple(ops)) for path, ops in served.items()}, failure
 
 
 def _called(
@@ -267,10 +267,10 @@ def _nearest(path: str, known: set[str]) -> str:
     return path
 
 
-def _served(op: CustomOp) -> Served:
+def _served(op: CustomOp) -> ServedOp:
     binding = op.binding
     name = op_name_of(op.op_class, host_state()) or op.op_class.__qualname__
-    return Served(name, binding.kernel_name, binding.provider, binding.kernel.winner.location)
+    return ServedOp(name, binding.kernel_name, binding.provider, binding.kernel.winner.location)
 
 
 class _Comparer:
@@ -283,7 +283,9 @@ class _Comparer:
         order: the paths of compared places, in the order of the first calls.
     """
 
-    def __init__(self, native: nn.Module, grafted: nn.Module, places: dict[str, Place]) -> None:
+    def __init__(
+        self, native: nn.Module, grafted: nn.Module, places: dict[str, ComparedModule]
+    ) -> None:
         self.native = native
         self.places = places
         self.batch: AttentionBatch | None = None
@@ -311,7 +313,7 @@ class _Comparer:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given.append(copied((args, kwargs), dict(self._twins)))
 
-    def _after(self, place: Place) -> Callable[..., None]:
+    def _after(self, place: ComparedModule) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             given = self._given.pop()
             expected = tensors_within(result)
@@ -326,7 +328,7 @@ class _Comparer:
 
     def _compare(
         self,
-        place: Place,
+        place: ComparedModule,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],

@@ -19,7 +19,7 @@ import pytest
 import torch
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.binding import measurements
-from opgraft.binding.measurements import Measured, ProfileFile, Timed, read_profile
+from opgraft.binding.measurements import OpMeasurement, ProfileFile, TimedChoice, read_profile
 from opgraft.errors import InputError
 from opgraft.ops import ReLUSquaredActivation, RotaryEmbedding
 from opgraft.plugins.discovery import discover
@@ -144,8 +144,8 @@ def test_ops_of_other_processes_follow_too(file: Path) -> None:
 def test_an_own_kernel_that_is_slower_stays_off(file: Path, scale) -> None:
     """An op whose native definition is faster than its own kernel runs that as constructed and as unpickled."""
     own = discover().provider_of(scale.__module__)
-    rows = Timed("native", own, "", {"1": 2e-6}), Timed(own.name, own, "", {"1": 4e-6})
-    ProfileFile(file).add({"scale": Measured("native", torch.get_num_threads(), "now", rows)})
+    rows = TimedChoice("native", own, "", {"1": 2e-6}), TimedChoice(own.name, own, "", {"1": 4e-6})
+    ProfileFile(file).add({"scale": OpMeasurement("native", torch.get_num_threads(), "now", rows)})
     op = scale()
     assert op.binding.kernel.winner.key == "native"
     assert pickle.loads(pickle.dumps(op)).binding.kernel.winner.key == "native"  # noqa: S301  # its own bytes
@@ -365,10 +365,11 @@ def test_every_shape_counts_alike() -> None:
     """The mean is geometric; where another candidate is faster at a shape, its figures say so."""
     shapes = {"1": (1e-6, 3e-6), "512": (4e-3, 1e-3)}
     a, b = (
-        Timed(n, Provider(n), n, {s: t[i] for s, t in shapes.items()}) for i, n in enumerate("ab")
+        TimedChoice(n, Provider(n), n, {s: t[i] for s, t in shapes.items()})
+        for i, n in enumerate("ab")
     )
     assert math.isclose(a.mean, math.sqrt(4e-9))
-    measured = Measured("b", 1, "now", (a, b))
+    measured = OpMeasurement("b", 1, "now", (a, b))
     assert measured.verdict == "b 54.8 µs, a 63.2 µs in the mean of 2 shapes"
     assert measured.figures(a) == "63.2 µs in the mean, 1.15 of the time of b, though 0.33 at 1"
     assert measured.figures(b) == "54.8 µs in the mean"

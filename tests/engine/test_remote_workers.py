@@ -25,7 +25,7 @@ from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.workers import worker_link
 from opgraft.engine.workers.executors import executor_of
 from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
-from opgraft.engine.workers.remote_workers import RemoteWorkers, Started
+from opgraft.engine.workers.remote_workers import RemoteWorkers, StartedWorkers
 from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.engine.workers.worker_process import _answer
 from opgraft.errors import ConfigError, EngineError
@@ -209,7 +209,7 @@ def test_a_shutdown_while_workers_start_ends_them(
     """Those that come too late are ended, and the start says so."""
     executor, start = make(), ProcessExecutor._start_workers
 
-    def shut_down_meanwhile(self: ProcessExecutor) -> Started:
+    def shut_down_meanwhile(self: ProcessExecutor) -> StartedWorkers:
         found = start(self)
         self.shutdown()
         return found
@@ -225,7 +225,7 @@ def test_a_worker_that_ends_while_the_others_start_is_named(
     """It is the one that is told, and not those that wait for it."""
     start = ProcessExecutor._start_workers
 
-    def one_ends(self: ProcessExecutor) -> Started:
+    def one_ends(self: ProcessExecutor) -> StartedWorkers:
         found = start(self)
         found.links[1].kill()
         assert found.links[1].ended(30)
@@ -313,7 +313,7 @@ def test_an_interrupt_within_a_call(make: Make) -> None:
         number += 1
         interrupted = False
         executor = make()
-        executor._take(RemoteWorkers(Started([InThread()]), 30.0))
+        executor._take(RemoteWorkers(StartedWorkers([InThread()]), 30.0))
         executor.call("__setattr__", "kept", "before")
         try:
             with InterruptAt(number, MESSAGES):
@@ -342,7 +342,7 @@ def test_an_interrupt_before_a_call_ends_nothing(
         raise KeyboardInterrupt
 
     executor = make()
-    executor._take(RemoteWorkers(Started([InThread()]), 30.0))
+    executor._take(RemoteWorkers(StartedWorkers([InThread()]), 30.0))
     executor.call("__setattr__", "kept", "before")
     with monkeypatch.context() as patched:
         patched.setattr(executor.workers, "_expect_going", interrupt)
@@ -380,7 +380,7 @@ def test_a_worker_that_says_nothing_is_named(make: Make, monkeypatch: pytest.Mon
     """Until its first word the limit of the start holds."""
     start = ProcessExecutor._start_workers
 
-    def one_stops(self: ProcessExecutor) -> Started:
+    def one_stops(self: ProcessExecutor) -> StartedWorkers:
         found = start(self)
         assert isinstance(found.links[1], LocalProcess)
         os.kill(process_of(found.links[1].process.pid), signal.SIGSTOP)
@@ -400,7 +400,7 @@ def test_ranks_meet_where_no_other_user_is(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start, seen = ProcessExecutor._start_workers, []
 
-    def looking(self: ProcessExecutor) -> Started:
+    def looking(self: ProcessExecutor) -> StartedWorkers:
         found = start(self)
         seen.extend(stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir())
         seen.append(listening())

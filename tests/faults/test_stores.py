@@ -15,7 +15,7 @@ from faults.planting import PLUGIN, in_time
 from faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.base.text import printable
-from opgraft.binding.measurements import Measured, ProfileFile, Timed
+from opgraft.binding.measurements import OpMeasurement, ProfileFile, TimedChoice
 from opgraft.cli import kept_results
 from opgraft.compilation.cache import CompilationCache
 from opgraft.errors import CacheEntryError, ConfigError
@@ -59,11 +59,14 @@ def told_of_an_entry(path: Path) -> str:
 def written(folder: Path) -> dict[str, tuple[Path, Callable[[Path], str]]]:
     """Write files of opgraft's own; returns where it is, and what tells of it when it is read."""
     states, key = Path(os.environ["XDG_STATE_HOME"]) / "opgraft", "0" * 40
-    locking.write_rows(folder / "opgraft.lock", [locking.Locked("acme", "1.0", "00", False, ())])
-    timed = tuple(
-        Timed(name, Provider(name, "1"), "kernel", {"shape": 1.0}) for name in ("opgraft", "native")
+    locking.write_rows(
+        folder / "opgraft.lock", [locking.LockedPackage("acme", "1.0", "00", False, ())]
     )
-    ProfileFile(folder / "tuning.json").add({"relu2": Measured("native", 1, "today", timed)})
+    timed = tuple(
+        TimedChoice(name, Provider(name, "1"), "kernel", {"shape": 1.0})
+        for name in ("opgraft", "native")
+    )
+    ProfileFile(folder / "tuning.json").add({"relu2": OpMeasurement("native", 1, "today", timed)})
     quarantine.confine(Provider("acme", "1.0"), "it crashed")
     cache = CompilationCache(folder / "cache", 1 << 20)
     with cache.locked(key), cache.written(key) as (entry, _):

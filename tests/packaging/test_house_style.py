@@ -108,7 +108,7 @@ IMPORT_WHEN_CALLED = ("opgraft", "opgraft.testing", "opgraft.cli")
 """The facades and the command line."""
 
 CONTROL_FLOW = {
-    "opgraft.plugins.class_source": "_Settled",  # likewise, within its module
+    "opgraft.plugins.class_source": "_EndOfReading",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.registry.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed

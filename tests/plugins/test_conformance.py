@@ -16,7 +16,7 @@ from opgraft.ops import GELU, RMSNorm
 from opgraft.registry.state import host_state
 from opgraft.testing import isolated_host
 from opgraft.testing.check_table import CHECKS, OP, PLATFORM, PLUGIN, SUMMARIES, Answer, together
-from opgraft.testing.conformance import Conformance, Outcome, alone
+from opgraft.testing.conformance import CheckOutcome, Conformance, alone
 from plugins.own_tests import PLUGINS, own_tests
 
 
@@ -129,7 +129,7 @@ def test_failures_and_skips_say_why(site) -> None:
     assert operators.reason == "it runs no operator of its own"
 
 
-def judged(plugin: str, *checks: str) -> dict[str, Outcome]:
+def judged(plugin: str, *checks: str) -> dict[str, CheckOutcome]:
     """Answer the questions of some checks, in the order in which they are asked."""
     with alone(plugin):
         conformance = Conformance(plugin)

@@ -33,7 +33,7 @@ _OF_ALL = 1 / 64
 """The weight of the newest guess in the first chance of new requests."""
 
 
-class _Guessed:
+class _Guess:
     """The last guess of a request, made at ``at`` tokens, and the chance of a right token."""
 
     # Every guess is compared with the next tokens, also if no step verified it: that is free.
@@ -86,13 +86,13 @@ class Drafting:
         self._most = config.max_tokens
         self._adaptive = config.adaptive
         self._chance = _FIRST_CHANCE
-        self._guessed: dict[str, _Guessed] = {}
+        self._guessed: dict[str, _Guess] = {}
 
     def draft(self, request: Request, most: int, rows: int) -> tuple[int, ...]:
         """Return at most ``most`` tokens to verify in the next step, of ``rows`` other tokens."""
         guessed = self._guessed.get(request.request_id)
         if guessed is None:
-            guessed = _Guessed(self._chance)
+            guessed = _Guess(self._chance)
             self._guessed[request.request_id] = guessed
         for is_right in guessed.outcomes(request):
             guessed.chance += (is_right - guessed.chance) * _OF_REQUEST

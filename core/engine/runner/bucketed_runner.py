@@ -43,7 +43,7 @@ _CAPTURING = (CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.FULL)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class _Launched(NamedTuple):
+class _PendingResults(NamedTuple):
     """The results of a program that may still run.
 
     Attributes:
@@ -332,7 +332,7 @@ class BucketedModelRunner(ModelRunner):
             parts.append(single)
         return parts
 
-    def _launch(self, part: list[Scheduled]) -> _Launched:
+    def _launch(self, part: list[Scheduled]) -> _PendingResults:
         """Start the program of a part, and return its results without waiting for them."""
         # The rows of sampling sequences come first, so that the others can be cut off.
         part = sorted(part, key=lambda each: not each.samples)
@@ -344,7 +344,7 @@ class BucketedModelRunner(ModelRunner):
         inputs = self.batch.inputs(part)
         packed = shape.padded(inputs, self.firsts, self.scratch, self.layout.block_size)
         tokens, logits = self.programs[shape](packed.to(self.device), *self.tensors)
-        return _Launched(inputs.sampling, tokens, logits)
+        return _PendingResults(inputs.sampling, tokens, logits)
 
     def _takes_likeliest(self, vocabulary: int) -> bool:
         plan = self.sampling.plan(vocabulary, torch.device(HOST))

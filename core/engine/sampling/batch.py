@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """Tensors of the settings of a batch, made when its requests change.
 
     Attributes:
@@ -55,7 +55,7 @@ class SamplingBatch:
         self._keys: tuple[Hashable, ...] = ()
         self._places: dict[Hashable, int] = {}
         self._rows: list[Row] = []
-        self._plan: Plan | None = None
+        self._plan: SamplingPlan | None = None
         self._plan_for: tuple[int, torch.device] | None = None
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class SamplingBatch:
         shown = self.rows
         return [noise_key(shown[row].stream, len(shown[row].output)) for row in rows]
 
-    def plan(self, vocabulary: int, device: torch.device) -> Plan:
+    def plan(self, vocabulary: int, device: torch.device) -> SamplingPlan:
         """Return the tensors of the rows, for logits of this width on this device."""
         self._refresh()
         if self._plan is None or self._plan_for != (vocabulary, device):
@@ -229,7 +229,7 @@ class SamplingBatch:
         self._plan = None
 
 
-def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
+def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> SamplingPlan:
     unfiltered = []
     filtered = []
     logprobs = []
@@ -246,7 +246,7 @@ def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> Plan:
     all_in_order = drawn == tuple(range(len(rows)))
     chosen = None if all_in_order else torch.tensor(drawn, dtype=torch.int64, device=device)
     temperatures = [[rows[index].params.temperature] for index in drawn]
-    return Plan(
+    return SamplingPlan(
         drawn=drawn,
         num_unfiltered=len(unfiltered),
         rows=chosen,

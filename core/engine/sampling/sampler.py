@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.sampling.batch import Plan, SamplingBatch
+from opgraft.engine.sampling.batch import SamplingBatch, SamplingPlan
 from opgraft.engine.sampling.drawing import draw, draw_filtered
 from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -124,7 +124,7 @@ class Sampler(PluggableClass):
         return row_maximum(logits.float())
 
 
-def _adjusted(logits: Tensor, plan: Plan) -> tuple[Tensor, dict[int, str]]:
+def _adjusted(logits: Tensor, plan: SamplingPlan) -> tuple[Tensor, dict[int, str]]:
     """Return the logits to choose from, and row → error of the row's adjustments.
 
     Without drawn rows and adjustments, these are the caller's logits.
@@ -154,7 +154,7 @@ def _computes_float64(device: torch.device) -> bool:
     return platform.capability(device.index or 0).computes_float64
 
 
-def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
+def _draw(logits: Tensor, maximum: Tensor, plan: SamplingPlan, batch: SamplingBatch) -> Tensor:
     """Draw tokens for the rows of ``plan.drawn``, in this order, a few rows at a time."""
     number = len(plan.drawn)
     noise_keys = batch.noise_keys(plan.drawn)
@@ -171,7 +171,7 @@ def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> 
     return torch.cat(tokens)
 
 
-def _scaled(logits: Tensor, maximum: Tensor, plan: Plan, begin: int, end: int) -> Tensor:
+def _scaled(logits: Tensor, maximum: Tensor, plan: SamplingPlan, begin: int, end: int) -> Tensor:
     """Return logits less the greatest of the row, divided by the temperature, for drawn rows."""
     rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
     below_greatest = logits[rows] - maximum[rows].unsqueeze(1)
@@ -228,7 +228,11 @@ def _reason(logits: Tensor, working: Tensor) -> _Fault:
 
 
 def _result(
-    tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]
+    tokens: Tensor,
+    logits: Tensor,
+    plan: SamplingPlan,
+    batch: SamplingBatch,
+    errors: Mapping[int, str],
 ) -> Sampled:
     keys = batch.keys
     if errors:

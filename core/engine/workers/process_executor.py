@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from opgraft.base.log import logger
 from opgraft.engine.workers.remote_executor import RemoteExecutor
-from opgraft.engine.workers.remote_workers import Started
+from opgraft.engine.workers.remote_workers import StartedWorkers
 from opgraft.engine.workers.worker_link import END_SECONDS, WorkerLink, end_workers
 from opgraft.engine.workers.worker_progress import (
     RECORD_BYTES,
@@ -55,7 +55,7 @@ class ProcessExecutor(RemoteExecutor):
         opgraft_config: resolved.
     """
 
-    def _start_workers(self) -> Started:
+    def _start_workers(self) -> StartedWorkers:
         local = self._local_ranks()
         environ = {**os.environ, **_variables(local[0][1])}
         links: list[WorkerLink] = []
@@ -65,7 +65,7 @@ class ProcessExecutor(RemoteExecutor):
                 links.append(LocalProcess(rank, environ))
             meeting = self._meeting(release)
             undo.pop_all()
-            return Started(links, local, meeting, release.pop_all().close)
+            return StartedWorkers(links, local, meeting, release.pop_all().close)
 
     def _meeting(self, release: ExitStack) -> str | None:
         """Return the file through which the ranks meet; ``None`` for a single rank.

@@ -17,10 +17,10 @@ from typing import Any
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.config.environment import deciding_variables
-from opgraft.engine.workers.ray_placement import Placed, Placement, kill, local_ranks
+from opgraft.engine.workers.ray_placement import PlacedActor, Placement, kill, local_ranks
 from opgraft.engine.workers.ray_worker import CHANNELS, STACK, watch
 from opgraft.engine.workers.remote_executor import RemoteExecutor
-from opgraft.engine.workers.remote_workers import Started
+from opgraft.engine.workers.remote_workers import StartedWorkers
 from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.engine.workers.worker_progress import Progress
 from opgraft.errors import EngineError
@@ -46,7 +46,7 @@ class RayExecutor(RemoteExecutor):
         opgraft_config: resolved.
     """
 
-    def _start_workers(self) -> Started:
+    def _start_workers(self) -> StartedWorkers:
         ray = import_extra("ray", "ray")
         parallel = self.opgraft_config.parallel
         device = current_platform().ray_device_key
@@ -68,7 +68,7 @@ class RayExecutor(RemoteExecutor):
             else:
                 local = self._local_ranks(placement, replicas)
             hosts = tuple(place.address for place in places)
-            return Started(links, local, meeting, undo.pop_all().close, hosts, reserved)
+            return StartedWorkers(links, local, meeting, undo.pop_all().close, hosts, reserved)
 
     def _local_ranks(self, placement: Placement, replicas: int) -> list[tuple[int, int]]:
         nodes = [each.where.node for each in placement.ranks]
@@ -90,7 +90,7 @@ class RayExecutor(RemoteExecutor):
             replicas,
         )
 
-    def _connected_links(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
+    def _connected_links(self, ray: Any, placed: Sequence[PlacedActor]) -> list[WorkerLink]:
         """Let the actors connect, and return the links to the actors."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         seconds = self.opgraft_config.parallel.start_seconds
@@ -136,7 +136,7 @@ class RayLink(WorkerLink):
         rank: int,
         connections: Sequence[socket.socket],
         ray: Any,
-        placed: Placed,
+        placed: PlacedActor,
         running: Any,
     ) -> None:
         calls, beside, told = map(Channel, connections)
@@ -369,7 +369,7 @@ def _read_into(words: bytearray, connection: socket.socket) -> bool:
     return bool(piece)
 
 
-def _log_places(placed: Sequence[Placed], tensor: int) -> None:
+def _log_places(placed: Sequence[PlacedActor], tensor: int) -> None:
     """Log the place of each rank, and warn if ranks that share layers are on several hosts."""
     for rank, each in enumerate(placed):
         devices = [f"{kind} {' '.join(ids)}" for kind, ids in each.where.devices.items()]

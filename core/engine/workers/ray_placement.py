@@ -17,7 +17,7 @@ from opgraft.errors import ConfigError, EngineError
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedActor:
     """An actor and its place."""
 
     actor: Any
@@ -96,7 +96,7 @@ class Placement:
         )
         return actor_class.remote()
 
-    def _in_order(self, seconds: float) -> list[Placed]:
+    def _in_order(self, seconds: float) -> list[PlacedActor]:
         """Return the actors with their places in the order of ranks: see ``order_of``."""
         try:
             asked = [actor.where.remote(self._opgraft_config) for actor in self._actors]
@@ -110,7 +110,7 @@ class Placement:
         here = self._ray.get_runtime_context().get_node_id()
         places = []
         for actor, where in zip(self._actors, found, strict=True):
-            places.append(Placed(actor, Where(*where)))
+            places.append(PlacedActor(actor, Where(*where)))
         return sorted(places, key=lambda placed: order_of(placed.where, here))
 
     def end(self) -> None:

@@ -22,7 +22,7 @@ from opgraft.engine.workers.engine_digest import engine_digest
 from opgraft.engine.workers.executor import HUNG, Executor
 from opgraft.engine.workers.portable_request import expect_portable
 from opgraft.engine.workers.rank_places import THIS_HOST, RankPlaces
-from opgraft.engine.workers.remote_workers import SHUT_DOWN, RemoteWorkers, Started
+from opgraft.engine.workers.remote_workers import SHUT_DOWN, RemoteWorkers, StartedWorkers
 from opgraft.engine.workers.worker_link import (
     EXECUTE_PARTS,
     STAGES_OF_START,
@@ -70,7 +70,7 @@ class RemoteExecutor(Executor):
         self._awaited: dict[int, Replies] = {}
 
     @abstractmethod
-    def _start_workers(self) -> Started:
+    def _start_workers(self) -> StartedWorkers:
         """Start the processes."""
 
     def start(self) -> None:
@@ -150,7 +150,7 @@ class RemoteExecutor(Executor):
         whole = ParallelLayout(parallel.tensor, parallel.pipeline, parallel.data)
         return whole, parallel.data_rank * self.layout.world + rank
 
-    def _places(self, started: Started, rank: int, size: int) -> RankPlaces:
+    def _places(self, started: StartedWorkers, rank: int, size: int) -> RankPlaces:
         """Return the places of a job's ranks. Replicas that compute in rounds are on this host."""
         if size > len(started.local_ranks):
             return RankPlaces(rank, (THIS_HOST,) * size, tuple(range(size)))

@@ -38,7 +38,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-class Started(NamedTuple):
+class StartedWorkers(NamedTuple):
     """The started processes of workers.
 
     No attribute may hold the executor, or the executor would never be dropped.
@@ -60,7 +60,7 @@ class Started(NamedTuple):
     devices: tuple[str, ...] = ()
 
 
-_NONE = Started()
+_NONE = StartedWorkers()
 
 
 class RemoteWorkers:
@@ -82,7 +82,7 @@ class RemoteWorkers:
     """
 
     def __init__(
-        self, started: Started = _NONE, seconds: float = 0.0, restarts_left: int = 0
+        self, started: StartedWorkers = _NONE, seconds: float = 0.0, restarts_left: int = 0
     ) -> None:
         self.links = tuple(started.links)
         self._started = started

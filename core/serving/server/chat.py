@@ -38,7 +38,7 @@ class Chat(Generating[ChatRequest]):
             self.grammar_field = self.tools.forced_field
         elif self.tools.strict:
             self.grammar_field = "tools"
-        self._told: dict[int, _Told] = {}
+        self._told: dict[int, _SentCharacters] = {}
         # An answer of a form has no place for reasoning.
         is_free = self.form is None and self.tools.forced is None
         self._may_reason = is_free and OPENING in template
@@ -149,9 +149,9 @@ class Chat(Generating[ChatRequest]):
             values["enable_thinking"] = False
         return {**values, **given}
 
-    def _reading(self) -> _Told:
+    def _reading(self) -> _SentCharacters:
         reasoning = ReasoningReader(self._begins_in_reasoning) if self._may_reason else None
-        return _Told(self.tools.reader(), reasoning)
+        return _SentCharacters(self.tools.reader(), reasoning)
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must or may be a call."""
@@ -275,7 +275,7 @@ def _choice(
     }
 
 
-class _Told:
+class _SentCharacters:
     """The sent characters of an answer: of the reasoning, the text and the arguments of calls."""
 
     def __init__(self, reader: CallReader | None, reasoning: ReasoningReader | None) -> None:

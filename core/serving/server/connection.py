@@ -107,7 +107,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _UnchunkedAnswer(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""
@@ -201,7 +201,7 @@ class Connection(HttpToolsProtocol):
         log.info("%s", json.dumps(record), extra={"fields": record})
 
 
-class _Unchunked:
+class _UnchunkedAnswer:
     """Sends an answer without chunks to a client of HTTP/1.0.
 
     A body of unknown length ends with the connection.

@@ -24,7 +24,7 @@ from opgraft.serving.server.streams import event
 from opgraft.serving.server.translated import (
     Block,
     BlockKind,
-    Translated,
+    TranslatedRequest,
     called,
     joined,
     sampled,
@@ -161,7 +161,7 @@ async def count_tokens(service: Service, body: CountRequest, passing: Passing) -
     return {"input_tokens": await service.prepare(chat.count)}
 
 
-class Message(Translated):
+class Message(TranslatedRequest):
     """A message of the model.
 
     Args:

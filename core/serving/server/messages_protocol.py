@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from opgraft.serving.server.protocol import Body, Items, Sampled, Whole, only, told_apart
+from opgraft.serving.server.protocol import Body, Items, SamplingFields, Whole, only, told_apart
 from pydantic import BaseModel, Field, TypeAdapter
 
 _BLOCKS = "messages[].content[]."
@@ -179,10 +179,10 @@ class CountRequest(Body):
     mcp_servers: Annotated[Any, only([])] = None
 
 
-class MessagesRequest(CountRequest, Sampled):
+class MessagesRequest(CountRequest, SamplingFields):
     """The body of ``/v1/messages``."""
 
-    without_effect = Sampled.without_effect | CountRequest.without_effect | {"inference_geo"}
+    without_effect = SamplingFields.without_effect | CountRequest.without_effect | {"inference_geo"}
 
     max_tokens: Whole
     stop_sequences: Items[str] | None = None

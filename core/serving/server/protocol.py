@@ -287,7 +287,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: Annotated[Any, only()] = None
 
 
-class Sampled(Body):
+class SamplingFields(Body):
     """Fields of every request for generated text, in each interface: the model and the sampling.
 
     Fields without an effect are about routing, storage and billing at OpenAI, hints for a faster
@@ -328,7 +328,7 @@ class Sampled(Body):
     ) = None
 
 
-class Generation(Sampled):
+class Generation(SamplingFields):
     """Fields of every request for generated text, with the names of chats and completions."""
 
     n: Whole | None = None
@@ -588,7 +588,7 @@ class EmbeddingRequest(Body):
     add_special_tokens: Annotated[Any, only(True)] = None
 
 
-class _Scored(Body):
+class _PoolingFields(Body):
     """Fields of ``/pooling``, ``/classify``, ``/score`` and ``/rerank``, with vLLM's names."""
 
     truncate_prompt_tokens: Whole | None = None
@@ -596,7 +596,7 @@ class _Scored(Body):
     use_activation: Annotated[Any, only(True)] = None
 
 
-class _Compared(_Scored):
+class _ScoringFields(_PoolingFields):
     """Fields of ``/score`` and ``/rerank``."""
 
     max_tokens_per_doc: Annotated[Any, only(advice="use truncate_prompt_tokens")] = None
@@ -604,7 +604,7 @@ class _Compared(_Scored):
     instruction: Annotated[Any, only("", advice="write it into the query")] = None
 
 
-class ClassifyRequest(_Scored):
+class ClassifyRequest(_PoolingFields):
     """The body of ``/classify``: texts."""
 
     model: str | None = None
@@ -623,7 +623,7 @@ class PoolingRequest(ClassifyRequest):
     task: Annotated[Any, only("embed", "classify")] = None
 
 
-class ScoreRequest(_Compared):
+class ScoreRequest(_ScoringFields):
     """The body of ``/score``: one text, and others to compare with it, or texts in pairs."""
 
     model: str | None = None
@@ -647,7 +647,7 @@ _AnyDocument: TypeAlias = Annotated[
 ]
 
 
-class RerankRequest(_Compared):
+class RerankRequest(_ScoringFields):
     """The body of ``/rerank``, with the names of Jina and Cohere."""
 
     model: str | None = None

@@ -14,7 +14,7 @@ from opgraft.serving.server.bodies import MOST_CONTAINERS, containers
 _T = TypeVar("_T")
 
 
-class _Kept(NamedTuple):
+class _StoredResponse(NamedTuple):
     """A response and the chat up to its end, as JSON: Python's objects take 100 times the memory.
 
     Attributes:
@@ -44,7 +44,7 @@ class ResponseStore:
     def __init__(self, limit: int, longest: int) -> None:
         self._limit = limit
         self._longest = longest
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _StoredResponse] = {}
         self._bytes: dict[bytes, int] = {}
         self._thread = ThreadPoolExecutor(1, "opgraft-responses")
 
@@ -55,7 +55,7 @@ class ResponseStore:
         return self._thread.submit(self._keep, owner, response, messages)
 
     def _keep(self, owner: bytes, response: Any, messages: Any) -> None:
-        kept = _Kept(owner, _written(response), _written(messages))
+        kept = _StoredResponse(owner, _written(response), _written(messages))
         if kept.size > self._limit:
             return
         self._kept[response["id"]] = kept
@@ -116,7 +116,7 @@ class ResponseStore:
         self._count(owner, -self._expect(owner, name).size)
         del self._kept[name]
 
-    def _expect(self, owner: bytes, name: str) -> _Kept:
+    def _expect(self, owner: bytes, name: str) -> _StoredResponse:
         kept = self._kept.get(name)
         if kept is not None and kept.owner == owner:
             return kept

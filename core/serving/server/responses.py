@@ -24,7 +24,7 @@ from opgraft.serving.server.streams import event
 from opgraft.serving.server.translated import (
     Block,
     BlockKind,
-    Translated,
+    TranslatedRequest,
     called,
     joined,
     sampled,
@@ -138,7 +138,7 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": form.type, "json_schema": schema}
 
 
-class ModelResponse(Translated):
+class ModelResponse(TranslatedRequest):
     """A response of the model.
 
     Args:

@@ -8,7 +8,7 @@ from opgraft.serving.server.protocol import (
     Body,
     Items,
     RefusalPart,
-    Sampled,
+    SamplingFields,
     StructuredOutputs,
     Texts,
     ToldObject,
@@ -189,10 +189,10 @@ class ReasoningSettings(Body):
     effort: str | None = None
 
 
-class ResponsesRequest(Sampled):
+class ResponsesRequest(SamplingFields):
     """The body of ``/v1/responses``."""
 
-    without_effect = Sampled.without_effect | {
+    without_effect = SamplingFields.without_effect | {
         *("max_tool_calls", "prompt_cache_options", "stream_options"),
     }
 

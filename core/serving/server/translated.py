@@ -1,4 +1,4 @@
-"""``Translated``: a request of another interface, answered as a chat, with an answer of blocks."""
+"""``TranslatedRequest``: a request of another interface, as a chat; its answer as blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.server.chat import Chat
 from opgraft.serving.server.passing import Passing
-from opgraft.serving.server.protocol import ChatRequest, Sampled
+from opgraft.serving.server.protocol import ChatRequest, SamplingFields
 from opgraft.serving.server.service import Service
 
 
@@ -96,12 +96,12 @@ def spelled(
     return spelling, []
 
 
-def sampled(body: Sampled) -> dict[str, Any]:
+def sampled(body: SamplingFields) -> dict[str, Any]:
     """Return the fields that a request shares with chats."""
-    return {name: getattr(body, name) for name in Sampled.model_fields}
+    return {name: getattr(body, name) for name in SamplingFields.model_fields}
 
 
-class Translated(Chat):
+class TranslatedRequest(Chat):
     """A request of another interface, as a chat, and the form of its answer.
 
     Args:

@@ -32,7 +32,7 @@ NAMES = ("weight", "scales", "offsets")
 """The parameters of a layer that lie in tiles."""
 
 
-class _Tiled(QuantizeMethodBase):
+class _Tiling(QuantizeMethodBase):
     """A way to hold codes, with scales and perhaps offsets, that has them in tiles."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -49,19 +49,19 @@ class _Tiled(QuantizeMethodBase):
         return "in tiles" if owner.weight.dim() == 3 else ""
 
 
-class GGUFLinearMethod(_Tiled, parts.GGUFLinearMethod):
+class GGUFLinearMethod(_Tiling, parts.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
-class Int8LinearMethod(_Tiled, parts.Int8LinearMethod):
+class Int8LinearMethod(_Tiling, parts.Int8LinearMethod):
     """Holds codes of eight bits that are made while loading."""
 
 
-class Int4LinearMethod(_Tiled, parts.Int4LinearMethod):
+class Int4LinearMethod(_Tiling, parts.Int4LinearMethod):
     """Holds codes of four bits that are made while loading."""
 
 
-METHODS: Mapping[str, type[_Tiled]] = {
+METHODS: Mapping[str, type[_Tiling]] = {
     "gguf_linear_method": GGUFLinearMethod,
     "int8_linear_method": Int8LinearMethod,
     "int4_linear_method": Int4LinearMethod,

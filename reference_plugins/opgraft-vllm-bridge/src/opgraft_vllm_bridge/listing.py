@@ -17,7 +17,7 @@ from opgraft_vllm_bridge.uses import Use
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedUse:
     """A name of vLLM, and where a plugin uses it first."""
 
     name: str
@@ -32,15 +32,15 @@ class Named:
 class Listing:
     """The names that a plugin uses, and the files that cannot be read, with reasons."""
 
-    answered: tuple[Named, ...]
-    missing: tuple[Named, ...]
+    answered: tuple[NamedUse, ...]
+    missing: tuple[NamedUse, ...]
     unreadable: tuple[str, ...]
 
 
 def listing_of(*packages: str) -> Listing:
     """Return the names of vLLM in all files of packages. Nothing of them is imported."""
-    answered: dict[str, Named] = {}
-    missing: dict[str, Named] = {}
+    answered: dict[str, NamedUse] = {}
+    missing: dict[str, NamedUse] = {}
     unreadable = []
     for package in packages:
         for module, file in modules_of(package):
@@ -53,7 +53,7 @@ def listing_of(*packages: str) -> Listing:
                 absent = lacking(use)
                 found = answered if absent is None else missing
                 name = absent or use.name
-                found.setdefault(name, Named(name, f"{file}:{use.line}"))
+                found.setdefault(name, NamedUse(name, f"{file}:{use.line}"))
     # An attribute of a missing name is no further name.
     first = [name for name in sorted(missing) if not _above(name) & missing.keys()]
     return Listing(

@@ -25,7 +25,7 @@ from opgraft_vllm_bridge.porting.entry_points import (
     requirement,
 )
 from opgraft_vllm_bridge.porting.hooks import device_module, guide, plugin_module
-from opgraft_vllm_bridge.porting.rewriting import Rewritten, rewrite
+from opgraft_vllm_bridge.porting.rewriting import RewrittenFile, rewrite
 from opgraft_vllm_bridge.porting.source import Source
 
 GUIDE = "PORTING.md"
@@ -83,7 +83,7 @@ def _parsed(path: str, content: bytes) -> cst.Module:
         ) from error
 
 
-def _rewritten(tree: cst.Module, path: str, platform: str, moved: Collection[str]) -> Rewritten:
+def _rewritten(tree: cst.Module, path: str, platform: str, moved: Collection[str]) -> RewrittenFile:
     try:
         return rewrite(tree, path, platform, moved)
     except RecursionError as error:

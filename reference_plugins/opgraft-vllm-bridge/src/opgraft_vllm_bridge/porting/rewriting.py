@@ -31,14 +31,16 @@ _CURRENT = "vllm.platforms.current_platform"
 
 
 @dataclass
-class Rewritten:
+class RewrittenFile:
     """The new text of a file, and what of it has no counterpart."""
 
     code: str
     uncovered: list[Uncovered]
 
 
-def rewrite(tree: cst.Module, file: str, platform: str, moved: Collection[str] = ()) -> Rewritten:
+def rewrite(
+    tree: cst.Module, file: str, platform: str, moved: Collection[str] = ()
+) -> RewrittenFile:
     """Rewrite a file; ``platform`` is the name that a platform class gets, ``moved`` are texts that others replace."""
     wrapper = MetadataWrapper(tree)
     rewriter = _Rewriter(file, platform, moved)
@@ -52,7 +54,7 @@ def rewrite(tree: cst.Module, file: str, platform: str, moved: Collection[str] =
     for home, name in needed:
         AddImportsVisitor.add_needed_import(context, home, name)
     module = AddImportsVisitor(context).transform_module(module) if needed else module
-    return Rewritten(module.code, sorted(rewriter.uncovered, key=lambda one: one.line))
+    return RewrittenFile(module.code, sorted(rewriter.uncovered, key=lambda one: one.line))
 
 
 class _Rewriter(cst.CSTTransformer):
