@@ -161,10 +161,11 @@ def misshapen_by(
     """Return an error with the name of the kernel that has made a model raise ``error``.
 
     The passes are computed once more. A kernel is to blame if the result has another dtype or shape
-    than the result of the native definition.
+    than the result of the native definition. If there is none, the error names the first
+    replacement that has no native definition.
 
     Returns:
-        The error; ``None`` if no kernel is to blame.
+        The error; ``None`` if neither is there.
     """
     if isinstance(error, PluginError) or not host_state().active:
         return None
@@ -179,7 +180,25 @@ def misshapen_by(
             logger.debug("computing a step once more raised %s", described(again))
     for place, sentence in found.misshapen.items():
         return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
+    for replacement in _uncompared(model):
+        told = f"{described(error)}. Besides, {_in_use(replacement)}"
+        return PluginError(told, replacement.location)
     return None
+
+
+def _uncompared(model: nn.Module) -> Iterator[Replacement]:
+    """Yield the replacements in a model whose results no native definition tells."""
+    for module in model.modules():
+        method = getattr(module, _OF_WEIGHTS, None)
+        found = [_replacement_of(type(module)), _replacement_of(type(method))]
+        if isinstance(module, CustomOp) and not _is_comparable(without_compiler(module.binding)):
+            found.append(module.binding.replacement.winner)
+        yield from (each for each in found if each is not None)
+
+
+def _is_comparable(binding: Binding) -> bool:
+    target: Any = binding.replacement.target
+    return native_of(binding) is not None and target.repeatable
 
 
 def _constant_without_number(model: nn.Module) -> str:
@@ -252,12 +271,15 @@ def replaced_among(parts: Iterable[object]) -> str:
     for part in parts:
         replacement = _replacement_of(type(part))
         if replacement is not None:
-            name = replacement.cls.__qualname__
-            place = f"{replacement.provider} at {replacement.location}"
-            setting = _setting(replacement)
-            told = f"a replaced class is in use: {name} of {place}; to go without it: {setting}"
-            return printable(told)
+            return _in_use(replacement)
     return ""
+
+
+def _in_use(replacement: Replacement) -> str:
+    name = replacement.cls.__qualname__
+    place = f"{replacement.provider} at {replacement.location}"
+    setting = _setting(replacement)
+    return printable(f"a replaced class is in use: {name} of {place}; to go without it: {setting}")
 
 
 def fault_of_class(cls: type, fault: str) -> PluginError:
@@ -306,10 +328,10 @@ def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
         return
     binding = without_compiler(bound)
     native = native_of(binding)
-    target: Any = binding.replacement.target
-    if native is None or not target.repeatable:
+    if native is None or not _is_comparable(binding):
         _watch_replacement(op, found, undo)
         return
+    target: Any = binding.replacement.target
     state = host_state()
     name = op_name_of(target, state) or target.__qualname__
     location = binding.kernel.winner.location

@@ -138,6 +138,24 @@ def exits_as_errors() -> Iterator[None]:
             raise own from error
 
 
+@contextmanager
+def plugins_named() -> Iterator[None]:
+    """Name the plugin in whose code an exception is raised, and the setting to go without it.
+
+    Raises:
+        PluginError: code of a plugin raised an exception other than opgraft's own.
+    """
+    try:
+        yield
+    except OpgraftError:
+        raise
+    except Exception as error:
+        told = explain_exception(error)
+        if told is None or not told.of_plugin:
+            raise
+        raise PluginError(f"{described(error)}, {told}", told.location) from error
+
+
 def exit_of_plugin(error: BaseException) -> PluginError | None:
     """Return an error about a plugin that raised an exit; None for other code and for signals."""
     if _by_signal(error):

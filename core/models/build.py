@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
+from opgraft.binding.provenance import plugins_named
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.config.environment import PLATFORM
 from opgraft.distributed.groups import get_pp_group, parallelism
@@ -38,6 +39,7 @@ from opgraft.registry.op_classes import location_of
 
 @opened_once()
 @without_collections()
+@plugins_named()
 def load_model(opgraft_config: OpgraftConfig) -> Model:
     """Construct the model of ``opgraft_config.model`` and load the checkpoint.
 
@@ -51,6 +53,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         DistributedError: a size of ``parallel`` is more than 1 and not the number of ranks of this
             process's group, or there are several pipeline stages and the model is not cut.
         ConfigError: torch cannot use the device ``load.device``.
+        PluginError: code of a plugin raised, such as the constructor of a replaced op.
     """
     resolved = opgraft_config.resolved()
     name = _name_of_model(resolved)
@@ -81,6 +84,7 @@ def _addresses(model: Model) -> Iterator[range]:
             yield range(begin, begin + parameter.nbytes)
 
 
+@plugins_named()
 def describe_model(opgraft_config: OpgraftConfig) -> Model:
     """Construct this rank's shard of the model as ``load_model`` does, without memory or weights.
 

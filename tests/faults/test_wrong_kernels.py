@@ -608,6 +608,32 @@ def test_a_result_that_an_encoder_refuses(site: Site, encoder: Path) -> None:
     assert "the result is float64 [" in str(error.value)
 
 
+LAYERS = {
+    "an embedding": kernel(
+        "VocabParallelEmbedding", "forward(self, *given)", "return super().forward(*given).double()"
+    ),
+    "an attention layer": kernel(
+        "Attention", "forward(self, query, *given)", "return super().forward(query, *given)[:1]"
+    ),
+    "a weight method": class_of(
+        "opgraft.ops.linear.methods",
+        "UnquantizedLinearMethod",
+        "apply(self, *given, **others): return super().apply(*given, **others)[..., :3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_result_of_a_layer_that_the_next_op_refuses(site: Site, llama: Path, case: str) -> None:
+    """A layer without a native definition is named, and the op that was called next is not."""
+    site.plugin("acme", LAYERS[case])
+    with LLM(str(llama), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "a replaced class is in use: Acme of acme 1.0 at" in str(output)
+    assert place(site).removeprefix("at ") in str(output)
+    assert "of opgraft" not in str(output)
+
+
 def test_an_error_that_no_kernel_has_caused(
     site: Site, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -817,6 +843,26 @@ def test_an_op_class_that_ends_the_process(
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: SystemExit: 3, raised in op rms_norm, by Acme.__init__ of acme")
     assert place(site) in line
+
+
+WHILE_BUILT = {
+    "an op": kernel("RMSNorm", CONSTRUCTOR, "raise ValueError('no such device')"),
+    "a weight method": class_of(
+        "opgraft.ops.linear.methods",
+        "UnquantizedLinearMethod",
+        "create_weights(self, *given, **others): raise ValueError('no such device')",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHILE_BUILT)
+def test_a_class_that_raises_while_a_model_is_built(site: Site, llama: Path, case: str) -> None:
+    """The error has the plugin, its line and the setting to go without it."""
+    site.plugin("acme", WHILE_BUILT[case])
+    words = r"ValueError: no such device, raised .*of acme 1\.0 at .*; to go without it: OPGRAFT_"
+    with pytest.raises(PluginError, match=words) as told:
+        LLM(str(llama), **SMALL)
+    assert place(site).removeprefix("at ") in str(told.value)
 
 
 def end(number: int, frame: Any) -> None:
