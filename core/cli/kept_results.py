@@ -55,7 +55,7 @@ def key() -> str | None:
         parts = {
             "python": [sys.version, sys.executable, sys.path],
             "installed": sorted(_installed()),
-            "opgraft": sorted(states_of(_own_files())),
+            "opgraft": sorted(states_of(own_files())),
             "offers": list(map(_described, discover().distributions.values())),
             "problems": list(map(str, discover().problems)),
             "objections": [objection(offer, settings) for offer in discover().offers],
@@ -103,8 +103,10 @@ def _installed() -> Iterator[str]:
                     yield name
 
 
-def _own_files() -> Iterator[str]:
-    for folder, _, names in os.walk(os.path.dirname(version.__file__)):
+def own_files() -> Iterator[str]:
+    """Yield the source files of opgraft."""
+    package = os.path.dirname(os.path.dirname(version.__file__))
+    for folder, _, names in os.walk(package):
         for name in names:
             if name.endswith(".py"):
                 yield os.path.join(folder, name)

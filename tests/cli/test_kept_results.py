@@ -119,6 +119,14 @@ def test_a_change_makes_another_result(
     assert after not in (before, None)
 
 
+def test_every_module_of_opgraft_counts() -> None:
+    """The files that a result depends on have opgraft's facade, and the modules below all folders."""
+    folder = Path(opgraft.__file__).parent
+    counted = {Path(name).relative_to(folder).as_posix() for name in kept_results.own_files()}
+    assert {"__init__.py", "errors.py", "base/version.py", "cli/kept_results.py"} <= counted
+    assert "engine/planning/splits.py" in counted
+
+
 def test_a_setting_makes_another_result() -> None:
     """Its value counts, and who has set it."""
     before = key()
