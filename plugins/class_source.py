@@ -21,6 +21,7 @@ from opgraft.plugins.kept_properties import PROPERTIES, checked
 from opgraft.plugins.metadata import specs_of
 from opgraft.plugins.probing import TIME_LIMIT, ProbeFailed, spec_of
 from opgraft.registry.decision import Provider
+from opgraft.registry.watching import told_when_late
 
 _LARGEST = 1 << 22  # bytes of a source file
 _DEEPEST = 20  # classes above each other
@@ -112,8 +113,10 @@ def verify(offer: Offer, time_limit: float = TIME_LIMIT) -> SourceFindings:
     if offer.bridge is not None:
         return SourceFindings(unknown="its class and its settings")
     child = importlib.import_module("opgraft.machine.child")
+    what = f"the class of platform {offer.name!r} of {offer.provider}"
     try:
-        reply = child.ask_child(_CHILD, (offer.name, offer.value), None, time_limit)
+        with told_when_late(what, offer.provider, time_limit):
+            reply = child.ask_child(_CHILD, (offer.name, offer.value), None, time_limit)
         return SourceFindings(reply["fault"], str(reply["unknown"]))
     except (ChildError, KeyError, TypeError) as error:
         return SourceFindings(unknown=f"its class and its settings ({error})")

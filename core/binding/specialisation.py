@@ -693,13 +693,14 @@ def _checked_constructor(op_class: Any, owner: type) -> Callable[..., None]:
     construct = op_class.__init__
     provider = discover().provider_of(owner.__module__)
     own = vars(owner)[_INIT]
-    keeping = watching.Keeping(f"{owner.__qualname__}.__init__ of {provider}", provider, own)
+    what = f"{owner.__qualname__}.__init__ of {provider}"
+    keeping = watching.Keeping(what, provider, own)
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its frame says so
         cause = None
         try:
-            with keeping.step():
+            with watching.told_when_late(what, provider), keeping.step():
                 construct(self, *args, **kwargs)
         except AttributeError as error:
             # torch says neither which class is at fault nor what to do.

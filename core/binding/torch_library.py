@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from opgraft.errors import ConflictError
 from opgraft.registry.declarations import redefines
+from opgraft.registry.state import ACTIVATING, host_state
 from torch.library import Library, infer_schema, register_fake
 
 NAMESPACE = "opgraft"
@@ -53,16 +55,28 @@ def direct_register_custom_op(
     if known is not None and redefines(known, op_func):
         del _registered[qualname]
     if hasattr(getattr(torch.ops, namespace), op_name):
+        owner = f" by {known.__module__}.{known.__qualname__}" if known else ""
         raise ConflictError(
-            f"torch.ops.{namespace}.{op_name} is registered already, so "
+            f"torch.ops.{namespace}.{op_name} is registered already{owner}, so "
             f"{op_func.__module__}.{op_func.__qualname__} cannot be: choose another op_name, or a "
             "target_lib with a namespace of the plugin's own"
         )
-    # Torch has no annotations here.
-    library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     schema = infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
-    library.define(op_name + schema, tags=tuple(tags))
-    library.impl(op_name, op_func, dispatch_key or "CompositeExplicitAutograd")
-    if fake_impl is not None:
-        register_fake(qualname, fake_impl, lib=library)
-    _registered[qualname] = (op_func, library)
+
+    def register() -> Callable[[], None]:
+        # Torch has no annotations here.
+        library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+        library.define(op_name + schema, tags=tuple(tags))
+        library.impl(op_name, op_func, dispatch_key or "CompositeExplicitAutograd")
+        if fake_impl is not None:
+            register_fake(qualname, fake_impl, lib=library)
+        _registered[qualname] = (op_func, library)
+        return partial(_registered.pop, qualname, None)
+
+    state = host_state()
+    transaction = ACTIVATING.get() or state.loading.transaction
+    # A library of the plugin's own may hold other ops, too, so it stays.
+    if transaction is None or target_lib is not None:
+        register()
+    else:
+        state.declare(f"torch op {op_name}", transaction.provider, register)

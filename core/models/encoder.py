@@ -300,6 +300,12 @@ class BertModel(Model):
         quant_config = quantization_config(opgraft_config, self)
         first_position = self.first_position(config)
         rows = config.max_position_embeddings - first_position
+        if rows < 1:
+            raise ModelError(
+                f"{type(config).__name__}: max_position_embeddings is "
+                f"{config.max_position_embeddings}, and the first token takes the position "
+                f"{first_position}: correct config.json"
+            )
         self.max_position = min(self.max_position, rows)
         self.embeddings = EncoderEmbeddings(
             config, first_position, quant_config, joined(prefix, "embeddings")
@@ -412,7 +418,13 @@ class RobertaModel(BertModel):
     @staticmethod
     def first_position(config: Any) -> int:
         # The position of padding has the number of the padding token.
-        return int(config.pad_token_id) + 1
+        padding = config.pad_token_id
+        if not isinstance(padding, int) or padding < 0:
+            raise ModelError(
+                f"{type(config).__name__}: pad_token_id is {padding!r:.40}, and positions begin "
+                "after its number: give the token of padding in config.json, usually 1"
+            )
+        return padding + 1
 
 
 @PluggableClass.register("XLMRobertaModel")

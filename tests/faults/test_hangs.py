@@ -155,6 +155,15 @@ def test_what_replacements_are_asked(site, caplog, asked: str) -> None:
     assert f"{told} OPGRAFT_PLUGINS_DISABLE=acme goes without it." in waits(caplog)
 
 
+def test_the_constructor_of_a_replacement(site, caplog) -> None:
+    """An op that a script constructs itself is waited for no more silently than one of a model."""
+    body = f"RMSNorm.__init__(self, *given, **others)\n        {LONG}"
+    site.plugin("acme", KERNEL.format("__init__(self, *given, **others)", body))
+    RMSNorm(8)
+    told = "still waiting for Acme.__init__ of acme 1.0: opgraft has waited for 5 s."
+    assert waits(caplog) == [f"{told} OPGRAFT_PLUGINS_DISABLE=acme goes without it."]
+
+
 @pytest.mark.parametrize("asked", CHECKS)
 def test_what_replacements_are_asked_interrupts(site, capsys, asked: str) -> None:
     """An interrupt that nobody has sent is the plugin's error, and opgraft goes on without the kernel."""

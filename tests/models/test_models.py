@@ -191,6 +191,25 @@ def test_encoders_with_older_names(architecture: str, base: str, tmp_path: Path)
         assert torch.equal(encoded(str(tmp_path / folder)), expected)
 
 
+@pytest.mark.parametrize(
+    ("padding", "words"),
+    [
+        (None, "pad_token_id is None, and positions begin after its number"),
+        (-1, "pad_token_id is -1, and positions begin after its number"),
+        (5000, "and the first token takes the position 5001"),
+    ],
+)
+def test_positions_that_no_row_is_for(padding: int | None, words: str, tmp_path: Path) -> None:
+    """An encoder whose positions begin after padding needs the number of padding, and rows after it."""
+    config = transformers.RobertaConfig(**{**SIZES, "pad_token_id": 1})
+    saved(transformers.RobertaModel(config), tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(values | {"pad_token_id": padding}), "utf-8")
+    with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)
+
+
 @pytest.mark.parametrize("path", ["", "model."])
 def test_a_base_decoder_with_a_head(path: str, tmp_path: Path) -> None:
     """A base model is loaded from a checkpoint of the whole one, whose head has no place in it."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Site
 from opgraft import CustomOp, OpgraftConfig, current_platform, load_plugins, set_config
+from opgraft.binding import torch_library
 from opgraft.binding.functional import FUNCTIONALS, unregister
 from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
@@ -41,6 +42,11 @@ class AcmeClass(PluggableClass):
 @register_functional("acme_op", fake=lambda x: x.clone())
 def acme_form(x: "torch.Tensor") -> "torch.Tensor":
     return x.clone()
+
+def acme_fast(x: "torch.Tensor") -> "torch.Tensor":
+    return x.clone()
+
+opgraft.direct_register_custom_op("acme_fast", acme_fast)
 """.replace('"torch.Tensor"', "torch.Tensor").replace("import os\n", "import os\nimport torch\n")
 
 DEVICE = """
@@ -81,18 +87,20 @@ def declared() -> dict[str, bool]:
         "op": "acme_op" in CustomOp.op_registry,
         "class": "acme_class" in registry.classes,
         "form": "acme_form" in FUNCTIONALS and hasattr(opgraft.NATIVE, "acme_form"),
+        "torch op": hasattr(torch.ops.opgraft, "acme_fast"),
     }
 
 
 @pytest.fixture(autouse=True)
 def no_form_stays() -> Iterator[None]:
-    """Forget the form of a test, which a fresh host does not."""
+    """Forget the form and the torch op of a test, which a fresh host does not."""
     yield
     if "acme_form" in FUNCTIONALS:
         unregister(FUNCTIONALS["acme_form"])
+    torch_library._registered.pop("opgraft::acme_fast", None)
 
 
-NOTHING = dict.fromkeys(("replacement", "op", "class", "form"), False)
+NOTHING = dict.fromkeys(("replacement", "op", "class", "form", "torch op"), False)
 EVERYTHING = dict.fromkeys(NOTHING, True)
 
 
