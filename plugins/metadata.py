@@ -20,7 +20,7 @@ from opgraft.base.files import read_regular
 from opgraft.base.text import described
 from opgraft.errors import PluginError
 from opgraft.registry.decision import Provider
-from opgraft.registry.watching import told_when_late
+from opgraft.registry.watching import own_interrupts_as_errors, told_when_late
 
 LARGEST = MappingProxyType({"entry_points.txt": 1 << 20, "RECORD": 1 << 26})
 """Bytes of a file; of others ``_LARGEST``."""
@@ -67,7 +67,7 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
         listed: list[importlib_metadata.Distribution] = []
         failure: BaseException | None = None
         try:
-            with _told_when_late(finder, "distributions"):
+            with _told_when_late(finder, "distributions"), own_interrupts_as_errors():
                 listed.extend(islice(find(everything), _MOST))
             if len(listed) == _MOST:
                 raise ValueError(f"it has more than {_MOST:,} distributions")

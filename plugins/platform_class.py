@@ -147,7 +147,7 @@ def _place_of(offer: Offer, spec: Any, cls: Any, error: BaseException) -> str | 
     # A function that loads the class may be code of a bridge to another host.
     named = path if isinstance(path, str) else offer.module
     module, _, name = named.partition(":")
-    home = getattr(cls, "__module__", module)
+    home = cls.__module__ if isinstance(cls, type) else module
     for package in (offer.package, home.partition(".")[0]):
         place = raised_in(package, error)
         if place is not None:

@@ -40,7 +40,7 @@ from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
-from opgraft.registry.watching import told_when_late
+from opgraft.registry.watching import own_interrupts_as_errors, told_when_late
 
 TIME_LIMIT = 10.0  # seconds
 
@@ -180,10 +180,12 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
                 f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec",
                 _place_of(spec),
             )
-        evidence = spec.probe(machine)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ProbeFailed):
-            raise
+        with own_interrupts_as_errors():
+            evidence = spec.probe(machine)
+    # An interrupt from outside.
+    except (ProbeFailed, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         if isinstance(error, PluginError):  # of a bridge, which says where the fault is
             raise ProbeFailed(f"probe {offer.value}: {error}", error.location) from error
         place = _place_of_error(offer, spec, error)

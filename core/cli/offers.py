@@ -146,7 +146,8 @@ def _groups() -> Iterator[tuple[Provider, list[str]]]:
 
 def _meant(group: str) -> list[str]:
     """Return the groups of opgraft that a misspelt group may stand for; none for other hosts."""
-    host = re.split(r"\W|_", group.lower(), maxsplit=1)[0]
+    spelled = group.strip().lower()
+    host = re.split(r"\W|_", spelled, maxsplit=1)[0]
     if not near_matches(host, [HOST_DISTRIBUTION]):
         return []
-    return near_matches(group.lower(), [*KINDS, SETTINGS_GROUP])
+    return near_matches(spelled, [*KINDS, SETTINGS_GROUP])

@@ -169,8 +169,8 @@ def _options_of_plugins(ctx: click.Context) -> Sequence[click.Option]:
     """Return an option for each setting of a plugin, made once for each call of a command."""
     made: list[click.Option] | None = ctx.meta.get(_OF_PLUGINS)
     if made is None:
-        # A shell that completes has no place for a warning.
-        with silent() if ctx.resilient_parsing else nullcontext():
+        # A shell that completes has no place for a warning. Finders and plugins may print.
+        with silent() if ctx.resilient_parsing else nullcontext(), answers_apart():
             made = _made_for_plugins()
         ctx.meta[_OF_PLUGINS] = made
     return made

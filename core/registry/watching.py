@@ -73,7 +73,7 @@ def watching_code(what: str, provider: Provider | None) -> Iterator[None]:
         listener.begins(printable(what), provider)
     try:
         patience = nullcontext() if LISTENERS else told_when_late(what, provider)
-        with patience, _own_interrupts_as_errors():
+        with patience, own_interrupts_as_errors():
             yield
     finally:
         for listener in LISTENERS:
@@ -356,7 +356,7 @@ def _in_main_thread() -> bool:
 
 
 @contextmanager
-def _own_interrupts_as_errors() -> Iterator[None]:
+def own_interrupts_as_errors() -> Iterator[None]:
     """Turn a ``KeyboardInterrupt`` of the code itself into an error.
 
     Raises:

@@ -46,7 +46,14 @@ def found(check) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "group", ["opgraft.plugin", "opgraft_plugins", "opgraft.platform", "opgrafts.plugins"]
+    "group",
+    [
+        "opgraft.plugin",
+        "opgraft_plugins",
+        "opgraft.platform",
+        "opgrafts.plugins",
+        " opgraft.plugins ",
+    ],
 )
 def test_a_misspelt_entry_point_group(cli, site, group: str) -> None:
     """A group that nothing reads and that is nearly one of opgraft's is named, with the right one."""

@@ -133,6 +133,11 @@ ROWS: dict[str, tuple[Plant, tuple[str, ...], str | None]] = {
         ("Finder", f"{ASKED}SystemExit: 3"),
         None,
     ),
+    "a finder that is interrupted": (
+        finder(raises(KeyboardInterrupt())),
+        ("Finder", f"{ASKED}PluginError: its code raised KeyboardInterrupt, which nobody has sent"),
+        None,
+    ),
     "a finder that raises later": (
         finder(found_then_raises),
         ("Finder", f"{ASKED}OSError: the disk is gone"),

@@ -150,10 +150,13 @@ HARMLESS = {
 
 ENDS = {
     "a probe that exits": ("raise SystemExit(0)", "raised SystemExit: 0 at"),
-    "a probe that is interrupted": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "a probe that is interrupted": (
+        "raise KeyboardInterrupt",
+        "KeyboardInterrupt, which nobody has sent, at ",
+    ),
     "a probe that raises what is no Exception": (
         "raise type('Odd', (BaseException,), {})('odd')",
-        "odd",
+        "raised Odd: odd at ",
     ),
     "an error without words": (
         "class Bad(Exception):\n        def __str__(self): raise KeyError('no')\n    raise Bad",

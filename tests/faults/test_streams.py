@@ -134,3 +134,21 @@ def test_finders_that_raise(cold_cli, site, name: str) -> None:
         "error: the finder sitecustomize.Finder on sys.meta_path raised RuntimeError: the disk is gone at an import "
         f"({site.folder}/sitecustomize.py:{line}): uninstall the package that puts it there, or mend it\n"
     )
+
+
+def test_a_finder_that_prints(cold_cli, site) -> None:
+    """Standard output has the answer alone, though options of plugins are looked for before a command."""
+    (site.folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, *given): return None\n"
+        "    def find_distributions(self, context):\n"
+        "        print('hello from a finder')\n"
+        "        os.write(1, b'and from C')\n"
+        "        return []\n"
+        "sys.meta_path.append(Finder())\n"
+    )
+    ended = cold_cli("detect", "--json")
+    assert json.loads(ended.stdout)
+    assert "hello from a finder" in ended.stderr
+    assert "and from C" in ended.stderr
