@@ -13,6 +13,7 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.errors import VocabularyError, close_matches
 from opgraft.models.extras import import_extra
+from opgraft.models.gguf_ends import TOKENS, with_control_tokens
 from opgraft.models.gguf_splits import REFUSED, VOCABULARIES, VocabularyCuts
 from opgraft.models.settings_keys import GGUF_TOKENIZER, refusals
 
@@ -206,9 +207,9 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
     # 0 is no type, so that the file has no token of a special type.
-    usual = [0] * len(metadata["tokenizer.ggml.tokens"])
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type", usual)
-    return types
+    usual = [0] * len(metadata[TOKENS])
+    types = list(metadata.get("tokenizer.ggml.token_type", usual))
+    return with_control_tokens(metadata, types, _CONTROL)
 
 
 def _spelled_vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -6,9 +6,7 @@ from typing import Any
 
 from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights, read_json
-
-_ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""Keys of a GGUF file for tokens that end an answer in llama.cpp, beside ``eos_token_id``."""
+from opgraft.models.gguf_ends import ends_of_answers
 
 SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 """The key of a GGUF file for tokens that no answer may have."""
@@ -18,8 +16,8 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
     """Return the ids that end an answer: of the tokenizer, the model's config and the checkpoint.
 
     Chat models often end a turn with another token than the tokenizer's. Only the checkpoint names
-    this token: in ``generation_config.json``, or under keys such as ``eot_token_id`` in a GGUF
-    file.
+    this token: in ``generation_config.json``, or in a GGUF file under keys such as
+    ``eot_token_id``, or by its text.
 
     Raises:
         CheckpointError: ``generation_config.json`` cannot be read, or has wrong ids.
@@ -39,8 +37,7 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
 def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     """Return an id or a list of ids from the checkpoint; None if there is none."""
     if weights.is_gguf:
-        keys = [f"tokenizer.ggml.{end}_token_id" for end in _ENDS]
-        return [weights.metadata.get(key) for key in keys]
+        return list(ends_of_answers(weights.metadata))
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     file = folder / "generation_config.json"
     found = read_json(file).get("eos_token_id") if file.is_file() else None

@@ -60,3 +60,25 @@ def test_ends_of_turns_in_gguf(tmp_path: Path) -> None:
     """A GGUF file has a key for them beside the end of the text."""
     metadata = {"general.architecture": "llama", "tokenizer.ggml.eot_token_id": 32007}
     assert stops(tmp_path / "model.gguf", **metadata) == {1, 2, 32007}
+
+
+ENDS = {
+    "a chat model without a key": (["a", "<|im_end|>", "<|endoftext|>"], {}, {1, 2}),
+    "a key and a text": (["a", "<end_of_turn>"], {"eot_token_id": 0}, {0, 1}),
+    "a model of code": (["<fim_pad>", "<|fim_pad|>", "<|file_sep|>"], {}, {1, 2}),
+    "a model of code with a key": (["<fim_pad>", "<|fim_pad|>"], {"fim_pad_token_id": 0}, {0}),
+    "messages that go on": (["<|end|>", "<|return|>", "<|call|>"], {}, {1, 2}),
+    "a turn that ends": (["<|end|>", "<|return|>"], {}, {0, 1}),
+    "no such token": (["a", "b"], {}, set()),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_ends_by_text_in_gguf(case: str, tmp_path: Path) -> None:
+    """As llama.cpp does, tokens are known by their text where the file has no key."""
+    tokens, keys, expected = ENDS[case]
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in keys.items()}
+    metadata |= {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens}
+    tokenizer = config = SimpleNamespace(eos_token_id=None)
+    weights = Weights(tmp_path / "model.gguf", {}, metadata)
+    assert stop_tokens(tokenizer, config, weights, 200) == expected
