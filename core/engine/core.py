@@ -215,14 +215,18 @@ class EngineCore:
         full = sum(kind.sliding_window is None for kind in kinds)
         # Layers with a window hardly cost a long sequence anything.
         blocks_of_a_place = full or len(kinds) or 1
-        return self.cache.pool.num_blocks // blocks_of_a_place * self.cache.block_size
+        places = self.cache.pool.num_blocks // blocks_of_a_place
+        return places * self.cache.block_size
 
     def capacity(self) -> str:
         """Return the sizes of the cache as a sentence for the log."""
-        states = f"{self.cache.num_states:,} states and " if self.cache.states else ""
-        blocks = f"{self.cache.pool.num_blocks:,} blocks of {self.cache.block_size}"
-        held = f"the cache holds {states}{self.cache_tokens:,} tokens in {blocks}"
-        return f"{held}; the longest context has {self.max_model_len:,}"
+        cache = self.cache
+        blocks = f"{cache.pool.num_blocks:,} blocks of {cache.block_size}"
+        held = f"{self.cache_tokens:,} tokens in {blocks}"
+        if cache.states:
+            held = f"{cache.num_states:,} states and {held}"
+        longest = f"the longest context has {self.max_model_len:,}"
+        return f"the cache holds {held}; {longest}"
 
     @property
     def has_work(self) -> bool:

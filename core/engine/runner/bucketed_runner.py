@@ -286,8 +286,10 @@ class BucketedModelRunner(ModelRunner):
         for begin in range(0, len(copies), COPIES):
             pairs = [*copies[begin : begin + COPIES]]
             # A copy of the block for padding onto itself fills up the fixed number.
-            pairs += [(self.scratch, self.scratch)] * (COPIES - len(pairs))
-            self._copy(torch.tensor(pairs).to(self.device), *self.tensors)
+            padding = (self.scratch, self.scratch)
+            pairs += [padding] * (COPIES - len(pairs))
+            blocks = torch.tensor(pairs).to(self.device)
+            self._copy(blocks, *self.tensors)
 
     def _add(self, new: NewSequence) -> None:
         if new.params.prompt_logprobs is not None:

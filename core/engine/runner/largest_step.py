@@ -174,7 +174,8 @@ def _count(widths: _Widths, path: str, module: nn.Module) -> bool:
 
 def _count_experts(widths: _Widths, path: str, layer: FusedMoE) -> None:
     shape = layer.moe_config
-    inner, outer = shape.intermediate_size_per_partition, shape.hidden_dim
+    inner = shape.intermediate_size_per_partition
+    outer = shape.hidden_dim
     visited = layer.top_k * (3 * inner + 2 * outer)
     matrices = layer.num_experts * 3 * inner * outer
     widths.add(path, visited, matrices * _copies(layer))

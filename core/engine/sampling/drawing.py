@@ -53,9 +53,11 @@ class Filters:
         k = torch.tensor(counts, device=device)
         p = torch.tensor(shares, dtype=torch.float64, device=device)
         # Rounded to float32, because logits are compared with these numbers.
-        share = torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
+        exact = torch.tensor(min_p, dtype=torch.float64, device=device).log()
+        share = exact.float().double()
         whole = torch.tensor(unlimited, device=device)
-        return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
+        columns = (each.unsqueeze(1) for each in (k, p, share, whole))
+        return cls(*columns)
 
     def take(self, rows: Tensor | slice) -> Filters:
         """Return the filters of some of the rows."""
@@ -231,8 +233,10 @@ def _last_of_nucleus(
 ) -> tuple[Tensor, Tensor]:
     """Return the least logit of ``count`` tokens, or ``least`` without top-p, and its ties."""
     has_top_p = filters.top_p.isfinite()
-    limit = torch.where(has_top_p, values.gather(1, count - 1), least)
-    above = (values > limit).sum(-1, keepdim=True)
+    last = values.gather(1, count - 1)
+    limit = torch.where(has_top_p, last, least)
+    is_above = values > limit
+    above = is_above.sum(-1, keepdim=True)
     ties = torch.where(has_top_p, count - above, values.shape[1])
     return limit, ties
 
@@ -244,6 +248,9 @@ def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, keys: T
     """
     ids, order = ids.sort(dim=-1)
     values = values.gather(1, order)
+    above = values > limit
     level = values == limit
-    kept = (values > limit) | (level & (level.cumsum(-1) <= ties))
-    return _draw_among_ids(values.exp() * kept, ids, keys)
+    first = level.cumsum(-1) <= ties
+    kept = above | (level & first)
+    masses = values.exp() * kept
+    return _draw_among_ids(masses, ids, keys)

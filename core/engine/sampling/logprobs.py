@@ -71,8 +71,9 @@ def _likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[tuple[int,
         rows = [row for row, own in enumerate(counts) if own == count]
         part = logprobs if len(rows) == len(counts) else logprobs[rows]
         top = part.topk(min(count, logprobs.shape[1]))
-        pairs = zip(rows, top.indices.tolist(), top.values.tolist(), strict=True)
-        for row, ids, values in pairs:
+        all_ids = top.indices.tolist()
+        all_values = top.values.tolist()
+        for row, ids, values in zip(rows, all_ids, all_values, strict=True):
             found[row] = tuple(zip(ids, values, strict=True))
     return found
 
@@ -92,6 +93,9 @@ def prompt_logprobs(
         Log-probabilities of the tokens from ``start + 1`` on. The first token of a prompt has none,
         and the logits of the last position belong to the first sampled token.
     """
-    following = list(prompt[start + 1 : start + 1 + len(logits)])
+    first = start + 1
+    following = list(prompt[first : first + len(logits)])
     tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
-    return token_logprobs(logits[: len(following)], tokens, [count] * len(following))
+    number = len(following)
+    counts = [count] * number
+    return token_logprobs(logits[:number], tokens, counts)

@@ -47,10 +47,13 @@ def within_nucleus(scaled: Tensor, mass: Tensor, top_p: Tensor, min_p: Tensor) -
 
 def _mass_of_likelier(values: Tensor, reached: Tensor, end: Tensor) -> Tensor:
     # For each token in the range ``end``, with the logits ``values``.
-    previous = reached.gather(1, (end - 1).clamp(min=0))
+    last = (end - 1).clamp(min=0)
+    previous = reached.gather(1, last)
     before = torch.where(end > 0, previous, 0.0)
-    sums = values.double().exp().cumsum(-1)
-    return before + torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    masses = values.double().exp()
+    sums = masses.cumsum(-1)
+    shifted = torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    return before + shifted
 
 
 def _keep_likeliest(

@@ -173,9 +173,13 @@ def _draw(logits: Tensor, maximum: Tensor, plan: SamplingPlan, batch: SamplingBa
 
 def _scaled(logits: Tensor, maximum: Tensor, plan: SamplingPlan, begin: int, end: int) -> Tensor:
     """Return logits less the greatest of the row, divided by the temperature, for drawn rows."""
-    rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
-    below_greatest = logits[rows] - maximum[rows].unsqueeze(1)
-    return below_greatest.div_(plan.temperature[begin:end])
+    drawn = slice(begin, end)
+    rows: slice | Tensor = drawn
+    if plan.rows is not None:
+        rows = plan.rows[drawn]
+    greatest = maximum[rows].unsqueeze(1)
+    below_greatest = logits[rows] - greatest
+    return below_greatest.div_(plan.temperature[drawn])
 
 
 def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:

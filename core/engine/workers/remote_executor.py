@@ -155,7 +155,9 @@ class RemoteExecutor(Executor):
         if size > len(started.local_ranks):
             return RankPlaces(rank, (THIS_HOST,) * size, tuple(range(size)))
         local_ranks = tuple(local_rank for local_rank, _ in started.local_ranks)
-        hosts = started.hosts or (THIS_HOST,) * size
+        hosts = started.hosts
+        if not hosts:
+            hosts = (THIS_HOST,) * size
         return RankPlaces(rank, hosts, local_ranks, started.devices)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -86,7 +86,8 @@ class StageLink:
         if self._message is not None and self._message[-1].item():
             self._message = None
             text = self.group.recv((_TEXT_BYTES,), torch.uint8, self.device, self._place - 1)
-            raise StageError(bytes(text.tolist()).rstrip(b"\0").decode(errors="replace"))
+            written = bytes(text.tolist()).rstrip(b"\0")
+            raise StageError(written.decode(errors="replace"))
 
     def pass_on(self, hidden_states: Tensor) -> None:
         """Pass ``[streams, tokens, hidden_size]`` on to the next stage, if there is one.
