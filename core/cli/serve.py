@@ -29,6 +29,7 @@ _SHORT = {
     "server.model_name": "--model-name",
     "server.api_key_file": "--api-key-file",
     "server.drain_seconds": "--drain-seconds",
+    "server.lora_modules": "--lora-modules",
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
     "model.chat_template": "--chat-template",

@@ -394,6 +394,15 @@ class ServerConfig(Section):
         default=1 << 18,
         minimum=0,
     )
+    lora_modules: Mapping[str, str] = setting(
+        "adapters by their names for clients, as in sql=/adapters/sql; needs lora.enabled",
+        default={},
+    )
+    lora_updates: bool = setting(
+        "accept /v1/load_lora_adapter and /v1/unload_lora_adapter, by which clients name folders "
+        "of this machine",
+        default=False,
+    )
     request_templates: bool = setting(
         "accept chat templates in requests, and render them in a process with limits",
         default=False,

@@ -357,6 +357,29 @@ class AsyncLLM(FrontEnd):
         named = [(text, placed("text", place, len(texts))) for place, text in enumerate(texts)]
         return await self.prepare(lambda: [prepare(text, name) for text, name in named])
 
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load an adapter before a request names it.
+
+        Raises:
+            RequestError: the adapter cannot be used.
+            EngineError: the engine has ended.
+        """
+        await self._on_engines(lambda engine: engine.core.add_lora(lora_request))
+
+    async def remove_lora(self, number: int) -> None:
+        """Forget the adapter of a number. Requests that name it go on.
+
+        Raises:
+            EngineError: the engine has ended.
+        """
+        await self._on_engines(lambda engine: engine.core.remove_lora(number))
+
+    async def _on_engines(self, function: Callable[[Any], None]) -> None:
+        """Call a function of each engine, in the thread of the engine."""
+        calls = self._replicas.on_engines(function)
+        for call in calls:
+            await asyncio.wrap_future(call)
+
     def _leave(self, streams: Iterable[Stream]) -> None:
         """Abort requests that nobody reads any more."""
         for stream in streams:

@@ -738,6 +738,16 @@ class Replicas:
         found = [replica.engine.stats() for replica in self.each]
         return found[0] if len(found) == 1 else summed(found)
 
+    def on_engines(self, function: Callable[[Any], None]) -> list[Future[None]]:
+        """Call a function of each sound engine, in the engine's thread.
+
+        Raises:
+            EngineError: no replica is left.
+        """
+        self.check()
+        sound = [replica for replica in self.each if replica.fault() is None]
+        return [replica.call(function, replica.engine) for replica in sound]
+
     def explain(self) -> Future[Explanation]:
         """Return the kernel of each op and the class of each part, in the first sound replica.
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from opgraft.base.version import __version__
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
+from opgraft.serving.server.adapters import ServedAdapters
 from opgraft.serving.server.bodies import BodyRoute
 from opgraft.serving.server.chat import Chat
 from opgraft.serving.server.completions import Completion
@@ -27,10 +28,12 @@ from opgraft.serving.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     ErrorAnswer,
+    LoadAdapterRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from opgraft.serving.server.responses import ModelResponse
 from opgraft.serving.server.responses_protocol import ResponsesRequest
@@ -204,17 +207,45 @@ async def show_tokenizer(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List the served model, once for each of its names."""
+    """List the served model, once for each of its names, and its adapters."""
     service = _service(request)
-    return {"object": "list", "data": [service.card(each) for each in service.names]}
+    return {"object": "list", "data": service.cards()}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, request: Request) -> dict[str, Any]:
-    """Show the served model."""
+    """Show the served model, or an adapter."""
     service = _service(request)
     service.expect_model(name)
     return service.card(name)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
+    """Load an adapter, if the operator allows this."""
+    adapters = _changeable_adapters(request)
+    await adapters.load(body.lora_name, body.lora_path, replaces=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
+    """Forget an adapter, if the operator allows this."""
+    await _changeable_adapters(request).unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _changeable_adapters(request: Request) -> ServedAdapters:
+    """Return the adapters.
+
+    Raises:
+        HTTPError: the operator does not allow changes.
+    """
+    service = _service(request)
+    if service.settings.lora_updates:
+        return service.adapters
+    message = "this server keeps its adapters, unless server.lora_updates allows changes"
+    raise HTTPError(403, message, code="not_allowed")
 
 
 @router.get("/health")

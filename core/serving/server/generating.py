@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import Response
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import CompletionOutput, RequestOutput
 from opgraft.serving.server import sampling
@@ -59,6 +60,7 @@ class Generating(ABC, Generic[_B]):
         self.params = SamplingParams()
         self.prompt_ids: Sequence[list[int]] = ()
         self._cached_tokens: list[int] = []
+        self.lora: LoRARequest | None = None
         self.form = form_of(body)
         if self.form is not None:
             self.grammar_field = self.form.field
@@ -125,6 +127,7 @@ class Generating(ABC, Generic[_B]):
             EngineError: the engine has stopped.
         """
         self.service.expect_model(self.body.model)
+        self.lora = self.service.adapters.find(self.body.model)
         expect_no_contradiction(self.body)
         self.service.llm.engine.inputs.expect_priority(self.body.priority or 0)
         await self.service.check()
@@ -182,6 +185,7 @@ class Generating(ABC, Generic[_B]):
             self.grammar_field,
             self.body.priority or 0,
             self.body.cache_salt,
+            self.lora,
         )
 
     def _note(self, number: int, output: RequestOutput, answer_tokens: int) -> None:
@@ -287,8 +291,13 @@ class Generating(ABC, Generic[_B]):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.service.name,
+            "model": self.model_name,
         }
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model for answers: that of the adapter, if the request names one."""
+        return self.service.name if self.lora is None else self.lora.lora_name
 
     @property
     def cached_tokens(self) -> int:

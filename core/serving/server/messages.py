@@ -213,7 +213,7 @@ class Message(TranslatedRequest):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.name,
+            "model": self.model_name,
             "content": [_content(block) for block in self.blocks],
             **self._end(),
             "usage": self._tokens(),

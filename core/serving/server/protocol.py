@@ -678,6 +678,22 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool | None = None
 
 
+class LoadAdapterRequest(Body):
+    """The body of ``/v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Body):
+    """The body of ``/v1/unload_lora_adapter``."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: str
+
+
 class ErrorDetail(Body):
     """The message of an error, and the field at fault."""
 

@@ -262,7 +262,7 @@ class ModelResponse(TranslatedRequest):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "model": self.service.name,
+            "model": self.model_name,
             "output": [self._item(block, self._status(block)) for block in self.blocks],
             "temperature": self.params.temperature,
             "top_p": self.params.top_p,

@@ -15,12 +15,14 @@ from opgraft.base.text import printable
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, text_of
 from opgraft.config.declaration import values_of
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
+from opgraft.serving.server.adapters import ServedAdapters
 from opgraft.serving.server.admission import Admission, Slot
 from opgraft.serving.server.http_metrics import HTTPMetrics
 from opgraft.serving.server.response_store import ResponseStore
@@ -44,6 +46,7 @@ class Job:
         grammar_field: the field of the request with the grammar.
         priority: see ``LLM``.
         cache_salt: see ``LLM``.
+        lora: the adapter, if the request names one.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class Job:
     grammar_field: str
     priority: int = 0
     cache_salt: str | None = None
+    lora: LoRARequest | None = None
 
 
 class Flight:
@@ -88,6 +92,7 @@ class Service:
         names: of the model, for clients.
         name: the first of these, which answers have.
         settings: of the server.
+        adapters: that clients choose by name.
         admission: of requests.
         flights: requests in flight.
         responses: kept ones, for clients that go on with them.
@@ -103,6 +108,7 @@ class Service:
         self.admission = Admission(self.settings)
         self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
         self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+        self.adapters = ServedAdapters(self._model, self.names)
         if not self._model.embeds:
             inputs = self._model.engine.inputs
             self.http_metrics.show(
@@ -174,8 +180,11 @@ class Service:
 
         Raises:
             EngineError: the engine has failed.
+            RequestError: an adapter of ``server.lora_modules`` cannot be used.
         """
         await self._model.warm_up()
+        for name, path in self.settings.lora_modules.items():
+            await self.adapters.load(name, path)
         explanation = await self._model.explain()
         self._exporter.show_kernels(explanation)
         self.kernels = _summary_of_decision(explanation)
@@ -189,10 +198,16 @@ class Service:
         """End a hanging worker in a process of its own."""
         self._model.kill()
 
+    def cards(self) -> list[dict[str, Any]]:
+        """Return the model under each of its names, and its adapters."""
+        return [self.card(each) for each in (*self.names, *self.adapters.names)]
+
     def card(self, name: str) -> dict[str, Any]:
-        """Return the model under one of its names, in the form of OpenAI's lists."""
+        """Return the model or an adapter under one name, in the form of OpenAI's lists."""
+        parent = {} if name in self.names else {"parent": self.name}
         return {
             "id": name,
+            **parent,
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
@@ -277,7 +292,7 @@ class Service:
         Raises:
             HTTPError: the request names another model.
         """
-        if name is not None and name not in self.names:
+        if name is not None and name not in (*self.names, *self.adapters.names):
             message = f"the model {name[:80]!r} is not served here: ask for {self.name!r}"
             raise HTTPError(404, message, field="model", code="model_not_found")
 
@@ -339,6 +354,7 @@ class Service:
             request_id=f"{job.request_id}-{number}",
             priority=job.priority,
             cache_salt=job.cache_salt,
+            lora_request=job.lora,
             arrival=job.arrival,
         )
 

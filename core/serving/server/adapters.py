@@ -1,0 +1,75 @@
+"""``ServedAdapters``: the LoRA adapters that clients choose by the field ``model``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+from opgraft.engine.lora.request import LoRARequest
+from opgraft.errors import HTTPError
+from opgraft.serving.async_llm import AsyncLLM
+
+
+class ServedAdapters:
+    """The adapters of a server by name.
+
+    Args:
+        model: the base model.
+        taken: names of the base model.
+    """
+
+    def __init__(self, model: AsyncLLM, taken: Sequence[str]) -> None:
+        self._model = model
+        self._taken = taken
+        self._numbers = count(1)
+        self._by_name: dict[str, LoRARequest] = {}
+        self._changing = asyncio.Lock()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the adapters, in the order of their loading."""
+        return list(self._by_name)
+
+    def find(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter of a name; ``None`` if there is none."""
+        return None if name is None else self._by_name.get(name)
+
+    async def load(self, name: str, path: str, *, replaces: bool = False) -> None:
+        """Load an adapter for requests that name it.
+
+        Args:
+            name: for clients.
+            path: of the adapter, as of ``LoRARequest``.
+            replaces: an adapter of the name may be there, and is replaced.
+
+        Raises:
+            HTTPError: the name is taken.
+            RequestError: the adapter cannot be used.
+            EngineError: the engine has stopped.
+        """
+        async with self._changing:
+            former = self._by_name.get(name)
+            if name in self._taken or (former is not None and not replaces):
+                message = f"the name {name[:80]!r} is taken: unload the adapter first, or choose"
+                message += " another name"
+                raise HTTPError(400, message, field="lora_name", code="name_taken")
+            wanted = LoRARequest(name, next(self._numbers), path)
+            await self._model.add_lora(wanted)
+            self._by_name[name] = wanted
+            if former is not None:
+                await self._model.remove_lora(former.lora_int_id)
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. Requests that name it already go on.
+
+        Raises:
+            HTTPError: there is no adapter of the name.
+            EngineError: the engine has stopped.
+        """
+        async with self._changing:
+            former = self._by_name.pop(name, None)
+            if former is None:
+                message = f"no adapter is called {name[:80]!r}: see /v1/models"
+                raise HTTPError(404, message, field="lora_name", code="adapter_not_found")
+            await self._model.remove_lora(former.lora_int_id)
