@@ -256,6 +256,11 @@ help.bench-loading = the memory that loading a checkpoint takes on top of its we
 needs.bench-loading = .venv/opgraft
 run.bench-loading = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 
+# BENCH='--rounds 3 --dtype bfloat16', say.
+help.bench-adapters = what LoRA adapters cost requests without one: loaded and unused, and beside others, on SmolLM2
+needs.bench-adapters = .demo/installed .venv/opgraft
+run.bench-adapters = $(DEMO) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/adapters.py $(BENCH)
+
 # BENCH='--quick --cpu-time', or '--rows decode' for a part.
 help.bench-engine = the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB)
 needs.bench-engine = .demo/installed .venv/bench build

@@ -1,7 +1,7 @@
 """The cost of adapters to requests without one: loaded but unused, and beside requests that use them.
 
-Each round measures all rows, one after another, and the ratios are medians over the rounds. A ratio is the
-speed of requests without an adapter, by the CPU time of the process, beside that of an engine without adapters.
+A row is the CPU time of answers by an engine with adapters, over that of the same number of answers by an engine
+without adapters. Each round measures both, one after another, and a row is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,26 @@ import torch
 from clocks import taken
 from opgraft import LLM, LoRARequest, SamplingParams
 from safetensors.torch import save_file
-from timing import Row, report
+from timing import Row, print_table
 
-UNUSED = 0.97
-BESIDE = 0.9
+UNUSED = 1 / 0.97
+BESIDE = 1 / 0.9
 ROWS = 8
 RANK = 16
 PROMPT = 32
 TOKENS = 48
-EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _matrices(
+    path: str, sizes: Mapping[str, tuple[int, int]], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return random matrices for the linear layers of a part of a layer."""
+    tensors = {}
+    for name, (outputs, inputs) in sizes.items():
+        for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+            values = torch.randn(shape, generator=generator) * 0.01
+            tensors[f"{path}.{name}.lora_{matrix}.weight"] = values
+    return tensors
 
 
 def written(folder: Path, config: Any, seed: int) -> str:
@@ -36,22 +48,19 @@ def written(folder: Path, config: Any, seed: int) -> str:
     head = config.hidden_size // heads
     keys = config.num_key_value_heads * head
     hidden, inner = config.hidden_size, config.intermediate_size
-    sizes = dict(
-        zip(
-            EVERYWHERE,
-            ((hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden))
-            + ((inner, hidden), (inner, hidden), (hidden, inner)),
-            strict=True,
-        )
-    )
+    attention = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, hidden),
+    }
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     tensors = {}
     for layer in range(config.num_hidden_layers):
-        for name, (outputs, inputs) in sizes.items():
-            part = "self_attn" if name in EVERYWHERE[:4] else "mlp"
-            path = f"base_model.model.model.layers.{layer}.{part}.{name}"
-            for matrix, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-                values = torch.randn(shape, generator=generator) * 0.01
-                tensors[f"{path}.lora_{matrix}.weight"] = values
+        for part, sizes in (("self_attn", attention), ("mlp", mlp)):
+            tensors.update(
+                _matrices(f"base_model.model.model.layers.{layer}.{part}", sizes, generator)
+            )
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
@@ -86,32 +95,34 @@ def main() -> None:
     config = adapted.engine.core.executor.worker.runner.model.config.get_text_config()
     begin = [0]
     with tempfile.TemporaryDirectory() as root:
+        # Rank 16, as vLLM's default.
         loras = [
             LoRARequest(str(number), number, written(Path(root) / str(number), config, number))
             for number in range(1, ROWS // 2 + 1)
         ]
         half = ROWS // 2
-        beside: dict[str, list[LoRARequest | None]] = {
-            "one adapter": [None] * half + [loras[0]] * half,
-            "four adapters": [None] * half + loras,
-        }
         seconds(adapted, loras, begin)
         seconds(plain, [None], begin)
-        ratios: dict[str, list[float]] = {}
+        compared: dict[str, tuple[Sequence[LoRARequest | None], float]] = {
+            "one request, adapters unused": ([None], UNUSED),
+            f"{ROWS} requests, adapters unused": ([None] * ROWS, UNUSED),
+            f"{ROWS} requests, half of them with one adapter": (
+                [None] * half + [loras[0]] * half,
+                BESIDE,
+            ),
+            f"{ROWS} requests, half of them with {half} adapters": ([None] * half + loras, BESIDE),
+        }
+        ratios: dict[str, list[float]] = {name: [] for name in compared}
         for _ in range(arguments.rounds):
-            for rows in (1, ROWS):
-                base = seconds(plain, [None] * rows, begin)
-                unused = seconds(adapted, [None] * rows, begin)
-                ratios.setdefault(f"unused, {rows} requests", []).append(base / unused)
-            for name, requests in beside.items():
-                base = seconds(plain, [None] * ROWS, begin)
-                mixed = seconds(adapted, requests, begin)
-                ratios.setdefault(f"half of {ROWS} requests with {name}", []).append(base / mixed)
+            for name, (requests, _limit) in compared.items():
+                base = seconds(plain, [None] * len(requests), begin)
+                ratios[name].append(seconds(adapted, requests, begin) / base)
+    rows = []
     for name, values in ratios.items():
-        least = UNUSED if name.startswith("unused") else BESIDE
-        print(
-            f"{name:45} {statistics.median(values):.3f} (wanted {least}; {min(values):.3f} to {max(values):.3f})"
-        )
+        detail = f"{min(values):.3f} to {max(values):.3f} in {len(values)} rounds"
+        rows.append(Row(name, statistics.median(values), compared[name][1], detail))
+    print_table(rows)
+    sys.exit(0 if all(row.ok for row in rows) else 1)
 
 
 if __name__ == "__main__":
