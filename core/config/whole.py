@@ -73,8 +73,8 @@ class OpgraftConfig(Section):
             platform is decided.
         providers: op name → the entry-point or distribution name of a provider, or ``native``. A
             mapping, or text as on the command line.
-        compilation_config, model, cache, scheduler, speculation, lora, parallel, load, quantization,
-            shadow, server: sections, see the classes.
+        compilation_config, model, cache, scheduler, speculation, lora, parallel, load,
+            quantization, shadow, server: sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
             Read-only.
     """

@@ -50,11 +50,11 @@ class ServedAdapters:
         """
         async with self._changing:
             former = self._by_name.get(name)
-            if name in self._taken or (former is not None and not replaces):
-                message = f"the name {name[:80]!r} is taken: unload the adapter first, or choose"
-                message += " another name"
-                raise HTTPError(400, message, field="lora_name", code="name_taken")
-            wanted = LoRARequest(name, next(self._numbers), path)
+            is_taken = former is not None and not replaces
+            if is_taken or name in self._taken:
+                raise _taken(name)
+            number = next(self._numbers)
+            wanted = LoRARequest(name, number, path)
             await self._model.add_lora(wanted)
             self._by_name[name] = wanted
             if former is not None:
@@ -70,6 +70,23 @@ class ServedAdapters:
         async with self._changing:
             former = self._by_name.pop(name, None)
             if former is None:
-                message = f"no adapter is called {name[:80]!r}: see /v1/models"
-                raise HTTPError(404, message, field="lora_name", code="adapter_not_found")
+                raise _unknown(name)
             await self._model.remove_lora(former.lora_int_id)
+
+
+def _taken(name: str) -> HTTPError:
+    return HTTPError(
+        400,
+        f"the name {name[:80]!r} is taken: unload the adapter first, or choose another name",
+        field="lora_name",
+        code="name_taken",
+    )
+
+
+def _unknown(name: str) -> HTTPError:
+    return HTTPError(
+        404,
+        f"no adapter is called {name[:80]!r}: see /v1/models",
+        field="lora_name",
+        code="adapter_not_found",
+    )

@@ -224,15 +224,20 @@ async def show_model(name: str, request: Request) -> dict[str, Any]:
 async def load_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextResponse:
     """Load an adapter, if the operator allows this."""
     adapters = _changeable_adapters(request)
-    await adapters.load(body.lora_name, body.lora_path, replaces=body.load_inplace)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    name = body.lora_name
+    await adapters.load(name, body.lora_path, replaces=body.load_inplace)
+    told = f"Success: LoRA adapter '{name}' added successfully."
+    return PlainTextResponse(told)
 
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_adapter(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
     """Forget an adapter, if the operator allows this."""
-    await _changeable_adapters(request).unload(body.lora_name)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    adapters = _changeable_adapters(request)
+    name = body.lora_name
+    await adapters.unload(name)
+    told = f"Success: LoRA adapter '{name}' removed successfully."
+    return PlainTextResponse(told)
 
 
 def _changeable_adapters(request: Request) -> ServedAdapters:
