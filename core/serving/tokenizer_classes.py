@@ -44,7 +44,7 @@ def usual_tokens(
         of_bytes: the vocabulary is one of bytes.
     """
     name = _class_of(settings, config, of_bytes)
-    if _stated(settings, config) is None and not _is_of_encoder(name):
+    if _stated(settings, config) is None and not settings and not _is_of_encoder(name):
         # Decoders without settings are read as they are: most have no such token in their files.
         return {}
     return _tokens_of(name)
@@ -60,8 +60,7 @@ def steps_of_class(
     """
     name = _class_of(settings, config, of_bytes)
     # Without any settings, all steps in tokenizer.json are meant.
-    counts = bool(settings) and _is_of_encoder(name)
-    if _stated(settings, config) is None and not counts:
+    if _stated(settings, config) is None and not settings:
         return {}
     row: Mapping[str, Any] = _classes().get(name, {})
     return row
