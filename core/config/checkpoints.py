@@ -9,11 +9,17 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from types import MappingProxyType
 
+from opgraft.base.log import logger
 from opgraft.base.text import shortened
 from opgraft.config.environment import hub_cache
 from opgraft.errors import CheckpointError, near_matches
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
+_SPELLED = re.compile(
+    rf"(?:[a-z]+://[^/\s]+/)?(?P<name>{_PART}/{_PART})(?P<part>[@:][^/\s]+|/(?:tree/.*)?)?"
+)
+"""Other spellings of a name: as an address, or with a revision or a file behind it."""
 _LONGEST = 200  # characters of a name: the Hub allows 96 for each of the two parts
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
@@ -66,15 +72,35 @@ def find_checkpoint(name: str | Path) -> Path:
         return _bundled(str(name))
     if is_there(name):
         return Path(name)
-    if is_hub_name(str(name)):
+    if _may_be_in_the_cache(str(name)):
         return _from_the_hub(str(name))
-    near = near_matches(str(name), BUNDLED)
-    given = shortened(repr(str(name)))
-    question = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     raise CheckpointError(
-        f"{given} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf "
-        f"file, or one of {', '.join(map(repr, BUNDLED))}{question}"
+        f"{shortened(repr(str(name)))} is no folder and no file: give a checkpoint folder, a "
+        ".safetensors or .gguf file, the name of a model in the cache of the Hugging Face Hub, or "
+        f"one of {', '.join(map(repr, BUNDLED))}{_hint(str(name))}"
     )
+
+
+def _may_be_in_the_cache(name: str) -> bool:
+    """Return True for a name such as ``org/name``, and for a cached model without an organisation."""
+    if len(name) > _LONGEST or not _NAME.fullmatch(name):
+        return False
+    return "/" in name or _folder_of(name).is_dir()
+
+
+def _hint(name: str) -> str:
+    """Return a sentence about the likely meaning of a name; empty if there is none."""
+    near = near_matches(name, BUNDLED)
+    if near:
+        return f" (did you mean {' or '.join(map(repr, near))}?)"
+    spelled = _SPELLED.fullmatch(name[:_LONGEST])
+    if spelled is None or spelled["name"] == name:
+        return ""
+    hint = f". The model's name is {spelled['name']!r}"
+    if (spelled["part"] or "/")[0] in "@:":
+        place = _folder_of(spelled["name"])
+        hint += f", and a revision or a file of it is given by its path below {place}"
+    return hint
 
 
 def _from_the_hub(name: str) -> Path:
@@ -83,14 +109,25 @@ def _from_the_hub(name: str) -> Path:
     Raises:
         CheckpointError: the cache does not have the model.
     """
-    found = cached_snapshot(name)
-    if found is None:
-        raise CheckpointError(
-            f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not "
-            f"in the cache {hub_cache()}. opgraft downloads nothing: 'hf download {name}' does "
-            "(pip install huggingface_hub)"
+    main, revisions = _snapshots(name)
+    if main is not None:
+        return main
+    if len(revisions) == 1:
+        logger.warning(
+            "%s: the revision %s is used, as no other is in the cache", name, revisions[0].name
         )
-    return found
+        return revisions[0]
+    if revisions:
+        folders = ", ".join(sorted(map(str, revisions)))
+        raise CheckpointError(
+            f"{name!r} has {len(revisions)} revisions in the cache, and none is the branch {_MAIN}: "
+            f"give the folder of one, {folders}, or download the branch by 'hf download {name}'"
+        )
+    raise CheckpointError(
+        f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not "
+        f"in the cache {hub_cache()}. opgraft downloads nothing: 'hf download {name}' does "
+        "(pip install huggingface_hub)"
+    )
 
 
 def is_there(name: str | Path) -> bool:
@@ -119,25 +156,20 @@ def _bundled(name: str) -> Path:
     return path.parent if bundled.folder else path
 
 
-def is_hub_name(name: str) -> bool:
-    """Return True for a name such as ``org/name``, which may stand for a model of the Hub."""
-    return len(name) <= _LONGEST and _NAME.fullmatch(name) is not None
+def _folder_of(name: str) -> Path:
+    return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
-def cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a model in the cache, or ``None`` if there is none.
-
-    The folder holds the newest downloaded commit of the branch ``main``. If there is none, and only
-    one other revision was downloaded, the folder is that of the revision.
-    """
-    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+def _snapshots(name: str) -> tuple[Path | None, list[Path]]:
+    """Return the folder of the newest downloaded commit of ``main``, and those of all revisions."""
+    folder = _folder_of(name)
     snapshots = folder / "snapshots"
     try:
         commit = (folder / "refs" / _MAIN).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         commit = ""
+    revisions = [path for path in snapshots.glob("*") if path.is_dir()]
     # The text becomes a part of a path, so only a commit may pass.
     if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
-        return snapshots / commit
-    found = [path for path in snapshots.glob("*") if path.is_dir()]
-    return found[0] if len(found) == 1 else None
+        return snapshots / commit, revisions
+    return None, revisions

@@ -55,8 +55,42 @@ def test_of_two_revisions_main_is_taken(cache: Path, sharded: Path) -> None:
     (snapshot.parent / OLDER).mkdir()
     assert find_checkpoint(NAME) == snapshot
     (snapshot.parents[1] / "refs" / "main").unlink()
-    with pytest.raises(CheckpointError, match="opgraft downloads nothing"):
+    with pytest.raises(CheckpointError, match=rf"has 2 revisions in the cache.*{OLDER}"):
         find_checkpoint(NAME)
+
+
+def test_another_revision_than_main_is_told(
+    cache: Path, sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The only revision there is used, and a line says which."""
+    cached(cache, sharded, main=None)
+    find_checkpoint(NAME)
+    (line,) = caplog.messages
+    assert line == f"{NAME}: the revision {COMMIT} is used, as no other is in the cache"
+
+
+def test_a_model_without_an_organisation(cache: Path, sharded: Path) -> None:
+    """Old models of the Hub have a name without a slash: it counts if the cache has it."""
+    snapshot = cached(cache, sharded)
+    snapshot.parents[1].rename(cache / "models--gpt2")
+    assert find_checkpoint("gpt2") == cache / "models--gpt2" / "snapshots" / COMMIT
+    with pytest.raises(CheckpointError, match="the name of a model in the cache"):
+        find_checkpoint("bert-base-uncased")
+
+
+@pytest.mark.parametrize(
+    ("spelled", "more"),
+    [
+        ("https://example.org/acme/small", ""),
+        ("acme/small/", ""),
+        ("acme/small@v1.0", ", and a revision or a file of it is given by its path below "),
+        ("acme/small:Q4_K_M", ", and a revision or a file of it is given by its path below "),
+    ],
+)
+def test_other_spellings_of_a_name(cache: Path, spelled: str, more: str) -> None:
+    """The message has the name, and the way to give a revision."""
+    with pytest.raises(CheckpointError, match=rf"The model's name is 'acme/small'{more}"):
+        find_checkpoint(spelled)
 
 
 def test_a_folder_of_that_name_comes_first(cache: Path, sharded: Path) -> None:
