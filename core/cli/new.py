@@ -14,16 +14,19 @@ from opgraft.base.installed import source_of
 from opgraft.base.text import described
 from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import GivenPath, json_option, print_json, print_wrapped
+from opgraft.config import NATIVE_CHOICE
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.admission import objection
 from opgraft.plugins.bridges import Ported
-from opgraft.plugins.discovery import PORTERS, discover
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, PORTERS, discover
+from opgraft.registry.declarations import ANY_PLATFORM
 from opgraft.registry.state import host_state
 
 # Resolved, because copier refuses links, such as those of editable installs.
 _TEMPLATE = Path(__file__).resolve().parents[1] / "template"
 _URL = re.compile(r"(opgraft\s*@\s*)?[a-z][a-z0-9+.-]*://\S+$")
 _ARCHIVES = (".whl", ".gz", ".zip")
+_RESERVED = (NATIVE_CHOICE, HOST_DISTRIBUTION, ANY_PLATFORM)
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
@@ -194,6 +197,8 @@ def _checked_name(name: str) -> str:
     """
     taken = {offer.name for offer in shown_offers()}
     own = _spelled(name).replace("-", "_")
+    if own in _RESERVED:
+        raise InputError(f"{own!r} has a meaning of its own in settings: choose another name")
     if own in taken:
         raise InputError(f"an installed platform or plugin is called {own!r}: choose another name")
     return name

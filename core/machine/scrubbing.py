@@ -13,13 +13,21 @@ _IDS = re.compile(
     r"|(?P<bare>[0-9a-f]{8}[0-9a-f-]*))(?![0-9a-z])"
 )
 _ACCOUNT = re.compile(
-    r"(?:(?<=//)[^\s/@]+|(?<![\w.+%\\-])\w[\w.+%\\-]*)@(?:\[[^\]\s]*\]|\w(?:[\w.-]*\w)?)"
+    r"(?:(?<=//)[^\s/@]+|(?<![\w.+%\\'-])\w[\w.+%\\'-]*)@(?:\[[^\]\s]*\]|\w(?:[\w.-]*\w)?)"
 )
 """A user at a host. Drivers name their builder so, and an address may have a password."""
 _LONGEST_ID = 40
 """Characters of an id. A UUID has 36, and longer ones name no device."""
 
-_SECRET_KEYS = ("serial", "unique_id")
+_SECRET_KEY = re.compile(r"serial|unique_id|\bs/n\b")
+"""A name of a serial number, in lower case."""
+
+_OTHER_HOME = re.compile(r"(?<![\w.~-])(/(?:home|Users)/)[^\s/:;,\"']+")
+"""The home folder of another account, as a command by ``sudo`` meets it."""
+
+_NETWORK_CARD = re.compile(r"(?i)(?<![0-9a-f:])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![0-9a-f:])")
+"""The address of a network card, which names one machine."""
+
 _DIGITS = "1234567890abcdef"
 """Digits of stand-ins. The zero comes late: a ``unique_id`` of 0 means that there is none."""
 
@@ -69,7 +77,7 @@ class Scrubber:
     def file(self, path: str, text: str) -> str:
         """Scrub the text of the file at ``path``. The name of the file may mean a serial number."""
         name = os.path.basename(path).lower()
-        if any(key in name for key in _SECRET_KEYS) and len(text.split()) == 1:
+        if _SECRET_KEY.search(name) and len(text.split()) == 1:
             return self._secret("unique_id" in name, text)
         return self.text(text)
 
@@ -85,11 +93,11 @@ class Scrubber:
     def _without_secret(self, line: str) -> str | None:
         """Replace the serial number or ``unique_id`` of a line, or return ``None`` without one."""
         lower = line.lower()
-        if not any(key in lower for key in _SECRET_KEYS):
+        if not _SECRET_KEY.search(lower):
             return None
         start = _start_of_value(line)
         key_of_line = lower[:start]
-        if start == len(line) or not any(key in key_of_line for key in _SECRET_KEYS):
+        if start == len(line) or not _SECRET_KEY.search(key_of_line):
             return None
         return line[:start] + self._secret("unique_id" in key_of_line, line[start:])
 
@@ -153,12 +161,12 @@ class Scrubber:
     def _without_home(self, text: str) -> str:
         for home in self._homes:
             text = re.sub(rf"{re.escape(home)}(?![\w-]|\.\w)", "~", text)
-        return text
+        return _OTHER_HOME.sub(r"\1user", text)
 
 
 def _without_accounts(text: str) -> str:
-    """Replace each user at a host, such as ``builder@machine`` in a driver's version."""
-    return _ACCOUNT.sub("user@host", text)
+    """Replace each user at a host, as in a driver's version, and addresses of network cards."""
+    return _NETWORK_CARD.sub("00:00:00:00:00:00", _ACCOUNT.sub("user@host", text))
 
 
 def _start_of_value(line: str) -> int:

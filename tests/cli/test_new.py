@@ -150,6 +150,15 @@ def test_names_that_cannot_be(cli: Any, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize("name", ["native", "opgraft", "any"])
+def test_names_with_a_meaning_of_their_own(cli: Any, tmp_path: Path, name: str) -> None:
+    """No plugin of such a name would be found."""
+    told = cli("new", name, "--output", str(tmp_path / "made"))
+    assert told.returncode == 2
+    assert f"'{name}' has a meaning of its own in settings" in " ".join(told.stderr.split())
+    assert not (tmp_path / "made").exists()
+
+
 def test_nothing_is_overwritten(cli: Any, site: Any, tmp_path: Path) -> None:
     """Neither a folder that is there nor the name of an installed platform or plugin is taken; a file is no folder."""
     (tmp_path / "opgraft-acme").mkdir()

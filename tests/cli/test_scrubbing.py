@@ -54,6 +54,13 @@ PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "
         ("built by root@[fe80::1], in ACME\\eve@db", "built by user@host, in user@host"),
         ("by dave%corp@host.local:/src", "by user@host:/src"),
         ("by émile@hôte.fr", "by user@host"),
+        ("built by o'brien@host9", "built by user@host"),
+        ("S/N: PF3XYZ12", "S/N: 0"),
+        ("devices/n: 3", "devices/n: 3"),
+        ("address 3c:7c:3f:1e:22:0a", "address 00:00:00:00:00:00"),
+        ("0000:3c:00.0 and 01:02:03", "0000:3c:00.0 and 01:02:03"),
+        ("CUDA_HOME=/home/alice/cuda", "CUDA_HOME=/home/user/cuda"),
+        ("in /Users/bob/rocm:/opt/home/x", "in /Users/user/rocm:/opt/home/x"),
         ("https://jo:s3cret@db.acme.com/x", "https://user@host/x"),
         ("@decorator and 3 @ 4 and x@ y", "@decorator and 3 @ 4 and x@ y"),
     ],
@@ -231,4 +238,4 @@ def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", unknown)
-    assert Scrubber().value("/home/me") == "/home/me"
+    assert Scrubber().value("/root/me") == "/root/me"
