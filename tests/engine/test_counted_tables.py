@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections import Counter
@@ -13,6 +14,8 @@ import opgraft
 import pytest
 import torch
 from graft.test_transformers import build, inputs
+from opgraft.registry.state import host_state
+from opgraft.testing.conformance import Conformance, alone
 from server.processes import serving
 from support import counting_plugin
 from support.random_decoders import DECODERS, written
@@ -151,6 +154,31 @@ def test_a_verification(counted: Counted, tmp_path: Path) -> None:
     served = [each for place in places for each in place["ops"]]
     assert {each["provider"]["name"] for each in served} == {"counting"}
     assert {each["kernel"] for each in served} <= set(counts["ran"])
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 12])
+def test_a_conformance_report(every: int, site) -> None:
+    """A check of values that passed has called one kernel: that of the op in the report."""
+    site.plugin("counting", PLUGIN)
+    with alone("counting"):
+        conformance = Conformance("counting", brief=True)
+        assert conformance.provider.name == "counting"
+        counting = importlib.import_module("counting")
+        registry = host_state().registry
+        kernels = {f"Counting{each.__name__}.forward_oot": each for each in registry.targets()}
+        asked = [case for case in conformance.cases if case.check == "values"]
+        for case in [case for case in asked if case.dtype == "float32"][::every]:
+            counting.RAN.clear()
+            outcome = conformance.judge(case)
+            assert (outcome.status, outcome.reason) == ("passed", "")
+            (kernel,) = counting.RAN
+            ran = kernels[kernel]
+            assert issubclass(ran, registry.records()[conformance.ops[outcome.op]].cls)
+        unasked = [case for case in asked if case.dtype is None]
+        assert unasked
+        counting.RAN.clear()
+        assert {conformance.judge(case).status for case in unasked} == {"skipped"}
+        assert counting.RAN == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
