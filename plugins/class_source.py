@@ -258,16 +258,24 @@ class _Source:
 def _fault_of_import(tree: ast.Module) -> str | None:
     """Return the line and the fault of a statement that ends the import of a module in any case.
 
-    Statements under a condition may not run, so they do not count.
+    Statements under a condition may not run, so they do not count. Neither do imports behind a call
+    or an assignment to an entry: one may make the module, or add a folder to ``sys.path``.
     """
+    may_be_made = False
     for statement in tree.body:
         if isinstance(statement, ast.Raise):
             return f"{statement.lineno} raises as the module is imported"
         for module in _imports_of(statement):
             package = module.partition(".")[0]
-            if not list(specs_of(package)):
+            if not may_be_made and not list(specs_of(package)):
                 return f"{statement.lineno} imports {package}, which is not installed"
+        may_be_made = may_be_made or any(map(_may_make_a_module, ast.walk(statement)))
     return None
+
+
+def _may_make_a_module(node: ast.AST) -> bool:
+    is_entry = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    return is_entry or isinstance(node, ast.Call)
 
 
 def _imports_of(statement: ast.stmt) -> list[str]:

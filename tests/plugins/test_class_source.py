@@ -117,6 +117,10 @@ FINE = {
     "with a mixin": f"{GOOD}class Mixin:\n    name = 'acme'\nclass Device(Mixin, CpuPlatform):\n    pass\n",
     "decorated": f"{GOOD}def named(cls):\n    cls.name = 'acme'\n    return cls\n"
     "@named\nclass Device(CpuPlatform):\n    pass\n",
+    "a library that may be missing": f"{GOOD}try:\n    import acme_runtime\nexcept ImportError:\n    pass\n"
+    "class Device(CpuPlatform):\n    name = 'acme'\n",
+    "a library that the module makes": f"import sys, types\nsys.modules['acme_made'] = types.ModuleType('a')\n"
+    f"import acme_made\n{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n",
     "methods under a condition": f"{GOOD}class Device(CpuPlatform):\n    if True:\n        name = 'acme'\n",
 }
 
