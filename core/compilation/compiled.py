@@ -262,6 +262,11 @@ def compile(
         raise TypeError(
             f"compile was given args of type {type(args).__name__}, expected a tuple, as (x,)"
         )
+    if config is not None and not isinstance(config, CompilationConfig):
+        raise TypeError(
+            f"compile was given a config of type {type(config).__name__}: an example of the "
+            "arguments is args=, as args=(x,)"
+        )
     name = type(model).__name__
     for path, module in model.named_modules():
         if module.training:

@@ -116,7 +116,8 @@ class Sources:
         """
         states: list[tuple[Any, ...]] = []
         newest = 0
-        for path, stat in sorted(files):
+        # Each file once: a folder of a package may lie below another one.
+        for path, stat in sorted(dict(files).items()):
             try:
                 found = stat()
             except OSError:

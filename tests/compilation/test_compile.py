@@ -389,6 +389,10 @@ def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="args of type list, expected a tuple"):
         opgraft.compile(block, EAGER, args=[x])  # type: ignore[arg-type]
     with pytest.raises(
+        TypeError, match="config of type list: an example of the arguments is args="
+    ):
+        opgraft.compile(block, [x])  # type: ignore[arg-type]
+    with pytest.raises(
         CompilationError, match=r"args= is missing: .*opgraft\.compile\(model, args=\(x,\)\)"
     ):
         opgraft.compile(block, EAGER)
