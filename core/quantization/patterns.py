@@ -79,10 +79,6 @@ class Patterns:
                 found.add(pattern)
         return found
 
-    def expect_all_used(self) -> None:
-        """Raise ``QuantizationError`` for a pattern without a layer, at the end."""
-        expect_used([self])
-
     def _matches(self, name: str) -> bool:
         found = {pattern for pattern in self.patterns if _compiled(pattern).match(name)}
         self.used |= found

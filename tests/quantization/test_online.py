@@ -21,7 +21,7 @@ from opgraft.quantization import (
     quantizations,
 )
 from opgraft.quantization.integers import Int8LinearMethod
-from opgraft.quantization.patterns import Patterns
+from opgraft.quantization.patterns import Patterns, expect_used
 from torch import Tensor, nn
 
 NAMES = ("int8", "int8_dynamic", "int4", "fp8")
@@ -143,7 +143,7 @@ def test_what_stays_plain() -> None:
         )
     }
     assert [layer.weight.is_meta for layer in made.values()] == [False, True, False]
-    config.ignore.expect_all_used()
+    expect_used([config.ignore])
     with pytest.raises(
         QuantizationError, match=r"gate_proj match a pattern and model.layers.3.up_proj none"
     ):
@@ -185,7 +185,7 @@ def test_patterns() -> None:
         False,
     ]
     with pytest.raises(QuantizationError, match="no layer of the model answers to 'nothing'"):
-        patterns.expect_all_used()
+        expect_used([patterns])
     with pytest.raises(QuantizationError, match="is no regular expression"):
         Patterns(["re:("])
 
