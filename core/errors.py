@@ -283,7 +283,7 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 def raised_at(error: BaseException) -> str:
     """Return ``file:line`` of the code that raised a caught ``error``, for messages."""
     # The frames of a failed import are frozen.
-    places = [place for _, place in _places(error) if not place.startswith("<frozen ")]
+    places = [place for _, place in _places_of_frames(error) if not place.startswith("<frozen ")]
     return places[-1] if places else "an unknown place"
 
 
@@ -295,14 +295,14 @@ def raised_in(package: str, error: BaseException) -> str | None:
     # A file without valid Python has no frame.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}"
-    for module, place in reversed(_places(error)):
+    for module, place in reversed(_places_of_frames(error)):
         top_level, _, _ = module.partition(".")
         if top_level == package:
             return place
     return None
 
 
-def _places(error: BaseException) -> list[tuple[str, str]]:
+def _places_of_frames(error: BaseException) -> list[tuple[str, str]]:
     """Return the module and ``file:line`` of each frame of a traceback, the outermost first."""
     places = []
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -88,15 +88,15 @@ def _by_vendor(machine: Machine) -> dict[int | None, list[str]]:
         vendors = {}
         machine.memo["pci"] = vendors
         for address in machine.names(FOLDER):
-            number = _number(machine.read(f"{FOLDER}/{address}/vendor"))
+            number = _hexadecimal(machine.read(f"{FOLDER}/{address}/vendor"))
             vendors.setdefault(number, []).append(address)
     return vendors
 
 
 def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None:
     folder = f"{FOLDER}/{address}"
-    device = _number(machine.read(f"{folder}/device"))
-    code = _number(machine.read(f"{folder}/class"))
+    device = _hexadecimal(machine.read(f"{folder}/device"))
+    code = _hexadecimal(machine.read(f"{folder}/class"))
     if device is None or code is None:
         return None
     node = (machine.read(f"{folder}/numa_node") or "").strip()
@@ -107,13 +107,13 @@ def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None
         vendor=vendor,
         device=device,
         kind=code >> 16,
-        subsystem=_number(machine.read(f"{folder}/subsystem_device")),
+        subsystem=_hexadecimal(machine.read(f"{folder}/subsystem_device")),
         numa_node=int(node) if is_known else None,
         driver=machine.link(f"{folder}/driver"),
     )
 
 
-def _number(text: str | None) -> int | None:
+def _hexadecimal(text: str | None) -> int | None:
     """Return a hexadecimal number such as ``0x10de``, or ``None`` for another text."""
     try:
         return int((text or "").strip(), 16)

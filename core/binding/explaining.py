@@ -190,7 +190,7 @@ def explain(model: nn.Module) -> Explanation:
     classes: list[ExplainedClass] = []
     for path, module in model.named_modules():
         if isinstance(module, CustomOp):
-            rows += _rows(path, module, module in reached)
+            rows += _rows_of_op(path, module, module in reached)
         # A weight method and the like are plain attributes of a module.
         prefix = f"{path}." if path else ""
         objects = [(path or "model", module)]
@@ -213,7 +213,7 @@ def _modules_reached(model: nn.Module) -> set[nn.Module]:
     return reached
 
 
-def _rows(path: str, op: CustomOp, is_reached: bool) -> Iterator[ExplainedOp]:
+def _rows_of_op(path: str, op: CustomOp, is_reached: bool) -> Iterator[ExplainedOp]:
     """Yield the row of an op, then a row for each form that a layer calls beside its children."""
     row = _row(path, op.op_class, op.binding, op.binding.kernel_name)
     if not is_reached:

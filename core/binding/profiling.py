@@ -45,7 +45,7 @@ def profile() -> Iterator[None]:
         with _lock:
             _blocks.pop()
             if not _blocks:
-                _end()
+                _stop_labelling()
 
 
 def _begin() -> None:
@@ -57,7 +57,7 @@ def _begin() -> None:
     _set_call(Functional, _labelled(Functional.__call__, _label_of_form))
 
 
-def _end() -> None:
+def _stop_labelling() -> None:
     # CustomOp inherits the call again.
     del CustomOp.__call__
     for cls, call in _former.items():

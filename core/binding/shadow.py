@@ -149,7 +149,7 @@ class Shadow:
         """
         copies: Any = ()
         try:
-            reason = _obstacle(args, kwargs)
+            reason = _why_not_twice(args, kwargs)
             if not reason:
                 known: dict[int, Tensor] = {}
                 copies = comparison.copied(args, known), comparison.copied(kwargs, known)
@@ -355,7 +355,7 @@ def _nested() -> Iterator[None]:
         _NESTED.reset(token)
 
 
-def _obstacle(args: Any, kwargs: Any) -> str:
+def _why_not_twice(args: Any, kwargs: Any) -> str:
     """Return the reason why a call cannot run twice; empty if the call can."""
     if followed_or_transformed():
         return "something follows its operators, such as torch.func, a dispatch mode or a trace"

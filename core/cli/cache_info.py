@@ -26,7 +26,7 @@ def command(as_json: bool) -> None:
     enabled = settings.cache is not False
     figures = CompilationCache.of(settings, make=False).figures()
     url = settings.cache_remote
-    shared = None if url is None else _shared(url)
+    shared = None if url is None else _shared_folder_data(url)
     if as_json:
         print_json(
             "opgraft.cache.info/1", {**figures.to_dict(), "enabled": enabled, "shared": shared}
@@ -43,7 +43,7 @@ def command(as_json: bool) -> None:
         print_wrapped(f"shared: {shared['problem'] or held}")
 
 
-def _shared(url: str) -> dict[str, str | int | None]:
+def _shared_folder_data(url: str) -> dict[str, str | int | None]:
     """Return the shared folder as plain data, with the problem of an unreadable one."""
     try:
         return {"folder": url, "entries": count_entries(url), "problem": None}

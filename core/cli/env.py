@@ -43,7 +43,7 @@ def command(as_json: bool) -> None:
     Only variables for opgraft are shown. Ids of devices, the name of the host and the home folder
     are replaced, as in a recording.
     """
-    report = _report()
+    report = _bug_report()
     if as_json:
         print_json("opgraft.env/2", {"sections": report})
         return
@@ -55,7 +55,7 @@ def command(as_json: bool) -> None:
         echo()
 
 
-def _report() -> dict[str, dict[str, str]]:
+def _bug_report() -> dict[str, dict[str, str]]:
     versions = {"opgraft": __version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
     names = [name for name in (*known_variables(), *_FURTHER_VARIABLES) if name in os.environ]

@@ -94,7 +94,7 @@ def problem_lines(further: Iterable[Problem] = ()) -> list[str]:
 
 def misspelt_groups() -> Iterator[Problem]:
     """Yield groups of entry points that nobody reads, with a name near one of opgraft's groups."""
-    for provider, groups in _groups():
+    for provider, groups in _groups_meant_for_opgraft():
         for group in groups:
             near = _meant(group)
             if not near or group in (*KINDS, SETTINGS_GROUP, *FOR_OTHER_HOSTS):
@@ -111,7 +111,7 @@ def plugins_of_vllm() -> Iterator[Problem]:
     They are notes, not findings, because nothing is wrong. Plugins behind a bridge are left out.
     """
     bridged = {offer.provider for offer in discover().offers if offer.bridge}
-    for provider, groups in _groups():
+    for provider, groups in _groups_meant_for_opgraft():
         theirs = [f"{group} becomes {ours}" for group, ours in _OF_VLLM.items() if group in groups]
         if not theirs or KINDS.keys() & set(groups):
             continue
@@ -125,7 +125,7 @@ def plugins_of_vllm() -> Iterator[Problem]:
         )
 
 
-def _groups() -> Iterator[tuple[Provider, list[str]]]:
+def _groups_meant_for_opgraft() -> Iterator[tuple[Provider, list[str]]]:
     """Yield distributions with a group of entry points that may be meant for opgraft.
 
     Each comes with all groups of the distribution. Discovery reports unreadable metadata.

@@ -213,7 +213,7 @@ def with_settings(
         path = options.pop(_FILE)
         file = read_file(path) if path is not None else None
         # The rest of the options are the command's own.
-        layer = config_from_fields(_given(options))
+        layer = config_from_fields(_take_settings(options))
         with set_config(layer, origin=COMMAND_LINE, file=file):
             return command(**options)
 
@@ -223,7 +223,7 @@ def with_settings(
     return config(with_options)
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _take_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Take the settings out of the options, and return the given ones by dotted name."""
     values = {}
     for name in known_fields():

@@ -150,7 +150,7 @@ def _grafted(model: Any, builder: str) -> list[BuiltModel]:
         return []
     report = None
     try:
-        reason = _obstacle(model)
+        reason = _why_not_yet(model)
         if not reason:
             report = graft(model)
     # The model works as it is, so no error of a plugin or of opgraft ends the program.
@@ -159,7 +159,7 @@ def _grafted(model: Any, builder: str) -> list[BuiltModel]:
     return [BuiltModel(type(model).__qualname__, builder, report, reason)]
 
 
-def _obstacle(model: Any) -> str:
+def _why_not_yet(model: Any) -> str:
     """Return the reason why a model cannot be grafted yet; empty if it can."""
     if any(x.is_meta for x in model.parameters()):
         return "parameters have no values yet"

@@ -94,7 +94,7 @@ def _installed(offers: Sequence[Offer]) -> dict[str, Any]:
     findings = [finding for finding in metadata_findings() if finding.concerns(providers)]
     refusals = map(_refusal, offers)
     findings += [finding for finding in refusals if finding is not None]
-    return _report([_metadata(offer) for offer in offers], findings, None)
+    return _plain_data([_metadata(offer) for offer in offers], findings, None)
 
 
 def _refusal(offer: Offer) -> Finding | None:
@@ -117,7 +117,7 @@ def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
     # The child that gave the result went without a lost plugin, so the result says nothing of it.
     if outcome.result is None or lost:
         error = lost[0] if lost else outcome.crash
-        return _report([_metadata(offer) for offer in offers], [], error)
+        return _plain_data([_metadata(offer) for offer in offers], [], error)
     report: dict[str, Any] = outcome.result
     return report
 
@@ -129,10 +129,10 @@ def examine(name: str) -> dict[str, Any]:
     findings = _findings(offers, loaded=error is None)
     details = [{**_metadata(offer), **_outcome(offer)} for offer in offers]
     told = Finding(str(error), exit_code=error.exit_code) if error else None
-    return _report(details, findings, told)
+    return _plain_data(details, findings, told)
 
 
-def _report(
+def _plain_data(
     offers: list[dict[str, Any]], findings: list[Finding], error: Finding | None
 ) -> dict[str, Any]:
     exit_codes = [finding.exit_code for finding in (*findings, error) if finding]

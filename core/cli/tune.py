@@ -59,7 +59,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     races, left_out = tuning.races(ops)
     file = ProfileFile(profile_path(host_state().settings()))
     wanted = [_DTYPES[name] for name in dtypes] or _claimed()
-    measured, failed = _run(races, wanted, seconds, file)
+    measured, failed = _run_races(races, wanted, seconds, file)
     if as_json:
         data: dict[str, Any] = {
             "file": str(file.path),
@@ -74,7 +74,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     return int(bool(failed))
 
 
-def _run(
+def _run_races(
     races: Sequence[tuning.Race],
     wanted: Sequence[torch.dtype],
     seconds: float,

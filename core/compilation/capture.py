@@ -128,7 +128,7 @@ def _captured(
     )
 
 
-def _linear(
+def _linear_in_graph(
     self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
 ) -> Tensor:
     """Compute a linear map by the form, or by the operator over a packed weight."""
@@ -140,7 +140,7 @@ def _linear(
     return self.quant_method.apply(self, input, self.bias, **given)
 
 
-_NATIVES: Mapping[type, Callable[..., Any]] = {Linear: _linear}
+_NATIVES: Mapping[type, Callable[..., Any]] = {Linear: _linear_in_graph}
 
 
 def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str, str]]) -> Decision:
@@ -302,7 +302,7 @@ def _graph_over_parameters(
     for node in placeholders:
         if node.name not in names and node.users:
             target = targets[node.name]
-            held[target] = _held(model, program, target)
+            held[target] = _tensor_of_target(model, program, target)
             copies[node] = graph.get_attr(target)
             copies[node].meta = dict(node.meta)
     for node in program.graph.nodes:
@@ -346,7 +346,7 @@ def _bounds(program: ExportedProgram) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _held(model: nn.Module, program: ExportedProgram, target: str) -> Tensor:
+def _tensor_of_target(model: nn.Module, program: ExportedProgram, target: str) -> Tensor:
     """Return a tensor of the model, or a tensor that the program made of a constant in code."""
     path, _, name = target.rpartition(".")
     try:

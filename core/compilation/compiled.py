@@ -97,7 +97,7 @@ class Compiled:
 
         self._check = InputCheck(signature.expected, signature.bounds)
         self._written = [place for place, each in enumerate(signature.expected) if each.is_written]
-        self._places = _places(model, codes.values())
+        self._places = _places_of_tensors(model, codes.values())
 
     @property
     def unkept(self) -> str:
@@ -220,7 +220,7 @@ class Compiled:
         return self._code
 
 
-def _places(model: nn.Module, codes: Collection[Code]) -> Places:
+def _places_of_tensors(model: nn.Module, codes: Collection[Code]) -> Places:
     """Return the places of all tensors that codes use."""
     used = (tensor for code in codes for tensor in code.tensors)
     joint = (part for code in codes for part in code.joint)

@@ -111,11 +111,13 @@ def _hold_joint(
             placed.append(None)
             continue
         parts = [getattr(model.get_submodule(path), name) for path in paths]
-        placed.append(_held(module, tensors[name], parts, ("together", name, *paths)))
+        placed.append(
+            _add_joint_parameter(module, tensors[name], parts, ("together", name, *paths))
+        )
     return placed
 
 
-def _held(
+def _add_joint_parameter(
     module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin
 ) -> fx.Node:
     """Give a graph a parameter in the memory of others; return the node of the parameter."""

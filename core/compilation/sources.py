@@ -128,13 +128,13 @@ class Sources:
         state = _sum(repr(states).encode())
         known = self._seen.get(place) or self._known.get(place) or [None]
         if known[0] != state:
-            contents = "".join(_content(path) for path, *_ in states)
+            contents = "".join(_digest_of_file(path) for path, *_ in states)
             known = [state, newest, _sum(contents.encode())]
         self._seen[place] = known
         return str(known[-1])
 
 
-def _content(path: str) -> str:
+def _digest_of_file(path: str) -> str:
     try:
         return _sum(Path(path).read_bytes())
     except OSError:

@@ -127,10 +127,10 @@ def _piece(
         cut: the operator of a cut, or empty.
         sizes: the result of ``_sizes``.
     """
-    given = _given(module, nodes, sizes)
+    given = _nodes_from_outside(module, nodes, sizes)
     copies = _Copies(sizes)
     for node in given:
-        copies.add_input(node, _value(module, node))
+        copies.add_input(node, _value_of_node(module, node))
     for node in nodes:
         copies.copy(node)
     outputs = _outputs(nodes)
@@ -196,7 +196,7 @@ def _outputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(found)
 
 
-def _given(
+def _nodes_from_outside(
     module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str, fx.Node]
 ) -> list[fx.Node]:
     """Return the nodes outside of a piece that the piece reads.
@@ -215,7 +215,7 @@ def _given(
         if node in inside:
             return
         if _is_given(module, node):
-            given[node] = _value(module, node)
+            given[node] = _value_of_node(module, node)
             return
         # The piece computes such a node itself: a size, or a branch of torch.cond.
         for each in node.all_input_nodes:
@@ -258,7 +258,7 @@ def _is_given(module: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "placeholder" or _is_exchanged(node)
 
 
-def _value(module: fx.GraphModule, node: fx.Node) -> Any:
+def _value_of_node(module: fx.GraphModule, node: fx.Node) -> Any:
     return node.meta["val"] if "val" in node.meta else attribute_of(module, node)
 
 

@@ -48,7 +48,7 @@ def _origin_of(
         return joint
     name = str(node.target)
     tensor = attribute_of(graph, node)
-    if _held(modules, name) is tensor:
+    if _held_at(modules, name) is tensor:
         return ("model", name)
     packed = torch.ops.opgraft.packed_only_linear.default
     if any(user.target is packed for user in node.users):
@@ -78,7 +78,7 @@ def tensors_of(
     for name, (kind, *place) in origins.items():
         tensor: Any = None
         if kind == "model":
-            tensor = _held(modules, place[0])
+            tensor = _held_at(modules, place[0])
         elif kind == "together":
             attribute, *paths = place
             tensor, joined = _joint(modules, attribute, paths)
@@ -166,7 +166,7 @@ class Places:
         return map(operator.is_, map(dict.get, self._stores, self._names), self._values)
 
 
-def _held(modules: Mapping[str, nn.Module], name: str) -> Any:
+def _held_at(modules: Mapping[str, nn.Module], name: str) -> Any:
     path, _, attribute = name.rpartition(".")
     return getattr(modules.get(path), attribute, None)
 

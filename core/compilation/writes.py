@@ -20,7 +20,7 @@ def mark_written(graph: fx.Graph) -> None:
     memory: dict[fx.Node, fx.Node] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        shared = list(_shared(node))
+        shared = list(_arguments_sharing_memory(node))
         memory[node] = memory[shared[0][0]] if shared else node
         for argument, writes in shared:
             if writes:
@@ -35,7 +35,7 @@ def is_written(node: fx.Node) -> bool:
     return _WRITTEN in node.meta
 
 
-def _shared(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+def _arguments_sharing_memory(node: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
     """Yield the arguments that share memory with a node, each with True if the node writes."""
     if node.target is operator.getitem:
         yield node.args[0], False  # type: ignore[misc]  # a node

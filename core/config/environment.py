@@ -124,7 +124,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         _layers(values, [*FIELDS.values(), *of_plugins.values()]),
         values.get(CONFIG),
         _log_level(values.get(LOG)),
-        _shared(values.get(DECISION)),
+        _read_shared_decision(values.get(DECISION)),
         values.get(REPORT) or None,
     )
 
@@ -159,7 +159,7 @@ def _prefix(field: Field) -> str:
     return f"OPGRAFT_{section.upper()}_"
 
 
-def _shared(text: str | None) -> SharedDecision | None:
+def _read_shared_decision(text: str | None) -> SharedDecision | None:
     if not text:
         return None
     try:
@@ -254,16 +254,16 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
         ConfigError: a value is no number, or a number of processes is 0.
     """
     values = os.environ if variables is None else variables
-    size = _number(values, "WORLD_SIZE", 1, least=1)
-    local_rank = _number(values, "LOCAL_RANK", 0)
-    local_size = _number(values, "LOCAL_WORLD_SIZE", size, least=1)
+    size = _whole_number(values, "WORLD_SIZE", 1, least=1)
+    local_rank = _whole_number(values, "LOCAL_RANK", 0)
+    local_size = _whole_number(values, "LOCAL_WORLD_SIZE", size, least=1)
     # A launcher such as srun does not count the processes of a host.
     is_counted = size == 1 or bool(values.get("LOCAL_WORLD_SIZE"))
-    rank = _number(values, "RANK", 0)
+    rank = _whole_number(values, "RANK", 0)
     return Launch(size, local_rank, local_size, rank, is_counted and local_size == size)
 
 
-def _number(values: Mapping[str, str], name: str, otherwise: int, least: int = 0) -> int:
+def _whole_number(values: Mapping[str, str], name: str, otherwise: int, least: int = 0) -> int:
     text = values.get(name) or str(otherwise)
     told = f"{name}={text!r:.80}"
     advice = "unset it, or start with a launcher, such as torchrun"

@@ -54,7 +54,7 @@ def read_file(path: str) -> ConfigFile:
     layers: list[tuple[str, OpgraftConfig]] = []
     seen: set[str] = set()
     # A layer for each setting, so that an error and 'opgraft env' name the line.
-    for name, value in _fields(_content(path, text)):
+    for name, value in _fields(_parsed_file(path, text)):
         origin = f"{path}, line {_line(text, name)}"
         if name in seen:
             raise ConfigError(
@@ -90,7 +90,7 @@ def _layer(name: str, value: Any) -> OpgraftConfig:
     return config_from_fields({name: value})
 
 
-def _content(path: str, text: str) -> Mapping[str, Any]:
+def _parsed_file(path: str, text: str) -> Mapping[str, Any]:
     """Parse the whole file."""
     try:
         if path.lower().endswith(".toml"):

@@ -114,12 +114,12 @@ def _field(name: str, table: Any, provider: str) -> Field:
     kind = table.get("type")
     if kind not in _TYPES:
         raise ConfigError(f"{name}.type is {kind!r:.80}: use one of {'; '.join(_TYPES)}")
-    help = _text(name, table, "help")
+    help = _text_of_key(name, table, "help")
     if not help:
         raise ConfigError(f"{name} has no help: describe the effect in one line")
     bounds = _bounds(name, table, kind)
     default = table.get("default")
-    unset = _text(name, table, "unset")
+    unset = _text_of_key(name, table, "unset")
     variable = f"OPGRAFT_{name.replace('.', '_').upper()}"
     field = Field(name, KINDS[kind], bounds, default, unset, help, variable, provider)
     return field._replace(default=_default(field))
@@ -140,7 +140,7 @@ def _expect_keys(name: str, table: Any) -> None:
             raise ConfigError(f"{name} has the key {key!r}: {close_matches(key, _KEYS)}")
 
 
-def _text(name: str, table: Mapping[str, Any], key: str) -> str:
+def _text_of_key(name: str, table: Mapping[str, Any], key: str) -> str:
     value = table.get(key, "")
     if not isinstance(value, str):
         raise ConfigError(f"{name}.{key} is {value!r:.80}: write a string")

@@ -336,10 +336,10 @@ def text_of(value: Any) -> str:
         return value.name
     if isinstance(value, str):
         return value
-    return json.dumps(value, default=_named)
+    return json.dumps(value, default=_name_of_class)
 
 
-def _named(value: Any) -> str:
+def _name_of_class(value: Any) -> str:
     """Return ``module:Class`` of a class, or of the class of an object."""
     cls = value if isinstance(value, type) else type(value)
     return f"{cls.__module__}:{cls.__qualname__}"

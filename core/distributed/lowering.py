@@ -40,23 +40,23 @@ def with_torch_collectives(program: GraphModule) -> GraphModule:
 
 def _all_reduce(x: Node, kind: str) -> Node:
     operator, wait = functional_all_reduce()
-    summed = _called(operator, x, "sum", _group_name(kind))
-    return _called(wait, summed)
+    summed = _add_call(operator, x, "sum", _group_name(kind))
+    return _add_call(wait, summed)
 
 
 def _all_gather(x: Node, dim: int, world_size: int, kind: str) -> Node:
     operator, wait = functional_all_gather()
-    contiguous = _called(torch.ops.aten.contiguous.default, x)
-    gathered = _called(operator, contiguous, world_size, _group_name(kind))
-    rows = _called(wait, gathered)
+    contiguous = _add_call(torch.ops.aten.contiguous.default, x)
+    gathered = _add_call(operator, contiguous, world_size, _group_name(kind))
+    rows = _add_call(wait, gathered)
     if dim in (0, -x.meta["val"].dim()):
         return rows
     # The operator puts parts along the first dimension only.
-    parts = _called(torch.ops.aten.chunk.default, rows, world_size)
-    return _called(torch.ops.aten.cat.default, parts, dim)
+    parts = _add_call(torch.ops.aten.chunk.default, rows, world_size)
+    return _add_call(torch.ops.aten.cat.default, parts, dim)
 
 
-def _called(operator: Any, argument: Node, *others: Any) -> Node:
+def _add_call(operator: Any, argument: Node, *others: Any) -> Node:
     return argument.graph.call_function(operator, (argument, *others))
 
 

@@ -62,7 +62,7 @@ def init_distributed(
             timeout=limit,
         )
     _expect_ranks(layout)
-    groups = _groups(layout, limit)
+    groups = _make_groups(layout, limit)
     PARALLELISM.set(Parallelism(layout, groups, joins))
     return parallelism()
 
@@ -76,7 +76,7 @@ def _expect_ranks(layout: ParallelLayout) -> None:
         )
 
 
-def _groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, ParallelGroup]:
+def _make_groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, ParallelGroup]:
     """Make the process groups of all ranks, and return the groups of this rank."""
     if layout.world == 1:
         return {kind: ParallelGroup(kind) for kind in KINDS}

@@ -446,7 +446,7 @@ class EngineCore:
         # Any other exception would keep the tensors of the step alive through its frames.
         of_plugin = isinstance(error, PluginError) or (told is not None and told.of_plugin)
         self.step_failure = error if of_plugin else None
-        message = f"the step of {_named(requests)} failed: {described(error)}"
+        message = f"the step of {_names_of_requests(requests)} failed: {described(error)}"
         if told:
             message += f" ({told})"
         if self.opgraft_config.scheduler.on_step_error == "stop":
@@ -566,7 +566,7 @@ def _expect_result_of(step: Step, result: StepResult) -> None:
         )
 
 
-def _named(requests: Sequence[Request]) -> str:
+def _names_of_requests(requests: Sequence[Request]) -> str:
     """Name requests for a message: all of them, or the first of many."""
     if not requests:
         return "no request"

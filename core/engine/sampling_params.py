@@ -50,7 +50,7 @@ def _optional_integer(note: str) -> _Rule:
     return _Rule(lambda v: v is None or (_is_integer(v) and v >= 0), words)
 
 
-def _number(minimum: float, maximum: float, note: str = "") -> _Rule:
+def _number_within(minimum: float, maximum: float, note: str = "") -> _Rule:
     words = f"a number from {minimum:g} to {maximum:g}{note}"
     return _Rule(lambda v: _is_number(v) and minimum <= v <= maximum, words)
 
@@ -101,11 +101,11 @@ _RULES: Mapping[str, _Rule] = {
         lambda v: _is_number(v) and 0 < v <= 1,
         "a number above 0 and at most 1, where 1 keeps every token",
     ),
-    "min_p": _number(0, 1, ", where 0 keeps every token"),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
+    "min_p": _number_within(0, 1, ", where 0 keeps every token"),
+    "presence_penalty": _number_within(-2, 2),
+    "frequency_penalty": _number_within(-2, 2),
     # Other penalties overflow in half precision.
-    "repetition_penalty": _number(0.001, 1000, ", where 1 is no penalty"),
+    "repetition_penalty": _number_within(0.001, 1000, ", where 1 is no penalty"),
     "seed": _optional_integer(", where None draws other numbers for each request"),
     "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
     "allowed_token_ids": _Rule(
@@ -218,7 +218,7 @@ class SamplingParams:
             given = getattr(self, name)
             value = _kept(given)
             if not rule.accepts(value):
-                raise _refused(f"{name} is {given!r}: use {rule.words}", name)
+                raise _request_error(f"{name} is {given!r}: use {rule.words}", name)
             object.__setattr__(self, name, value)
         self._expect_no_contradiction()
 
@@ -227,15 +227,15 @@ class SamplingParams:
             try:
                 expect_form(self.structured_output)
             except InputError as error:
-                raise _refused(str(error), "structured_output") from error
+                raise _request_error(str(error), "structured_output") from error
         if self.min_tokens > self.most_tokens:
-            raise _refused(
+            raise _request_error(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output "
                 "has more tokens than it may have: lower the one or raise the other",
                 "min_tokens",
             )
         if self.n > 1 and self.greedy:
-            raise _refused(
+            raise _request_error(
                 f"n is {self.n} and temperature 0, and greedy decoding gives the same output every "
                 "time: use n=1, or a temperature above 0",
                 "n",
@@ -253,7 +253,7 @@ class SamplingParams:
         if self.structured_outputs is None:
             return
         if self.structured_output is not None:
-            raise _refused(
+            raise _request_error(
                 "structured_output and structured_outputs are both given: leave one out",
                 "structured_output",
             )
@@ -271,7 +271,7 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _refused(message: str, field: str) -> RequestError:
+def _request_error(message: str, field: str) -> RequestError:
     return RequestError(message, field, source="SamplingParams")
 
 

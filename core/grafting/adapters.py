@@ -84,7 +84,7 @@ def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
     """
     leaves = _Leaves(dtypes)
     return (
-        Adapter("torch.nn.Linear", Linear, _linear),
+        Adapter("torch.nn.Linear", Linear, _linear_arguments),
         Adapter("torch.nn.LayerNorm", LayerNorm, _layer_norm),
         Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtypes)),
         Adapter("torch.nn.GELU", GELU, _gelu),
@@ -103,7 +103,7 @@ def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
     )
 
 
-def _linear(module: nn.Module) -> Mapping[str, Any] | None:
+def _linear_arguments(module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.Linear:
         return None
     out_features, in_features = module.weight.shape

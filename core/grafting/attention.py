@@ -175,7 +175,7 @@ def attention(
     # transformers' own function reads the module's attribute, too.
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    out = _attend(
+    out = _attend_in_groups(
         op,
         query,
         key,
@@ -188,7 +188,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attend(
+def _attend_in_groups(
     op: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -64,7 +64,7 @@ class _Composites:
         for up, down in permutations(_linear_ops(module), 2):
             for act, activated in _activation_children(module, child_form(up, "x")):
                 if expression == child_form(down, activated):
-                    return _parts(module, {"up": up, "act": act, "down": down})
+                    return _children_by_part(module, {"up": up, "act": act, "down": down})
         return None
 
     def linear_act(self, module: nn.Module) -> Mapping[str, Any] | None:
@@ -72,7 +72,7 @@ class _Composites:
         for linear in _linear_ops(module):
             for act, activated in _activation_children(module, child_form(linear, "x")):
                 if expression == activated:
-                    return _parts(module, {"linear": linear, "act": act})
+                    return _children_by_part(module, {"linear": linear, "act": act})
         return None
 
     def linear_add_norm(self, module: nn.Module) -> Mapping[str, Any] | None:
@@ -92,7 +92,7 @@ class _Composites:
                 dropped = mapped if dropout is None else child_form(dropout, mapped)
                 if expression != child_form(norm, sum_form(dropped, residual)):
                     continue
-                parts = _parts(module, {"linear": linear, "norm": norm})
+                parts = _children_by_part(module, {"linear": linear, "norm": norm})
                 names = (linear, norm, dropout or "dropout")
                 child = None if dropout is None else children[dropout]
                 return {**parts, "dropout": child, "names": names}
@@ -105,7 +105,7 @@ class _Composites:
         return self._seen[module]
 
 
-def _parts(module: nn.Module, names: Mapping[str, str]) -> dict[str, Any]:
+def _children_by_part(module: nn.Module, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the children by parts of a composite, and the names of the children in order."""
     check_interface(type(module))
     children = {part: getattr(module, name) for part, name in names.items()}
@@ -116,7 +116,7 @@ def _gated_mlp_arguments(
     module: nn.Module, names: tuple[str, str, str], activation: str, act: str | None
 ) -> Mapping[str, Any] | None:
     check_interface(type(module))
-    gate, up, down = (_linear(module, name) for name in names)
+    gate, up, down = (_linear_child(module, name) for name in names)
     # One call computes gate and up, so both need the same form.
     if (gate.bias is None) != (up.bias is None):
         raise LeaveAlone(f"one of {names[0]} and {names[1]} has a bias, the other has none")
@@ -186,7 +186,7 @@ def _linear_ops(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_children() if isinstance(child, Linear)]
 
 
-def _linear(module: nn.Module, name: str) -> Linear:
+def _linear_child(module: nn.Module, name: str) -> Linear:
     child = module.get_submodule(name)
     if not isinstance(child, Linear):
         raise LeaveAlone(f"its {name} is still a {type(child).__name__}")

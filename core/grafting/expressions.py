@@ -241,11 +241,15 @@ def _result(graph: fx.Graph) -> Expression:
     for node in graph.nodes:
         if node.op == "output":
             return fx.node.map_arg(node.args[0], values.__getitem__)
-        values[node] = _value(node, values, "x" if node is inputs[0] else str(node.target))
+        values[node] = _expression_of_node(
+            node, values, "x" if node is inputs[0] else str(node.target)
+        )
     raise NotExpressible("it returns nothing")
 
 
-def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Expression:
+def _expression_of_node(
+    node: fx.Node, values: dict[fx.Node, Expression], symbol: str
+) -> Expression:
     if node.op in ("placeholder", "get_attr"):
         return symbol
     if node.op == "call_module":

@@ -153,7 +153,7 @@ def replaced_by(
     op: nn.Module, path: str, source: str, adapter: str, provider: Provider
 ) -> ReplacedModule:
     """Describe an op in place of a ``source``; ``provider`` is for an op without a binding."""
-    parts = tuple(_parts(op))
+    parts = tuple(_ops_inside(op))
     if isinstance(op, CustomOp):
         return ReplacedModule(path, source, adapter, *_served(op), parts)
     cls = type(op)
@@ -161,7 +161,7 @@ def replaced_by(
     return ReplacedModule(path, source, adapter, cls.__name__, implementation, provider, parts)
 
 
-def _parts(op: nn.Module) -> Iterator[Part]:
+def _ops_inside(op: nn.Module) -> Iterator[Part]:
     """Yield the ops inside an op for calls without a gradient."""
     idle: set[nn.Module] = set()
     for layer in op.modules():

@@ -118,8 +118,8 @@ _SIZES = ((2, 5), (1, 1), (1, 130))
 def _computes(function: _Function, form: Form) -> bool:
     """Return True if results and writes equal those of the op in every trial."""
     # Trials take seconds, so names are compared first.
-    names = [name for name in _named(function) if name not in IMPLEMENTATIONS]
-    if names != _named(form.call)[1 : len(names) + 1] or _reads_others(function):
+    names = [name for name in _arguments_in_order(function) if name not in IMPLEMENTATIONS]
+    if names != _arguments_in_order(form.call)[1 : len(names) + 1] or _reads_others(function):
         return False
     calls = [*product((torch.float32,), _SIZES), *product(_TOLERANCES, _SIZES[:1])]
     options = form.trials(function)
@@ -129,7 +129,7 @@ def _computes(function: _Function, form: Form) -> bool:
     )
 
 
-def _named(function: _Function) -> list[str]:
+def _arguments_in_order(function: _Function) -> list[str]:
     """List the named arguments in order."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -189,7 +189,7 @@ def traced_function(
             result: Any = node.args[0]
             return tuple(result.meta["val"].shape), values[result]
         if node not in values:
-            values[node] = _value(node, values, dtype)
+            values[node] = _expression_of_node(node, values, dtype)
 
     raise NotExpressible("it returns nothing")
 
@@ -226,7 +226,9 @@ def _watched_call(
         return _call(module, parameters, *arguments)
 
 
-def _value(node: fx.Node, values: dict[fx.Node, Expression], dtype: torch.dtype) -> Expression:
+def _expression_of_node(
+    node: fx.Node, values: dict[fx.Node, Expression], dtype: torch.dtype
+) -> Expression:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)

@@ -160,7 +160,7 @@ def _code(codes: Mapping[int, str], kind: int) -> str:
     return codes[kind]
 
 
-def _rows(infos: Sequence[Any], start: int) -> tuple[list[Any], list[str]]:
+def _sound_rows(infos: Sequence[Any], start: int) -> tuple[list[Any], list[str]]:
     """Return a row for each sound tensor, and the faults of the others."""
     gguf = import_extra("gguf")
     rows = []
@@ -198,7 +198,7 @@ def read_header(path: Path, data: memoryview) -> Header:
         ) from error
     # The bytes of tensors begin at the next multiple of the alignment.
     start = -(-cursor.place // alignment) * alignment
-    rows, problems = _rows(infos, start)
+    rows, problems = _sound_rows(infos, start)
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
     if problems:
         raise CheckpointError.listing(

@@ -80,8 +80,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
         unmarked = [text for text in special.values() if text not in known]
         tokenizer.add_special_tokens(unmarked)
         begins, ends = _flags(metadata, surrounds)
-        first = [_end(special, "bos_token", file)] if begins else []
-        last = [_end(special, "eos_token", file)] if ends else []
+        first = [_token_of_name(special, "bos_token", file)] if begins else []
+        last = [_token_of_name(special, "eos_token", file)] if ends else []
         _surround(tokenizer, [*first, "$A", *last])
     except VocabularyError:
         raise
@@ -94,7 +94,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
     return tokenizer
 
 
-def _end(special: Mapping[str, str], name: str, file: Path) -> str:
+def _token_of_name(special: Mapping[str, str], name: str, file: Path) -> str:
     """Return the token at the beginning or the end of each text.
 
     Raises:

@@ -29,7 +29,7 @@ class Key:
     harmless: tuple[object, ...] = ()
 
 
-def _rows(
+def _rows_of_keys(
     fate: str, why: str, names: Sequence[str], harmless: Sequence[object] = ()
 ) -> tuple[Key, ...]:
     rows = []
@@ -39,15 +39,15 @@ def _rows(
 
 
 def _keys(why: str, *names: str) -> tuple[Key, ...]:
-    return _rows("read", why, names)
+    return _rows_of_keys("read", why, names)
 
 
 def _irrelevant(why: str, *names: str) -> tuple[Key, ...]:
-    return _rows("irrelevant", why, names)
+    return _rows_of_keys("irrelevant", why, names)
 
 
-def _refused(why: str, *names: str, harmless: Sequence[object] = ()) -> tuple[Key, ...]:
-    return _rows("refused", why, names, harmless)
+def _refused_keys(why: str, *names: str, harmless: Sequence[object] = ()) -> tuple[Key, ...]:
+    return _rows_of_keys("refused", why, names, harmless)
 
 
 SHAPING = (
@@ -211,13 +211,13 @@ TOKENIZER_CONFIG: tuple[Key, ...] = (
         "word_shape_file",
         "word_tokenizer_type",
     ),
-    *_refused(
+    *_refused_keys(
         "transformers then reads one of these files by its version, and opgraft reads "
         "tokenizer.json",
         "fast_tokenizer_files",
         harmless=(None, [], ["tokenizer.json"]),
     ),
-    *_refused(
+    *_refused_keys(
         "transformers itself fills it in, and no file has it",
         "post_processor",
         "tokenizer_object",
@@ -240,7 +240,7 @@ _TRANSFORMER: tuple[Key, ...] = (
     *_irrelevant("settings of opgraft say so", "unpad_inputs"),
     *_irrelevant(_OF_TASKS, "query_length", "document_length", "query_expansion"),
     *_irrelevant("the kernels and the dtype are set in opgraft", "backend"),
-    *_refused(
+    *_refused_keys(
         "opgraft gives the model no arguments",
         "model_args",
         "model_kwargs",
@@ -248,38 +248,38 @@ _TRANSFORMER: tuple[Key, ...] = (
         "config_kwargs",
         harmless=(None, {}),
     ),
-    *_refused(
+    *_refused_keys(
         "opgraft reads the tokenizer beside the model", "tokenizer_name_or_path", harmless=(None,)
     ),
-    *_refused(_TEXT_ONLY, "processing_kwargs", harmless=(None, {})),
+    *_refused_keys(_TEXT_ONLY, "processing_kwargs", harmless=(None, {})),
 )
 
 SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
     *_TRANSFORMER,
-    *_refused(_TEXT_ONLY, "transformer_task", harmless=(None, "feature-extraction")),
-    *_refused(
+    *_refused_keys(_TEXT_ONLY, "transformer_task", harmless=(None, "feature-extraction")),
+    *_refused_keys(
         _TEXT_ONLY,
         "modality_config",
         harmless=(None, {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}),
     ),
-    *_refused(_TEXT_ONLY, "module_output_name", harmless=(None, "token_embeddings")),
+    *_refused_keys(_TEXT_ONLY, "module_output_name", harmless=(None, "token_embeddings")),
 )
 """``sentence_bert_config.json``, and the files with this purpose in older versions."""
 
 CROSS_ENCODER_TRANSFORMER: tuple[Key, ...] = (
     *_TRANSFORMER,
-    *_refused(_TEXT_ONLY, "transformer_task", harmless=(None, "sequence-classification")),
-    *_refused(
+    *_refused_keys(_TEXT_ONLY, "transformer_task", harmless=(None, "sequence-classification")),
+    *_refused_keys(
         _TEXT_ONLY,
         "modality_config",
         harmless=(None, {"text": {"method": "forward", "method_output_name": "logits"}}),
     ),
-    *_refused(_TEXT_ONLY, "module_output_name", harmless=(None, "scores")),
+    *_refused_keys(_TEXT_ONLY, "module_output_name", harmless=(None, "scores")),
 )
 """The same file of a cross-encoder."""
 
 NORMALIZE_CONFIG: tuple[Key, ...] = (
-    *_refused(
+    *_refused_keys(
         "opgraft normalizes the vector of a text and nothing else",
         "module_input_name",
         "module_output_name",
@@ -292,7 +292,7 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
     *_keys("texts that are put before a text, by name", "prompts"),
     *_keys("the prompt that is put before a text", "default_prompt_name"),
     *_keys("the numbers of a vector that are returned", "truncate_dim"),
-    *_refused(
+    *_refused_keys(
         "opgraft makes one vector of a text", "model_type", harmless=(None, "SentenceTransformer")
     ),
     *_irrelevant("comparing vectors is left to who asked for them", "similarity_fn_name"),
@@ -302,8 +302,8 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
 
 CROSS_ENCODER_CONFIG: tuple[Key, ...] = (
     *_keys("the function from scores to probabilities", "activation_fn"),
-    *_refused("opgraft puts no prompt before a pair", "default_prompt_name", harmless=(None,)),
-    *_refused("the model has scores of labels", "model_type", harmless=(None, "CrossEncoder")),
+    *_refused_keys("opgraft puts no prompt before a pair", "default_prompt_name", harmless=(None,)),
+    *_refused_keys("the model has scores of labels", "model_type", harmless=(None, "CrossEncoder")),
     *_irrelevant("no prompt is used without a default", "prompts"),
     *_irrelevant("it is of other libraries", "__version__", "keep_in_fp32_modules"),
 )
@@ -370,7 +370,7 @@ GGUF_TOKENIZER: tuple[Key, ...] = (
     *_irrelevant(
         "llama.cpp does not read it either", "tokenizer.huggingface.json", "tokenizer.rwkv.world"
     ),
-    *_refused("which is not known", "tokenizer.ggml.*"),
+    *_refused_keys("which is not known", "tokenizer.ggml.*"),
 )
 """GGUF metadata about text. Keys of the architecture are in ``opgraft.models.gguf_names``."""
 
@@ -402,14 +402,14 @@ GGUF_GENERAL: tuple[Key, ...] = (
     *_keys(
         "Phi-3 is told by it, whose special tokens take in the spaces after them", "general.name"
     ),
-    *_refused("opgraft loads models", "general.type", harmless=("model",)),
+    *_refused_keys("opgraft loads models", "general.type", harmless=("model",)),
     *_irrelevant(
         "each tensor has a type of its own", "general.quantization_version", "general.file_type"
     ),
     *_irrelevant("SamplingParams says how tokens are drawn", "general.sampling.*"),
     *_irrelevant("it describes the model for people", "general.*"),
     *_irrelevant("the names of the files say so", "split.*"),
-    *_refused("opgraft loads models", *(f"{name}.*" for name in GGUF_NO_MODELS)),
+    *_refused_keys("opgraft loads models", *(f"{name}.*" for name in GGUF_NO_MODELS)),
 )
 """GGUF metadata about the file."""
 

@@ -92,9 +92,9 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         mask = torch.zeros(1, 1, 2, 2)
         try:
             try:
-                called = _called(cls, config, mask)
+                called = _construct_and_call(cls, config, mask)
             except Exception:  # some models refuse such a mask, and make their own
-                called = _called(cls, config, None)
+                called = _construct_and_call(cls, config, None)
         except Exception as error:  # the code of a model may raise anything
             version = import_extra("transformers").__version__
             raise ModelError(
@@ -128,7 +128,7 @@ class _CallFindings(NamedTuple):
     stack: tuple[str, type[Any]]
 
 
-def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _CallFindings:
+def _construct_and_call(cls: type[nn.Module], config: Any, mask: Tensor | None) -> _CallFindings:
     """Construct a model, and call it with two tokens."""
     model: Any = cls(config).eval()
     model.get_input_embeddings()  # raises if transformers does not know which they are
@@ -218,7 +218,7 @@ def _fault_of_kinds(config: Any, calls: Mapping[str, AttentionCall]) -> str:
     return ""
 
 
-def _refused(model: nn.Module, reason: str) -> ModelError:
+def _refusal_of(model: nn.Module, reason: str) -> ModelError:
     """Make the error about a model of transformers that cannot run here."""
     return ModelError(f"{type(model).__name__}: {reason}. {GRAFT_INSTEAD}")
 
@@ -296,7 +296,7 @@ class TransformersModel(Model):
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
-            raise _refused(model, f"nothing computes the buffers {', '.join(undefined[:5])}")
+            raise _refusal_of(model, f"nothing computes the buffers {', '.join(undefined[:5])}")
         attached = self._attach(model, ranks)
         grafted = graft(model)
         kept = (*replacer.left, *self._kept_whole(model, plan))
@@ -430,7 +430,7 @@ class TransformersModel(Model):
         """
         if self.uncached and current_batch() is not None:
             reason = f"it cannot run with a cache of ours: {self.uncached}"
-            raise _refused(self.transformers_model, reason)
+            raise _refusal_of(self.transformers_model, reason)
         if self.gate is not None:
             inputs_embeds = self.gate.enter(inputs_embeds)
         options: dict[str, Any] = {}

@@ -221,7 +221,7 @@ def _recorded(place: Any, registry: Any) -> _Registry:
 
 
 def _attended(layer: nn.Module, registry: Any) -> _Registry:
-    return _Registry(registry, partial(_attend, layer))
+    return _Registry(registry, partial(_attend_one_batch, layer))
 
 
 def attach_layer(module: nn.Module, layer: nn.Module) -> None:
@@ -238,7 +238,7 @@ def detach_layer(module: nn.Module) -> None:
     restore_forward(module, kept)
 
 
-def _attend(
+def _attend_one_batch(
     layer: nn.Module,
     module: nn.Module,
     query: Tensor,

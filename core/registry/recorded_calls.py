@@ -55,19 +55,19 @@ def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
     """
     if method == "__init__":
         owner = next(base for base in cls.__mro__ if method in vars(base))
-        return _table().get(_key(owner, method)) or _table().get(_key(cls, method))
-    found = {call for base in cls.__mro__ for call in _table().get(_key(base, method), ())}
+        return _table().get(_key_of_call(owner, method)) or _table().get(_key_of_call(cls, method))
+    found = {call for base in cls.__mro__ for call in _table().get(_key_of_call(base, method), ())}
     return sorted(found) or None
 
 
 def is_constructed(cls: type) -> bool:
     """Return True if a recorded call constructs the class itself."""
-    return _key(cls, "__init__") in _table()
+    return _key_of_call(cls, "__init__") in _table()
 
 
 def forms_called(cls: type) -> Sequence[str]:
     """List the functional forms of an op that layers of opgraft call in place of the op."""
-    prefix = _key(cls, f"{FUNCTIONAL}.")
+    prefix = _key_of_call(cls, f"{FUNCTIONAL}.")
     return sorted(key.removeprefix(prefix) for key in _table() if key.startswith(prefix))
 
 
@@ -93,5 +93,5 @@ def read() -> Mapping[str, Sequence[RecordedCall]]:
 _table = functools.cache(read)
 
 
-def _key(cls: type, method: str) -> str:
+def _key_of_call(cls: type, method: str) -> str:
     return f"{cls.__module__}:{cls.__qualname__}.{method}"

@@ -61,7 +61,7 @@ class Grammars:
 
     def find(self, params: SamplingParams) -> Grammar | None:
         """Return the kept grammar of a structured output, or None."""
-        key, _ = _key(params.structured_output)
+        key, _ = _key_and_size(params.structured_output)
         with self._lock:
             if key not in self._kept:
                 return None
@@ -82,7 +82,7 @@ class Grammars:
     def _compiled(self, params: SamplingParams) -> Grammar:
         grammar = Grammar(params.structured_output, self._tokens)
         self._share(grammar)
-        key, characters = _key(params.structured_output)
+        key, characters = _key_and_size(params.structured_output)
         if not characters:
             return grammar
         with self._lock:
@@ -96,7 +96,7 @@ class Grammars:
         return sum(characters for _, characters in self._kept.values())
 
 
-def _key(wanted: Any) -> tuple[bytes, int]:
+def _key_and_size(wanted: Any) -> tuple[bytes, int]:
     """Return the key of a structured output, and the number of its characters.
 
     The number is 0 for values that are no JSON. Their grammars are not kept.

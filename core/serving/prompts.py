@@ -32,7 +32,7 @@ def unsalted(
     """
     if not isinstance(prompt, Mapping):
         return prompt, cache_salt
-    given = _content(prompt, name)
+    given = _content_of_prompt(prompt, name)
     salt = prompt.get(_SALT)
     if None not in (salt, cache_salt) and salt != cache_salt:
         raise RequestError(
@@ -43,7 +43,7 @@ def unsalted(
     return given, cache_salt if salt is None else salt  # type: ignore[return-value]
 
 
-def _content(prompt: Mapping[str, Any], name: str) -> Any:
+def _content_of_prompt(prompt: Mapping[str, Any], name: str) -> Any:
     """Return the text or the token ids of a prompt in a mapping."""
     contents = {_TEXT, _IDS} & prompt.keys()
     unknown = prompt.keys() - {_TEXT, _IDS, _SALT}
@@ -98,7 +98,7 @@ def tokenized(
     prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None
     if text is None:
-        ids = _given(prompt, name)
+        ids = _checked_prompt(prompt, name)
     else:
         expect_unicode(text, name)
         if truncate:
@@ -145,7 +145,7 @@ def expect_unicode(text: str, name: str) -> None:
         ) from error
 
 
-def _given(prompt: object, name: str) -> Sequence[int]:
+def _checked_prompt(prompt: object, name: str) -> Sequence[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise RequestError(
             f"{name} is {type(prompt).__name__}: give text, a list of token ids, or "

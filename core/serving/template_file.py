@@ -27,7 +27,7 @@ def checked_template(file: str | None) -> str | None:
     """
     if file is None:
         return None
-    source = _read(file)
+    source = _read_source(file)
     # Templates are compiled in the helper alone, within its limits.
     kind, text = TemplateRenderer().render(source, {})
     # Without messages, most templates refuse to render.
@@ -49,7 +49,7 @@ def with_template(tokenizer: Tokenizer, file: str | None, source: str | None) ->
     return replace(tokenizer, chat_templates={"default": source}, template_file=file)
 
 
-def _read(file: str) -> str:
+def _read_source(file: str) -> str:
     try:
         source = read_regular(file, _LARGEST).decode()
     except (OSError, ValueError) as error:

@@ -85,7 +85,7 @@ class _Helper:
         with there:
             self._process = _start(there)
         self._answers = self._socket.makefile("rb")
-        self.close = weakref.finalize(self, _end, self._process, self._socket, self._answers)
+        self.close = weakref.finalize(self, _end_helper, self._process, self._socket, self._answers)
         self._socket.settimeout(START_SECONDS)
         try:
             ready = self._answers.read(1) == READY
@@ -139,7 +139,7 @@ def _start(there: socket.socket) -> subprocess.Popen[bytes]:
         ) from error
 
 
-def _end(process: subprocess.Popen[bytes], ours: socket.socket, answers: BinaryIO) -> None:
+def _end_helper(process: subprocess.Popen[bytes], ours: socket.socket, answers: BinaryIO) -> None:
     """End a helper at once, and collect its status."""
     answers.close()
     ours.close()

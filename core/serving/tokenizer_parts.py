@@ -39,7 +39,7 @@ def parts_of(backend: Any, *, without_characters: bool) -> str:
     """
     stages: list[Any] = [_model(backend)]
     for stage in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
-        rows = _rows(stage)
+        rows = _steps_of_stage(stage)
         if without_characters:
             rows = [row for row in rows if row["type"] != _CHARACTERS]
         stages.append(rows)
@@ -48,7 +48,7 @@ def parts_of(backend: Any, *, without_characters: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def _rows(stage: Any) -> list[dict[str, Any]]:
+def _steps_of_stage(stage: Any) -> list[dict[str, Any]]:
     """Return the steps of a stage, as ``tokenizer.json`` has them; none for no stage."""
     if stage is None:
         return []

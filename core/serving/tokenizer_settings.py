@@ -52,22 +52,22 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is damaged.
     """
-    settings = _read(folder / "tokenizer_config.json")
+    settings = _read_if_there(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
-    special = _read(folder / "special_tokens_map.json")
+    special = _read_if_there(folder / "special_tokens_map.json")
     more = [*_more(settings), *(special.pop("extra_special_tokens", None) or ())]
     found = {**settings, **special}
     by_name = settings.get("extra_special_tokens")
     if more and not (by_name and isinstance(by_name, Mapping)):
         found["extra_special_tokens"] = more
-    added = _read(folder / "added_tokens.json")
+    added = _read_if_there(folder / "added_tokens.json")
     if added:
         found["added_tokens"] = added
     return found
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_if_there(file: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
@@ -101,10 +101,10 @@ def _has_other_steps(backend: Any, settings: Mapping[str, Any], steps: Mapping[s
             return True
     if "around" not in steps:
         return False
-    named = _named(settings)
+    named = _named_tokens(settings)
     expected = []
     for names in steps["around"]:
-        tokens = [_content(named.get(name)) for name in names]
+        tokens = [_text_of_token(named.get(name)) for name in names]
         expected.append(tokens)
     return tokens_around(backend) != expected
 
@@ -114,7 +114,7 @@ def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
 
     These are the tokens around a text, and the token for unknown words.
     """
-    named = {name: _content(value) for name, value in _named(settings).items()}
+    named = {name: _text_of_token(value) for name, value in _named_tokens(settings).items()}
     around = _tokens_around(backend)
     ends = [named[name] for name in ("cls_token", "sep_token") if name in named]
     if around and not around.issuperset(ends):
@@ -232,9 +232,9 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
     Returns:
         The special tokens with a name, as text.
     """
-    named = _named(settings)
+    named = _named_tokens(settings)
     more = _more(settings)
-    special = {_content(value) for value in named.values()}
+    special = {_text_of_token(value) for value in named.values()}
     tokens = _listed(backend, settings)
     # A token with a name is special, even if the list says otherwise.
     for token in tokens:
@@ -245,19 +245,19 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
     for value in (*named.values(), *more):
         if value in values:
             continue
-        content = _content(value)
+        content = _text_of_token(value)
         if content not in known:
             values.append(value)
     for value in values:
         # a token without a name may have flags, and one of the flags makes the token special
-        content = _content(value)
+        content = _text_of_token(value)
         is_special = None
         if content in special or not isinstance(value, Mapping):
             is_special = True
         token = _token(value, is_special)
         tokens.append(token)
     backend.add_tokens(tokens)
-    return {name: _content(value) for name, value in named.items()}
+    return {name: _text_of_token(value) for name, value in named.items()}
 
 
 def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
@@ -267,9 +267,9 @@ def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
         return [_token(rows[number]) for number in sorted(rows, key=int)]
     # "additional_special_tokens" of an older file do not make a token special, as in transformers.
     extra = settings.get("extra_special_tokens")
-    given = list(_named(settings).values())
+    given = list(_named_tokens(settings).values())
     given += extra if isinstance(extra, list) else []
-    special = {_content(value) for value in given}
+    special = {_text_of_token(value) for value in given}
     found = {}
     for text, number in settings.get("added_tokens", {}).items():
         is_special = text in special
@@ -279,7 +279,7 @@ def _listed(backend: Any, settings: Mapping[str, Any]) -> list[Any]:
     return [found[number] for number in sorted(found)]
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the special tokens with a name: the usual ones, then the model's own."""
     usual = {}
     for name in _NAMED:
@@ -310,7 +310,7 @@ def _more(settings: Mapping[str, Any]) -> list[Any]:
     return []
 
 
-def _content(token: Any) -> str:
+def _text_of_token(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
 
 
@@ -322,7 +322,7 @@ def _token(value: Any, special: bool | None = None) -> Any:
     if special is not None:
         flags["special"] = special
     added_token = import_extra("tokenizers").AddedToken
-    return added_token(_content(value), **flags)
+    return added_token(_text_of_token(value), **flags)
 
 
 def clean_spaces(backend: Any, settings: Mapping[str, Any]) -> None:

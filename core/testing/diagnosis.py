@@ -370,7 +370,7 @@ def wrong_results() -> Iterator[Finding]:
     others, such as the default dtype or a function of torch, is a finding as well.
     """
     guard = Guard()
-    for replacement, kernel, spec in _called():
+    for replacement, kernel, spec in _kernels_with_spec():
         changes = list[str]()
         with guard.watching("when it was called", _no_change_stays, _list_in(changes)):
             faults = _faults(replacement, kernel, _wrong_results(spec, kernel))
@@ -526,7 +526,7 @@ def _wrong_in_dtypes(
         inputs = f"for {str(dtype).removeprefix('torch.')} inputs of {spec.functional.name}"
         for call in _calls(spec, kernel):
             arguments = _small(spec, dtype)
-            before = _given(arguments)
+            before = _bytes_of_arguments(arguments)
             with torch.no_grad():
                 expected = checks.results_of(spec, spec.functional.native, arguments)
                 try:
@@ -543,7 +543,7 @@ def _wrong_in_dtypes(
                 yield f"{fault} {inputs}"
 
 
-def _given(arguments: Arguments) -> dict[str, list[Tensor]]:
+def _bytes_of_arguments(arguments: Arguments) -> dict[str, list[Tensor]]:
     """Copy the bytes of the tensors of each argument."""
     given = {}
     for name, value in arguments.items():
@@ -575,14 +575,14 @@ def lost_gradients() -> Iterator[Finding]:
 
     A kernel with the mark ``inference_only`` gives way to the native definition there.
     """
-    for replacement, kernel, spec in _called():
+    for replacement, kernel, spec in _kernels_with_spec():
         if kernel.inference_only or spec.functional.mutates or not spec.differentiable:
             continue
         for reason in _faults(replacement, kernel, _lost(spec, kernel)):
             yield Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
 
 
-def _called() -> Iterator[tuple[Replacement, Kernel, OpSpec]]:
+def _kernels_with_spec() -> Iterator[tuple[Replacement, Kernel, OpSpec]]:
     """Yield the kernels of plugins that run here, each with the spec of a form.
 
     If torch knows no device for the inputs, there are none.

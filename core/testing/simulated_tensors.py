@@ -238,7 +238,7 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return run_without_device(operator, *args, **kwargs)
     _expect_one_device(name, given, ours)
     stream = current_stream()
-    run = functools.partial(_run, operator, name, _on_host(args), _on_host(kwargs))
+    run = functools.partial(_run_operator, operator, name, _on_host(args), _on_host(kwargs))
     graph = recording_graph()
     if graph is not None:
         _expect_no_host(name, given, ours, kwargs)
@@ -297,7 +297,7 @@ def _expect_no_host(
         )
 
 
-def _run(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _run_operator(operator: Any, name: str, args: Any, kwargs: Any) -> Any:
     _device.run(name)
     return operator(*args, **kwargs)
 

@@ -184,7 +184,7 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
         Exception: ``grafted`` raised the exception, and every op is within the tolerance.
     """
     with torch.no_grad():
-        places, failure = _places(native, grafted, steps)
+        places, failure = _modules_to_compare(native, grafted, steps)
         comparer = _Comparer(native, grafted, places)
         # The whole model and its ops write to caches of their own.
         calls = zip(steps(native), steps(grafted), steps(grafted), strict=True)
@@ -213,7 +213,7 @@ def _expect_numbers(computed: Sequence[Tensor]) -> None:
         )
 
 
-def _places(
+def _modules_to_compare(
     native: nn.Module, grafted: nn.Module, steps: Steps
 ) -> tuple[dict[str, ComparedModule], Exception | None]:
     """Return the places to compare, and the exception of the grafted model.
@@ -222,7 +222,7 @@ def _places(
     is the model itself.
     """
     ops = {path: op for path, op in grafted.named_modules() if isinstance(op, CustomOp)}
-    called, failure = _called(grafted, ops, steps)
+    called, failure = _called_ops(grafted, ops, steps)
     if failure:
         # Comparing finds the op that raises.
         logger.debug("the model raised %s, so all of its ops are compared", described(failure))
@@ -236,7 +236,7 @@ def _places(
     return {path: ComparedModule(path, tuple(ops)) for path, ops in served.items()}, failure
 
 
-def _called(
+def _called_ops(
     model: nn.Module, ops: Mapping[str, CustomOp], steps: Steps
 ) -> tuple[dict[str, CustomOp], Exception | None]:
     """Run a model; return the called ops by path, and the exception of the model."""

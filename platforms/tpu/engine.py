@@ -101,7 +101,7 @@ class TpuWorker(Worker):
         Raises:
             ConfigError: the runtime cannot.
         """
-        why = _obstacle(parallel, runtime_of_platform())
+        why = _why_not_shared(parallel, runtime_of_platform())
         if why:
             sharing = parallel.tensor * parallel.pipeline
             chips = max(sharing, parallel.expert)
@@ -169,7 +169,7 @@ def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]
                 yield parameter, dim
 
 
-def _obstacle(parallel: ParallelConfig, runtime: Runtime) -> str:
+def _why_not_shared(parallel: ParallelConfig, runtime: Runtime) -> str:
     """Return the reason why ranks cannot share a model so; empty if they can."""
     if parallel.pipeline > 1:
         return "a program has the whole model, and no stage of it"

@@ -43,8 +43,8 @@ class RuntimePackage:
     def torch(self) -> str:
         """The versions of torch for the package, in words."""
         if self.oldest == self.newest:
-            return _text(self.oldest)
-        return f"{_text(self.oldest)} to {_text(self.newest)}"
+            return _text_of_release(self.oldest)
+        return f"{_text_of_release(self.oldest)} to {_text_of_release(self.newest)}"
 
     def fits(self, torch: str | None) -> bool:
         """Return True if the package was built for a version of torch."""
@@ -128,7 +128,7 @@ def _objection(package: RuntimePackage, version: str | None, torch: str | None) 
     if version is None:
         return f"not installed (for torch {package.torch})"
     if _release(version)[: len(package.series)] != package.series:
-        return f"{version} is not known here, {_text(package.series)} is"
+        return f"{version} is not known here, {_text_of_release(package.series)} is"
     if not package.fits(torch):
         return f"{version} was built for torch {package.torch}"
     return None
@@ -137,10 +137,11 @@ def _objection(package: RuntimePackage, version: str | None, torch: str | None) 
 def _remedy(torch: str | None) -> str:
     for package in PACKAGES:
         if package.fits(torch):
-            name = f"{package.name} {_text(package.series)}"
+            name = f"{package.name} {_text_of_release(package.series)}"
             return f"install {name}, which is built for torch {package.torch}"
     pairs = (
-        f"torch {package.torch} with {package.name} {_text(package.series)}" for package in PACKAGES
+        f"torch {package.torch} with {package.name} {_text_of_release(package.series)}"
+        for package in PACKAGES
     )
     return f"install {' or '.join(pairs)}"
 
@@ -153,5 +154,5 @@ def _release(version: str | None) -> Release:
     return tuple(int(part) for part in found[0].split("."))
 
 
-def _text(release: Release) -> str:
+def _text_of_release(release: Release) -> str:
     return ".".join(map(str, release))

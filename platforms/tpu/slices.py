@@ -66,7 +66,7 @@ def _addresses(
     places: RankPlaces, hosts: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
     chips = _chips(places, environ)
-    ports = [str(FIRST_PORT + _number(chip)) for chip in chips]
+    ports = [str(FIRST_PORT + _number_of_chip(chip)) for chip in chips]
     pairs = zip(hosts, ports, strict=True)
     text = ",".join(f"{host}:{port}" for host, port in pairs)
     return {
@@ -191,7 +191,7 @@ def _parsed(name: str, text: str) -> Mesh:
     return (*sizes, *(1,) * missing)
 
 
-def _number(chip: str) -> int:
+def _number_of_chip(chip: str) -> int:
     if not chip.isdecimal():
         raise PlatformError(f"a chip has the id {printable(chip)!r:.80}: expected a number")
     return int(chip)

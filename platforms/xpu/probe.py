@@ -99,7 +99,9 @@ def _tile_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
     """
     for name in machine.names(function.folder):
         if re.fullmatch(r"tile\d", name):
-            yield from _number(machine, f"{function.folder}/{name}/physical_vram_size_bytes")
+            yield from _numbers_in_file(
+                machine, f"{function.folder}/{name}/physical_vram_size_bytes"
+            )
 
 
 def _card_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
@@ -111,10 +113,10 @@ def _card_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
     for name in machine.names(folder):
         # Other entries are render nodes.
         if re.fullmatch(r"card\d{1,3}", name):
-            yield from _number(machine, f"{folder}/{name}/lmem_total_bytes")
+            yield from _numbers_in_file(machine, f"{folder}/{name}/lmem_total_bytes")
 
 
-def _number(machine: Machine, path: str) -> Iterator[int]:
+def _numbers_in_file(machine: Machine, path: str) -> Iterator[int]:
     text = (machine.read(path) or "").strip()
     if not re.fullmatch(r"[0-9]{1,15}", text):
         return

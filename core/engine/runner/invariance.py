@@ -19,7 +19,7 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
     """
     problems = []
     for path, layer in model.named_modules():
-        reason = _obstacle(layer, block_size)
+        reason = _why_not_alike(layer, block_size)
         if reason:
             problems.append(f"{path} ({reason})")
     if not problems:
@@ -40,7 +40,7 @@ def _packages() -> str:
     return f", such as {packages}" if packages else ""
 
 
-def _obstacle(layer: nn.Module, block_size: int) -> str | None:
+def _why_not_alike(layer: nn.Module, block_size: int) -> str | None:
     """Return the reason against a layer; ``None`` for a layer that computes tokens alike."""
     if isinstance(layer, CachedAttention):
         return None if layer.batch_invariant(block_size) else f"attention by {type(layer).__name__}"

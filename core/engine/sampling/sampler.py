@@ -161,10 +161,10 @@ def _draw(logits: Tensor, maximum: Tensor, plan: SamplingPlan, batch: SamplingBa
     keys = torch.tensor(noise_keys, dtype=torch.int64, device=logits.device).unsqueeze(1)
     few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else number
     tokens = []
-    for begin, end in _parts(0, plan.num_unfiltered, few):
+    for begin, end in _ranges_of_rows(0, plan.num_unfiltered, few):
         scaled = _scaled(logits, maximum, plan, begin, end)
         tokens.append(draw(scaled, keys[begin:end]))
-    for begin, end in _parts(plan.num_unfiltered, number, few):
+    for begin, end in _ranges_of_rows(plan.num_unfiltered, number, few):
         scaled = _scaled(logits, maximum, plan, begin, end)
         filters = plan.filters.take(slice(begin - plan.num_unfiltered, end - plan.num_unfiltered))
         tokens.append(draw_filtered(scaled, filters, keys[begin:end]))
@@ -182,7 +182,7 @@ def _scaled(logits: Tensor, maximum: Tensor, plan: SamplingPlan, begin: int, end
     return below_greatest.div_(plan.temperature[drawn])
 
 
-def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
+def _ranges_of_rows(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(begin, end, size)]
 
 

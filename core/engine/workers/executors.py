@@ -36,7 +36,7 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
     parallel = opgraft_config.parallel
     name = parallel.executor or _default_executor(parallel)
     if name == "external" and parallelism().layout.world == 1:
-        _join(opgraft_config)
+        _join_launcher(opgraft_config)
     chosen: type[Executor] = choose_class(Executor).cls
     if chosen is not Executor:
         return chosen(opgraft_config)
@@ -83,7 +83,7 @@ def _places_of_launch() -> RankPlaces:
     return RankPlaces(launch.rank, (host,) * launch.size, local_ranks)
 
 
-def _join(opgraft_config: OpgraftConfig) -> None:
+def _join_launcher(opgraft_config: OpgraftConfig) -> None:
     """Join the other processes of a launcher.
 
     Raises:

@@ -118,7 +118,7 @@ class LocalProcess(WorkerLink):
             undo.callback(self._record.close)
             files = (calls_there.fileno(), beside_there.fileno(), pipe_there.fileno(), record)
             self.process = _start(files, environ)
-            undo.callback(_end, self.process)
+            undo.callback(_end_process, self.process)
             self._give_back = weakref.finalize(self, undo.pop_all().close)
 
     def ended(self, patience: float = 0.0) -> str | None:
@@ -163,7 +163,7 @@ def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     """End a process at once, and take its exit status, so that no zombie is left."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):

@@ -166,7 +166,7 @@ class Membership:
                 # priority.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_worker_niceness", "0")
-                _join(ray, processors)
+                _join_ray(ray, processors)
                 self._joined = True
             self._users += 1
 
@@ -179,7 +179,7 @@ class Membership:
                 ray.shutdown()
 
 
-def _join(ray: Any, processors: int) -> None:
+def _join_ray(ray: Any, processors: int) -> None:
     options: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True}
     try:
         # On one host, workers may share processors, which Ray would refuse.

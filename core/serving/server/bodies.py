@@ -45,7 +45,7 @@ class BodyRoute(APIRoute):
             with unknown_fields(refused) as unknown:
                 response = await handle(bounded)
             if unknown.names:
-                ignored = _named(unknown.names)
+                ignored = _names_in_header(unknown.names)
                 log.debug("request %s: ignored %s", request.state.passing.id, ignored)
                 response.headers[IGNORED] = ignored
             return response
@@ -53,7 +53,7 @@ class BodyRoute(APIRoute):
         return handle_within_bounds
 
 
-def _named(names: Iterable[str]) -> str:
+def _names_in_header(names: Iterable[str]) -> str:
     """Return names in the form of one header; ``...`` stands for further names."""
     room = _MOST_CHARACTERS
     told: list[str] = []

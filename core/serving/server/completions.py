@@ -141,9 +141,9 @@ class Completion(Generating[CompletionRequest]):
         number = index // self.params.n
         if prompt and number not in self._echoed:
             echo = Detokenizer(tokenizer, skip_special_tokens=False)
-            self._echoed[number] = list(_places(echo, prompt))
+            self._echoed[number] = list(_characters_before(echo, prompt))
         echoed = self._echoed[number] if prompt else []
-        answered = [start + place for place in _places(answer, tokens)]
+        answered = [start + place for place in _characters_before(answer, tokens)]
         return echoed + answered
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
@@ -180,7 +180,7 @@ class Completion(Generating[CompletionRequest]):
         return found
 
 
-def _places(text: Detokenizer, tokens: Sequence[int]) -> Iterator[int]:
+def _characters_before(text: Detokenizer, tokens: Sequence[int]) -> Iterator[int]:
     """Add tokens to a text, and yield the characters before each."""
     for token in tokens:
         yield text.written.tell()

@@ -38,7 +38,7 @@ def form_of(body: Generation) -> Form | None:
     forms = list(_forms(body))
     if len(forms) > 1:
         first, second, *_ = forms
-        raise _refused(second.field, f"and {first.field} are both given: leave one out")
+        raise _refusal_of(second.field, f"and {first.field} are both given: leave one out")
     if not forms:
         return None
     (form,) = forms
@@ -58,7 +58,7 @@ def _forms(body: Generation) -> Iterator[Form]:
         "choice": body.guided_choice,
         "grammar": body.guided_grammar,
     }
-    yield from _given(older, "guided_")
+    yield from _given_kind(older, "guided_")
 
 
 def _of_openai(given: ResponseFormat) -> Iterator[Form]:
@@ -85,10 +85,10 @@ def _of_vllm(given: StructuredOutputs) -> Iterator[Form]:
         "choice": given.choice,
         "grammar": given.grammar,
     }
-    yield from _given(kinds, prefix)
+    yield from _given_kind(kinds, prefix)
 
 
-def _given(kinds: Mapping[str, Any], prefix: str) -> Iterator[Form]:
+def _given_kind(kinds: Mapping[str, Any], prefix: str) -> Iterator[Form]:
     for kind, value in kinds.items():
         if value is None:
             continue
@@ -103,9 +103,9 @@ def _schema(given: str | dict[str, Any], field: str) -> dict[str, Any]:
     try:
         schema = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise _refused(field, "is a text that is no JSON: give a JSON schema") from error
+        raise _refusal_of(field, "is a text that is no JSON: give a JSON schema") from error
     if not isinstance(schema, dict):
-        raise _refused(field, "is a text without an object: give a JSON schema")
+        raise _refusal_of(field, "is a text without an object: give a JSON schema")
     return schema
 
 
@@ -113,5 +113,5 @@ def _missing(field: str) -> HTTPError:
     return HTTPError(400, f"{field} is missing", field=field, code="missing_field")
 
 
-def _refused(field: str, reason: str) -> HTTPError:
+def _refusal_of(field: str, reason: str) -> HTTPError:
     return HTTPError(400, f"{field} {reason}", field=field, code="invalid_value")

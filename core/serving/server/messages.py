@@ -183,7 +183,7 @@ class Message(TranslatedRequest):
 
     def begun(self, block: Block) -> Iterator[bytes]:
         """Yield the event of a new block."""
-        content = _content(block)
+        content = _content_of_block(block)
         # The input follows in parts.
         if block.kind is BlockKind.CALL:
             content["input"] = {}
@@ -214,7 +214,7 @@ class Message(TranslatedRequest):
             "type": "message",
             "role": "assistant",
             "model": self.model_name,
-            "content": [_content(block) for block in self.blocks],
+            "content": [_content_of_block(block) for block in self.blocks],
             **self._end(),
             "usage": self._tokens(),
         }
@@ -248,7 +248,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content_of_block(block: Block) -> dict[str, Any]:
     if block.kind is BlockKind.REASONING:
         return {
             "type": "thinking",
