@@ -298,10 +298,9 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def warm_python() -> str:
     """An interpreter that has torch imported when it starts; see ``support/warm/interpreter.py``."""
-    with warm_interpreter(tmp_path_factory.mktemp("warm")) as interpreter:
-        yield str(interpreter)
+    return warm_interpreter()
 
 
 @pytest.fixture(scope="module")

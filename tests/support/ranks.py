@@ -1,6 +1,6 @@
 """Ranks of a job, each a process of its own that calls functions of test modules.
 
-They are forked by a server that has imported what takes seconds, opgraft too, whose host each resets.
+The warm interpreter starts them, which has imported what takes seconds, opgraft too. Each resets its host.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from support.warm.interpreter import warm_interpreter
 
 PATIENCE = 600.0
 """Seconds of the ranks for their answers: on a busy machine, a compiler takes minutes."""
@@ -30,16 +33,6 @@ _SETTLING = 20.0
 
 _STACKS = 2.0
 """Seconds of a process to write its stack."""
-
-IMPORTED = (
-    *("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama"),
-    *(
-        "opgraft.serving.llm",
-        "opgraft.engine.workers.worker_process",
-        "opgraft.platforms.cpu.platform",
-    ),
-)
-"""What the server imports, where it is installed."""
 
 
 class Ranks:
@@ -56,20 +49,23 @@ class Ranks:
         self.job = (tuple(path), environ, sizes or {"tensor": size})
         self.size = size
         self.ends: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[SpawnProcess] = []
         self._start()
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
+        context = multiprocessing.get_context("spawn")
+        interpreter = spawn.get_executable()
+        context.set_executable(warm_interpreter())
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             job = (theirs, rank, self.size, f"file://{self.folder.name}/store", *self.job)
             process = context.Process(target=_serve, args=job, daemon=True)
             process.start()
+            theirs.close()
             self.ends.append(ours)
             self.processes.append(process)
+        context.set_executable(interpreter)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call a function of a test module on every rank; return what each returned.

@@ -4,6 +4,8 @@ A server imports what most processes of these tests import first. The interprete
 which hands over its arguments, environment, folder and open files. The server forks a process that goes on with them,
 and the program ends as that process ends.
 
+All processes of a test run share one server. It ends when none of them holds its pipe open any more.
+
 A signal to the program is one to the process. ``process_of`` tells which that is.
 
 What an interpreter or torch decides at its start is decided once, in the server. An interpreter that is given other
@@ -13,19 +15,23 @@ takes ``sys.executable``.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import marshal
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 """How the names of variables begin that are read before the first line of a program runs."""
 
 LATER = ("PYTHONPATH", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Those of such names that the server minds in each process, or that are for GPUs only."""
+
+_TEMPORARY = tempfile.gettempdir()
+"""As it is before a test sets another one."""
 
 
 def process_of(pid: int) -> int:
@@ -34,12 +40,25 @@ def process_of(pid: int) -> int:
     return int(name) if name.isdigit() else pid
 
 
-@contextmanager
-def warm_interpreter(folder: Path) -> Iterator[Path]:
-    """Start a server; yields the path of the interpreter that it serves, which lies in ``folder``."""
+@functools.cache
+def warm_interpreter() -> str:
+    """Return the path of an interpreter that the server of this test run serves, and start the server if need be."""
     if sys.platform != "linux":  # elsewhere no process can be waited for as the server waits
-        yield Path(sys.executable)
-        return
+        return sys.executable
+    folder = Path(_TEMPORARY, f"opgraft-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', uuid4())}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    held = folder / "held"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not held.exists():
+            os.mkfifo(held)
+            _start_server(folder)
+    # The pipe stays open as long as this process lives.
+    os.open(held, os.O_WRONLY)
+    return str(folder / "python")
+
+
+def _start_server(folder: Path) -> None:
     here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
     environ = {name: value for name, value in os.environ.items() if name not in LATER}
     settings = {
@@ -52,10 +71,14 @@ def warm_interpreter(folder: Path) -> Iterator[Path]:
     (folder / "settings").write_bytes(marshal.dumps(settings))
     interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
     interpreter.chmod(0o755)
+    # Without a writer, the pipe cannot be opened for reading otherwise.
+    held = os.open(folder / "held", os.O_RDONLY | os.O_NONBLOCK)
+    ours, theirs = os.pipe()
     command = [sys.executable, str(here / "server.py"), str(address)]
-    with subprocess.Popen(
-        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == b"ready\n"
-        yield interpreter  # the server ends when its stdin is closed
+    streams = [(os.POSIX_SPAWN_DUP2, held, 0), (os.POSIX_SPAWN_DUP2, theirs, 1)]
+    # It may outlive this process, which waits for its first word only.
+    os.posix_spawn(sys.executable, command, environ, file_actions=streams)
+    os.close(held)
+    os.close(theirs)
+    with open(ours, "rb") as said:
+        assert said.readline() == b"ready\n"

@@ -10,6 +10,7 @@ import marshal
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -42,6 +43,7 @@ PRELOADED = (
 )
 IF_INSTALLED = (
     *(
+        "pytest",
         "transformers",
         "transformers.models.llama.modeling_llama",
         "transformers.models.auto.modeling_auto",
@@ -91,6 +93,7 @@ class Server:
                 0
             ]  # one by one, as what is closed may be opened again under its number
             if number == sys.stdin.fileno():
+                shutil.rmtree(Path(self.listener.getsockname()).parent)
                 os._exit(0)
             if number in self.running:
                 self.finish(number)
