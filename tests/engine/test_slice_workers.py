@@ -71,7 +71,9 @@ def free_chips(count: int) -> list[str]:
     return [str(chip) for chip in sorted(found)]
 
 
-def run_on_slice(arguments: list[str], site: Path, **variables: str) -> Any:
+def run_on_slice(
+    arguments: list[str], site: Path, python: str = sys.executable, **variables: str
+) -> Any:
     """Run a program where the stand-in is installed, and return the JSON that it prints last."""
     path = os.pathsep.join((str(installed(site)), str(Path(__file__).parents[1])))
     environ = {
@@ -81,7 +83,7 @@ def run_on_slice(arguments: list[str], site: Path, **variables: str) -> Any:
     }
     environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        [python, *arguments],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -99,10 +101,13 @@ def run_on_slice(arguments: list[str], site: Path, **variables: str) -> Any:
     return json.loads(written.splitlines()[-1])
 
 
-def test_two_chips_of_a_host(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
+def test_two_chips_of_a_host(
+    folder: Path, expected: list[list[int]], tmp_path: Path, warm_python: str
+) -> None:
     """Programs of both ranks sum by operators of torch, and give the tokens of one process."""
     chips = ",".join(free_chips(2))
-    found, classes = run_on_slice(["-c", TENSOR, str(folder)], tmp_path, TPU_VISIBLE_CHIPS=chips)
+    program = ["-c", TENSOR, str(folder)]
+    found, classes = run_on_slice(program, tmp_path, warm_python, TPU_VISIBLE_CHIPS=chips)
     assert found == expected
     worker, _ = classes["worker"]
     assert worker.endswith("TpuWorker")
