@@ -13,6 +13,7 @@ from typing import Any
 from opgraft.base.text import described, printable
 from opgraft.config.environment import PLATFORM, PLUGINS_DISABLE
 from opgraft.errors import PluginError, raised_in
+from opgraft.machine.evidence import MOST_DEVICES
 from opgraft.platform import DeviceCapability, DeviceMemory
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import location_of
@@ -111,6 +112,9 @@ def _guarded(keeping: Any, method: _Method) -> Callable[..., Any]:
 def _count(value: Any) -> None:
     if not _is_whole(value) or value < 0:
         raise _unexpected(value, "a number of devices")
+    # The doctor asks each device.
+    if value > MOST_DEVICES:
+        raise _unexpected(value, f"at most {MOST_DEVICES:,} devices")
 
 
 def _capability(value: Any) -> None:
@@ -135,6 +139,8 @@ def _memory(value: Any) -> None:
             raise _unexpected(each, "a whole number of bytes")
     if not 0 <= value.free <= value.total:
         raise ValueError(f"it tells {value.free:,} bytes free of {value.total:,}")
+    if not value.total:
+        raise ValueError("it tells 0 bytes in all, which leaves no room for a cache")
 
 
 def _anything(value: Any) -> None:

@@ -17,7 +17,7 @@ from opgraft.errors import RegistrationError, raised_at
 from opgraft.plugins.discovery import discover
 from opgraft.registry.op_classes import NEEDS, location_of
 from opgraft.registry.state import host_state
-from opgraft.registry.watching import watching_code
+from opgraft.registry.watching import kept, watching_code
 from torch import Tensor, is_grad_enabled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,9 +62,10 @@ def unmet_need(kernel: object, name: str) -> str | None:
     if check is None:
         return None
     provider = discover().provider_of(getattr(kernel, "__module__", None) or "")
-    # A check that changes the process, such as torch's settings, is reported.
+    what = f"the check of what {name} of {provider} needs"
     try:
-        with watching_code(f"the check of what {name} of {provider} needs", provider):
+        # A function of torch that the check replaces is put back, and a finding names the check.
+        with watching_code(what, provider), kept(what, provider, check):
             missing = check()
     except KeyboardInterrupt:
         raise

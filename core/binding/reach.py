@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -25,6 +26,9 @@ _BY_COMPUTED_NAMES = frozenset(
     }
 )
 """Code that uses one of these may call any child."""
+
+_TENSORS = frozenset({"weight", "bias"})
+"""Attributes of a child that a layer may read without a call of the child."""
 
 
 class AnyChild(Exception):  # noqa: N818  # a verdict, not an error
@@ -178,9 +182,36 @@ def _plain_functions(definition: Any) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals in a function and in the functions inside."""
-    names = set(code.co_names)
+    """Return the names of attributes and globals in a function and in the functions inside.
+
+    A name counts if the code calls the value or passes the value on. A name that the code only
+    compares with ``None``, or reads a weight from, is left out.
+    """
+    names: set[str] = set()
+    instructions = list(dis.get_instructions(code))
+    for index, instruction in enumerate(instructions):
+        if instruction.opcode not in dis.hasname:
+            continue
+        if not _is_only_read(instructions[index : index + 3]):
+            names.add(instruction.argval)
     for part in code.co_consts:
         if isinstance(part, CodeType):
             names |= _names(part)
     return frozenset(names)
+
+
+def _is_only_read(instructions: Sequence[dis.Instruction]) -> bool:
+    """Return True if code only tests the loaded value, or reads a tensor of the value.
+
+    Args:
+        instructions: the one that loads the value, and the two that follow.
+    """
+    loading, *following = instructions
+    if loading.opname != "LOAD_ATTR" or not following:
+        return False
+    after = following[0]
+    if after.opname == "LOAD_ATTR":
+        return after.argval in _TENSORS
+    if after.opname == "LOAD_CONST" and after.argval is None:
+        return len(following) > 1 and following[1].opname == "IS_OP"
+    return after.opname == "TO_BOOL" or after.opname.startswith("POP_JUMP")

@@ -12,7 +12,7 @@ from opgraft.base.text import printable
 _LARGEST = 1 << 60
 """Bytes of a device, or a node number, that no device has."""
 
-_MOST = 10_000
+MOST_DEVICES = 10_000
 """Devices or facts of one answer."""
 
 
@@ -158,8 +158,8 @@ def _check_items(name: str, kind: type, items: Any) -> None:
         raise TypeError(
             f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}"
         )
-    if len(items) > _MOST:
-        raise ValueError(f"Evidence takes {_MOST:,} {name} at most, got {len(items):,}")
+    if len(items) > MOST_DEVICES:
+        raise ValueError(f"Evidence takes {MOST_DEVICES:,} {name} at most, got {len(items):,}")
 
 
 @dataclass(frozen=True)
