@@ -53,6 +53,7 @@ class Change:
         patch: a change of torch. The plugin of a device may need the change.
         harmless: the change is set back without a message.
         started: a thread or process that must end before this process does.
+        new: the function or class in the place of the former one.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Change:
     patch: bool = False
     harmless: bool = False
     started: Awaited | None = None
+    new: object = None
 
     def set_back(self) -> str:
         """Undo the change; returns the outcome in words."""

@@ -355,17 +355,18 @@ def _replaced(owner: _Owner) -> Iterator[Change]:
             continue
         if not _is_own_doing(owner, value, new):
             undo = partial(setattr, owner.thing, name, value)
-            yield Change(f"{owner.place}.{name}", undo, patch=owner.is_of_torch)
+            yield Change(f"{owner.place}.{name}", undo, patch=owner.is_of_torch, new=new)
 
 
 def _hiding(owner: _Owner) -> Iterator[Change]:
     """Yield the new names of a class with an effect on others."""
-    new = _names_of(owner.thing).keys() - owner.names.keys()
-    for name in sorted(new):
+    now = _names_of(owner.thing)
+    for name in sorted(now.keys() - owner.names.keys()):
         if not _counts(owner, name):
             continue
         undo = partial(delattr, owner.thing, name)
-        yield Change(f"{owner.place}.{name} (new)", undo, patch=owner.is_of_torch)
+        what = f"{owner.place}.{name} (new)"
+        yield Change(what, undo, patch=owner.is_of_torch, new=now[name])
 
 
 def _some(names: Mapping[str, Any]) -> str:
@@ -403,6 +404,13 @@ def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
 def _defined_in(function: Any) -> str:
     """Return the module of a function's code. Wrappers pass for a function of another module."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def module_of(value: object) -> str:
+    """Return the module of the code of a function, a class or an object; empty if none tells."""
+    while isinstance(value, partial):
+        value = value.func
+    return _defined_in(value) or str(getattr(value, "__module__", None) or "")
 
 
 def _counts(owner: _Owner, name: str) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.plugins.changes import Change
-from opgraft.plugins.definitions import DEFINITIONS
+from opgraft.plugins.definitions import DEFINITIONS, module_of
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.process import (
     Look,
@@ -106,6 +106,44 @@ def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[li
                 told.append(f"{what} changed {change.what}: {change.set_back()}")
         for words in told:
             tell(Finding(words, provider, location_of(code)))
+
+
+class LatePatches:
+    """Puts back functions of opgraft and torch that plugins replace after they were loaded.
+
+    The code of no plugin is watched meanwhile, such as a kernel or a thread. So only functions and
+    classes that a plugin defines count. A patch of torch stays if the distribution of the plugin
+    offers a platform.
+    """
+
+    def __init__(self) -> None:
+        # A process without plugins does not wait for any look.
+        self._before = DEFINITIONS.read() if host_state().plugins else None
+        self._calls = 0
+
+    def look_after_call(self) -> None:
+        """Look after the calls 1, 2, 4, 8 and so on, since a look takes milliseconds."""
+        self._calls += 1
+        if self._calls.bit_count() == 1:
+            self.look("while a model ran")
+
+    def look(self, when: str) -> None:
+        """Put back the patches since the first look, and tell of each.
+
+        Args:
+            when: the occasion, in words.
+        """
+        if self._before is None:
+            return
+        discovery = discover()
+        for change in DEFINITIONS.changes(self._before, DEFINITIONS.read()):
+            provider = discovery.provider_of(module_of(change.new))
+            if not discovery.has_plugin(provider):
+                continue
+            if change.patch and discovery.platforms_of(provider):
+                continue
+            words = f"{provider} changed {change.what} {when}: {change.set_back()}"
+            tell(Finding(words, provider, location_of(change.new)))
 
 
 def tell(finding: Finding) -> None:

@@ -15,15 +15,19 @@ from opgraft.base.text import described
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError, raised_at
 from opgraft.plugins.discovery import discover
+from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import NEEDS, location_of
-from opgraft.registry.state import host_state
-from opgraft.registry.watching import kept, watching_code
+from opgraft.registry.state import StateValue, host_state
+from opgraft.registry.watching import Keeping, watching_code
 from torch import Tensor, is_grad_enabled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 """The reason why a call of an ``inference_only`` kernel runs the native definition."""
+
+_KEEPINGS = StateValue[dict[int, Keeping]](dict)
+"""The watch over each ``needs`` check that runs, until the check has replaced nothing."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
@@ -65,7 +69,7 @@ def unmet_need(kernel: object, name: str) -> str | None:
     what = f"the check of what {name} of {provider} needs"
     try:
         # A function of torch that the check replaces is put back, and a finding names the check.
-        with watching_code(what, provider), kept(what, provider, check):
+        with watching_code(what, provider), _keeping(what, provider, check).step():
             missing = check()
     except KeyboardInterrupt:
         raise
@@ -77,6 +81,11 @@ def unmet_need(kernel: object, name: str) -> str | None:
     kind = type(missing).__name__
     wrong = TypeError(f"a value of type {kind}, expected a reason as str, or None")
     return _check_raised(wrong, location_of(check))
+
+
+def _keeping(what: str, provider: Provider, check: object) -> Keeping:
+    # By identity, as a check may be an object that cannot be hashed. Each Keeping holds its check.
+    return _KEEPINGS.get().setdefault(id(check), Keeping(what, provider, check))
 
 
 def _check_raised(error: BaseException, place: str | None) -> CheckRaised:

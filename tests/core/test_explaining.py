@@ -8,7 +8,15 @@ import opgraft
 import pytest
 import torch
 from opgraft.functional import linear
-from opgraft.ops import GELU, ColumnParallelLinear, GatedMLP, Linear, RMSNorm, SiLU
+from opgraft.ops import (
+    GELU,
+    ColumnParallelLinear,
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    RowParallelLinear,
+    SiLU,
+)
 from opgraft.ops.attention import Attention, AttentionBatch, attending
 from torch import nn
 
@@ -216,9 +224,40 @@ class ByName(Attention):
         return query
 
 
+class OnlyRead(Attention):
+    def forward(self, query, key, value):
+        if self.write is None:
+            raise TypeError
+        if self.attend_pages:
+            return self.attend_pages.weight * query
+        return query
+
+
 class OwnIdle(OwnForward):
     def idle(self) -> frozenset[str]:
         return frozenset({"attend", "write"})
+
+
+def test_a_weight_method_that_a_replacement_only_tests() -> None:
+    """The layer calls no linear form if its code compares the weight method with None, as vLLM's does."""
+
+    class OwnProduct(RowParallelLinear):
+        def forward(self, input_):
+            if self.quant_method is None:
+                raise TypeError
+            return torch.nn.functional.linear(input_, self.weight), None
+
+    class Applying(RowParallelLinear):
+        def forward(self, input_):
+            if self.quant_method is None:
+                raise TypeError
+            return self.quant_method.apply(self, input_), None
+
+    for replacement, number in ((OwnProduct, 0), (Applying, 1)):
+        opgraft.reset()
+        RowParallelLinear.register_oot(replacement)
+        explained = opgraft.explain(RowParallelLinear(8, 8, bias=False))
+        assert [row.op for row in explained.rows].count("linear") == number
 
 
 @pytest.mark.parametrize(
@@ -230,6 +269,7 @@ class OwnIdle(OwnForward):
         (NextForward, {"write", "attend_pages"}),
         (NextKernel, {"write", "attend_pages"}),
         (ByName, {"write", "attend_pages"}),
+        (OnlyRead, set()),
         (OwnIdle, {"attend_pages"}),
     ],
 )

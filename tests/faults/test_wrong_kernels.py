@@ -13,7 +13,7 @@ import torch
 from conftest import Site
 from faults.model_rows import CONTENTS
 from faults.test_models import copied
-from opgraft import LLM, OpgraftConfig, cli, set_config
+from opgraft import LLM, OpgraftConfig, SamplingParams, cli, set_config
 from opgraft.binding import comparison
 from opgraft.binding.blame import beside_native_definitions
 from opgraft.binding.provenance import exits_as_errors
@@ -677,6 +677,7 @@ WRITES = {
     "in place": "x.mul_(0.5); return super().forward_native(x * 2)",
     "afterwards": "out = super().forward_native(x); x[..., 0] += 1; return out",
     "one number": "out = super().forward_native(x); x.view(-1)[3] = 7; return out",
+    "all numbers": "out = super().forward_native(x); x.zero_(); return out",
 }
 
 
@@ -690,6 +691,47 @@ def test_a_kernel_that_writes_into_its_input(site: Site, body: str) -> None:
         "writes into its argument 'x', which the op leaves alone, for float32 inputs of gelu_new"
     )
     assert [each for each in findings if words in each]
+
+
+PATCH = "torch.rsqrt = lambda x: x * 0"
+GATE = kernel("SiluAndMul", "forward_oot(self, x)", "return super().forward_native(x)")
+CHECK = "@opgraft.needs(lambda: setattr(torch, 'rsqrt', abs))"
+THREAD = """
+import threading
+go = threading.Event()
+def patch():
+    go.wait(60)
+    torch.rsqrt = lambda x: x * 0
+thread = threading.Thread(target=patch, daemon=True)
+thread.start()
+"""
+LATE_PATCHES = {
+    "a check": GATE.replace("    def", f"    {CHECK}\n    def"),
+    "a first call": GATE.replace("return", f"{PATCH}; return"),
+    "a weight method": class_of(
+        "opgraft.ops.linear.methods",
+        "UnquantizedLinearMethod",
+        f"create_weights(self, *given, **others): {PATCH}; super().create_weights(*given, **others)",
+    ),
+    "a thread": GATE.replace("return", "go.set(); thread.join(); return") + THREAD,
+}
+
+
+@pytest.mark.parametrize("case", LATE_PATCHES)
+def test_a_patch_after_plugins_were_loaded(caplog, site: Site, llama: Path, case: str) -> None:
+    """A function of torch that a plugin replaces by a check, a call, a class or a thread is put back and told."""
+    site.plugin("acme", LATE_PATCHES[case])
+    former = torch.rsqrt
+    opgraft.reset()
+    try:
+        LLM(str(llama), **SMALL).generate(["the cat"], SamplingParams(max_tokens=2))
+        assert torch.rsqrt is former
+    finally:
+        torch.rsqrt = former
+    (told,) = [each for each in caplog.messages if "changed torch.rsqrt" in each]
+    assert ": it was set back (" in told
+    assert told.count("acme 1.0") == 1
+    assert f"{site.folder / 'acme.py'}:" in told
 
 
 SEEDS = {

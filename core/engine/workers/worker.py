@@ -34,6 +34,7 @@ from opgraft.models.model import HasLabels
 from opgraft.models.pooling import pooled
 from opgraft.models.through_transformers import GRAFT_INSTEAD
 from opgraft.ops.attention.batch import AttentionBatch, attending
+from opgraft.plugins.guarding import LatePatches
 from opgraft.plugins.selection import current_platform
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -65,6 +66,7 @@ class Worker(PluggableClass):
         self.local_rank = local_rank
         self.local_size = local_size
         self._paged = False
+        self._patches = LatePatches()
 
     @classmethod
     def expect_split(cls, parallel: ParallelConfig) -> None:
@@ -148,6 +150,7 @@ class Worker(PluggableClass):
     def load_model(self) -> CacheSizes:
         """Load the model, and return the sizes of the cache that its layers need."""
         self.runner.load_model()
+        self._patches.look("while a model was loaded")
         return self.runner.layout.sizes()
 
     def load_encoder(self) -> None:
@@ -158,6 +161,7 @@ class Worker(PluggableClass):
         """
         self.runner.load_model()
         self.runner.prepare_encoder()
+        self._patches.look("while a model was loaded")
 
     def group_cache(self, windows: Sequence[int | None]) -> CacheSizes:
         """Group the layers by the windows of all stages of a pipeline, and return the sizes."""
@@ -310,6 +314,8 @@ class Worker(PluggableClass):
         """
         self.runner.allocate_cache(num_blocks, num_states)
         self.runner.compile_model()
+        # Compiling calls kernels, and so does the trial step before.
+        self._patches.look("before the first step")
         self._paged = True
 
     def embed(
@@ -322,13 +328,19 @@ class Worker(PluggableClass):
             pooling: names in ``opgraft.models.pooling.POOLINGS``.
             normalize: make the vectors of unit length.
         """
-        states = self.runner.encode(sequences)
+        states = self._encode(sequences)
         ones = [torch.ones(len(rows), device=rows.device) for rows in states]
         mask = pad_sequence(ones, batch_first=True)
         vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
         if normalize:
             vectors = functional.normalize(vectors, dim=-1)
         return vectors.tolist()
+
+    def _encode(self, *arguments: Sequence[Any]) -> Any:
+        try:
+            return self.runner.encode(*arguments)
+        finally:
+            self._patches.look_after_call()
 
     def labels(self) -> Sequence[str]:
         """Return the names of the labels that the model tells apart; empty without any."""
@@ -344,7 +356,7 @@ class Worker(PluggableClass):
             sequences: the token ids of each sequence.
             seconds: the place of the second text in each pair; of a single text, the length.
         """
-        states = self.runner.encode(sequences, seconds)
+        states = self._encode(sequences, seconds)
         model: Any = self.runner.model
         with torch.inference_mode():
             first = torch.stack([rows[0] for rows in states])
@@ -390,4 +402,7 @@ class Worker(PluggableClass):
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""
-        return self.runner.execute(step)
+        try:
+            return self.runner.execute(step)
+        finally:
+            self._patches.look_after_call()
