@@ -26,7 +26,7 @@ BESIDE = 1 / 0.9
 ROWS = 8
 RANK = 16
 PROMPT = 32
-TOKENS = 48
+TOKENS = 24
 
 
 def _matrices(

@@ -165,12 +165,12 @@ class Adapters:
         counts = [0] * (self._limits.max_loras + 1)
         for slot, count in zip(slots, rows, strict=True):
             counts[slot + 1] += count
-        bounds = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=self._device)
+        bounds = list(accumulate(counts))
         own = [layer["quant_method"] for layer, _ in self._methods]
         for layer, method in self._methods:
             layer["quant_method"] = method
         try:
-            with adapting(bounds):
+            with adapting(bounds, self._device):
                 yield
         finally:
             # Between steps, layers are bound by their own methods, as without adapters.
@@ -282,7 +282,9 @@ def _fill(op: LoRA, slot: int, held: _Held, path: str) -> None:
     a, b = held.layers[path]
     rank = held.rank
     parts = len(op.sizes)
-    op.a[slot].unflatten(0, (parts, -1))[:, :rank] = a.unflatten(0, (parts, rank))
+    inputs = a.shape[1]
+    by_part = op.a[slot].view(parts, -1, inputs)
+    by_part[:, :rank] = a.view(parts, rank, inputs)
     op.b[slot, :, :rank] = b
 
 

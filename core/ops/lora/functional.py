@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import (
+    FLOATING,
     expect_floating,
     expect_integers,
     expect_same_device,
     expect_same_dtype,
-    values_are_checked,
     values_are_known,
 )
 from opgraft.ops.fakes import nothing
@@ -52,24 +52,17 @@ def add_lora_(
     if not values_are_known(bounds) or not values_are_known(x):
         _add_by_all(y, x, a, b, bounds, sizes)
         return
-    rank = b.shape[2]
-    outputs_of_parts = _outputs_of(sizes)
-    for adapter, (start, end) in enumerate(pairwise(bounds.tolist())):
+    outputs_of_parts = list(sizes)
+    ranks_of_parts = [b.shape[2]] * len(sizes)
+    for adapter, (start, end) in enumerate(pairwise(_checked(bounds, len(x)))):
         if start == end:
             continue
-        rows = y[start:end]
-        wide = b[adapter]
         narrow = F.linear(x[start:end], a[adapter])
-        narrow_of_parts = narrow.split(rank, dim=1)
-        for of_part, outputs in zip(narrow_of_parts, outputs_of_parts, strict=True):
-            matrix = wide[outputs].t()
-            rows[:, outputs].addmm_(of_part, matrix)
-
-
-def _outputs_of(sizes: Sequence[int]) -> list[slice]:
-    """Return the outputs of each part."""
-    ends = accumulate(sizes)
-    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        of_parts = narrow.split_with_sizes(ranks_of_parts, 1)
+        outputs = y[start:end].split_with_sizes(outputs_of_parts, 1)
+        matrices = b[adapter].t().split_with_sizes(outputs_of_parts, 1)
+        for of_part, output, matrix in zip(of_parts, outputs, matrices, strict=True):
+            output.addmm_(of_part, matrix)
 
 
 def _add_by_all(
@@ -84,13 +77,14 @@ def _add_by_all(
     is_other = adapter_of_row[:, None] != numbers
     all_of_a = a.flatten(0, 1)
     narrow = F.linear(x, all_of_a)
-    by_adapter = narrow.unflatten(1, (adapters, -1))
+    by_adapter = narrow.view(x.shape[0], adapters, len(sizes) * rank)
     own = by_adapter.masked_fill(is_other[:, :, None], 0)
-    own_of_parts = own.split(rank, dim=2)
-    for of_part, outputs in zip(own_of_parts, _outputs_of(sizes), strict=True):
-        matrices = b[:, outputs].transpose(1, 2)
-        matrix = matrices.flatten(0, 1)
-        y[:, outputs].addmm_(of_part.flatten(1), matrix)
+    of_parts = own.split_with_sizes([rank] * len(sizes), 2)
+    outputs = y.split_with_sizes(list(sizes), 1)
+    all_of_b = b.transpose(1, 2).flatten(0, 1)
+    matrices = all_of_b.split_with_sizes(list(sizes), 1)
+    for of_part, output, matrix in zip(of_parts, outputs, matrices, strict=True):
+        output.addmm_(of_part.flatten(1), matrix)
 
 
 def expect_fitting(
@@ -98,9 +92,12 @@ def expect_fitting(
 ) -> None:
     """Raise ``ValueError`` unless ``add_lora_`` takes the arguments."""
     op = "lora"
+    wanted = _shapes(y, a, b, sizes)
+    # Every call of a layer asks. The checks with messages take many times as long.
+    if _fits(y, x, a, b, bounds, wanted):
+        return
     expect_floating(op, "x", x)
     expect_integers(op, "bounds", bounds)
-    wanted = _shapes(y, a, b, sizes)
     given = {"y": y, "x": x, "a": a, "b": b, "bounds": bounds}
     for name, tensor in given.items():
         if tensor.shape != wanted[name]:
@@ -109,25 +106,55 @@ def expect_fitting(
         expect_same_device(op, name, tensor, "x", x)
         if tensor is not bounds:
             expect_same_dtype(op, name, tensor, "x", x)
-    if not values_are_checked(bounds):
-        return
-    values = bounds.tolist()
-    if values != sorted(values) or values[0] < 0 or values[-1] != len(x):
-        raise ValueError(
-            f"{op}: bounds is {values!s:.80}, expected it to ascend from at least 0 to {len(x)}"
-        )
 
 
-def _shapes(y: Tensor, a: Tensor, b: Tensor, sizes: Sequence[int]) -> dict[str, Sequence[int]]:
+def _fits(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bounds: Tensor,
+    shapes: Mapping[str, Sequence[int]],
+) -> bool:
+    """Return True if dtypes, devices and shapes are right."""
+    dtype = x.dtype
+    device = x.device
+    if dtype not in FLOATING or bounds.dtype not in (torch.int32, torch.int64):
+        return False
+    if not y.dtype is a.dtype is b.dtype is dtype:
+        return False
+    if not y.device == a.device == b.device == bounds.device == device:
+        return False
+    if y.shape != shapes["y"] or x.shape != shapes["x"] or bounds.shape != shapes["bounds"]:
+        return False
+    return a.shape == shapes["a"] and b.shape == shapes["b"]
+
+
+def _shapes(y: Tensor, a: Tensor, b: Tensor, sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the arguments must have, by some of their dimensions."""
-    rows = y.shape[:1]
-    adapters = b.shape[:1]
-    rank = b.shape[-1:].numel()
-    inputs = a.shape[-1:]
+    rows = y.shape[0] if y.dim() else 0
+    adapters = b.shape[0] if b.dim() else 0
+    rank = b.shape[-1] if b.dim() else 0
+    inputs = a.shape[-1] if a.dim() else 0
+    outputs = sum(sizes)
     return {
-        "y": (*rows, sum(sizes)),
-        "x": (*rows, *inputs),
-        "a": (*adapters, len(sizes) * rank, *inputs),
-        "b": (*adapters, sum(sizes), rank),
-        "bounds": (adapters.numel() + 1,),
+        "y": (rows, outputs),
+        "x": (rows, inputs),
+        "a": (adapters, len(sizes) * rank, inputs),
+        "b": (adapters, outputs, rank),
+        "bounds": (adapters + 1,),
     }
+
+
+def _checked(bounds: Tensor, rows: int) -> list[int]:
+    """Return the values of the bounds.
+
+    Raises:
+        ValueError: the bounds do not ascend to the number of rows.
+    """
+    values: list[int] = bounds.tolist()
+    if values != sorted(values) or values[0] < 0 or values[-1] != rows:
+        raise ValueError(
+            f"lora: bounds is {values!s:.80}, expected it to ascend from at least 0 to {rows}"
+        )
+    return values

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.lora.modules import LoRA
@@ -15,23 +16,37 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-_BOUNDS: ContextVar[Tensor | None] = ContextVar("opgraft_lora_bounds", default=None)
+
+class _Rows(NamedTuple):
+    """The rows of a call.
+
+    Attributes:
+        bounds: as of ``add_lora_``.
+        number: of rows. To read it from the bounds would wait for a device.
+    """
+
+    bounds: Tensor
+    number: int
+
+
+_ROWS: ContextVar[_Rows | None] = ContextVar("opgraft_lora_rows", default=None)
 
 
 @contextmanager
-def adapting(bounds: Tensor) -> Iterator[None]:
+def adapting(bounds: Sequence[int], device: torch.device) -> Iterator[None]:
     """Within the block, the rows of a called model have adapters, see ``add_lora_``."""
-    token = _BOUNDS.set(bounds)
+    sent = torch.tensor(bounds, dtype=torch.int32, device=device)
+    token = _ROWS.set(_Rows(sent, bounds[-1]))
     try:
         yield
     finally:
-        _BOUNDS.reset(token)
+        _ROWS.reset(token)
 
 
 def has_adapters() -> bool:
     """Return True within ``adapting``. Code that passes by the weight methods must not run then."""
     # Compiled models are not called with adapters.
-    return not is_dynamo_compiling() and _BOUNDS.get() is not None
+    return not is_dynamo_compiling() and _ROWS.get() is not None
 
 
 class LoRAMethod(QuantizeMethodBase):
@@ -83,11 +98,11 @@ def _bounds_of(layer: Any, rows: int) -> Tensor:
     Raises:
         LayerError: the layer is called with other rows than those of the call.
     """
-    bounds = _BOUNDS.get()
-    if bounds is None or int(bounds[-1]) != rows:
-        known = "none" if bounds is None else int(bounds[-1])
+    present = _ROWS.get()
+    if present is None or present.number != rows:
+        known = "none" if present is None else present.number
         raise LayerError(
             f"{layer.name} has {rows} rows, and the adapters are known for {known}: an adapter "
             "cannot be applied to a layer that computes other rows than the model"
         )
-    return bounds
+    return present.bounds
