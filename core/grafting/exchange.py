@@ -41,7 +41,7 @@ class SharedStore:
 
     def tensors(self) -> list[str]:
         """Return the full names of the tensors."""
-        return [_join(self.path, name) for name, present in self.names.items() if present]
+        return [joined_path(self.path, name) for name, present in self.names.items() if present]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
         own: dict[str, Tensor | None] = dict.fromkeys(row.names)
         for name, is_tensor in row.names.items():
             if is_tensor:
-                own[name] = held[_join(row.path, name)]
+                own[name] = held[joined_path(row.path, name)]
         row.owner.__dict__[row.registry] = own
 
     _put_settings_back(op, original, kept.attributes)
@@ -288,7 +288,8 @@ def _share(op: nn.Module, module: nn.Module) -> Iterator[SharedStore]:
             part.__dict__[registry] = tensors
 
 
-def _join(path: str, name: str) -> str:
+def joined_path(path: str, name: str) -> str:
+    """Return the path of a child or tensor below a path."""
     return f"{path}.{name}".lstrip(".")
 
 
@@ -322,7 +323,7 @@ def _persistent(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's tensors in a checkpoint, without calling hooks."""
     transient: set[str] = set()
     for path, owner in module.named_modules(remove_duplicate=False):
-        transient.update(_join(path, name) for name in owner._non_persistent_buffers_set)
+        transient.update(joined_path(path, name) for name in owner._non_persistent_buffers_set)
     return {name: tensor for name, tensor in _tensors(module).items() if name not in transient}
 
 
@@ -344,4 +345,4 @@ def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for registry in (owner._parameters, owner._buffers):
             for name, present in registry.items():
                 if present is not None:
-                    registry[name] = tensors.get(_join(path, name), present)
+                    registry[name] = tensors.get(joined_path(path, name), present)

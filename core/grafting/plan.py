@@ -19,7 +19,7 @@ from opgraft.binding.provenance import exit_behind, exits_as_errors, explain_exc
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting.adapters import CALL_ADAPTERS, builtin_adapters
 from opgraft.grafting.attention import is_attention
-from opgraft.grafting.exchange import build_op
+from opgraft.grafting.exchange import build_op, joined_path
 from opgraft.grafting.forwards import Substitution, plain_forward, reads_global
 from opgraft.grafting.norms import Dtypes
 from opgraft.grafting.obstacles import obstacle_of, read_by_parents
@@ -218,7 +218,7 @@ class _Planner:
             # A module in several places is planned once.
             if child not in self.becomes:
                 self.becomes[child] = child
-                entries += self._entries_of(child, _join(path, name))
+                entries += self._entries_of(child, joined_path(path, name))
             if self.becomes[child] is not child:
                 self.places.append(ParentSlot(parent, name, self.becomes[child]))
         return entries
@@ -303,7 +303,7 @@ class _Planner:
         # Modules within an op may call functions.
         for name, part in op.named_modules():
             if part is not op:
-                entries += self.calls_of(part, _join(path, name))
+                entries += self.calls_of(part, joined_path(path, name))
         return entries
 
     def _entries_of(self, module: nn.Module, path: str) -> list[Entry]:
@@ -428,12 +428,8 @@ def _flat(exchanges: Iterator[Exchange]) -> Iterator[Exchange]:
 def _labels(change: Exchange | Call) -> tuple[str, str]:
     """Return the path for the report, and the name of the replaced module or function."""
     if isinstance(change, Call) and change.function:
-        return _join(change.path, change.function), change.function
+        return joined_path(change.path, change.function), change.function
     return change.path, type(change.module).__name__
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}".lstrip(".")
 
 
 def _left_alone(path: str, module: nn.Module, reason: str) -> LeftAlone:
@@ -443,7 +439,7 @@ def _left_alone(path: str, module: nn.Module, reason: str) -> LeftAlone:
 def _call_left_alone(call: FunctionCall, path: str, adapter: CallAdapter, reason: str) -> LeftAlone:
     if adapter.whole:
         return _left_alone(path, call.module, reason)
-    return LeftAlone(_join(path, call.name), call.name, reason)
+    return LeftAlone(joined_path(path, call.name), call.name, reason)
 
 
 def _dtypes_of(model: nn.Module) -> Dtypes:
