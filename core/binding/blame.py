@@ -276,10 +276,23 @@ def replaced_among(parts: Iterable[object]) -> str:
 
 
 def _in_use(replacement: Replacement) -> str:
-    name = replacement.cls.__qualname__
+    return f"a replaced class is in use: {_class_with_advice(replacement)}"
+
+
+def replacement_of_layer(layer: nn.Module) -> str:
+    """Name the replacement class of a layer, or of its weight method; empty if neither is one."""
+    method = getattr(layer, _OF_WEIGHTS, None)
+    for cls in (getattr(layer, "op_class", type(layer)), type(method)):
+        replacement = _replacement_of(cls)
+        if replacement is not None:
+            return _class_with_advice(replacement)
+    return ""
+
+
+def _class_with_advice(replacement: Replacement) -> str:
     place = f"{replacement.provider} at {replacement.location}"
-    setting = _setting(replacement)
-    return printable(f"a replaced class is in use: {name} of {place}; to go without it: {setting}")
+    advice = f"to go without it: {_setting(replacement)}"
+    return printable(f"{replacement.cls.__qualname__} of {place}; {advice}")
 
 
 def fault_of_class(cls: type, fault: str) -> PluginError:

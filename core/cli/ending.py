@@ -22,6 +22,7 @@ from opgraft.plugins.changes import Awaited
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.remarks import STARTED
 from opgraft.registry.decision import Provider
+from opgraft.registry.watching import leave_watchdog
 
 PATIENCE = 5.0
 """Seconds that threads have to end by themselves after the answer."""
@@ -41,6 +42,7 @@ def end_in_time(code: int) -> None:
     A line on stderr names each thread or process with its plugin. Call it when the answer was
     given.
     """
+    leave_watchdog()
     # At the very end no thread of Python runs any more. A destructor is shown with its line.
     atexit.register(faulthandler.dump_traceback_later, _LONGEST + PATIENCE, exit=True)
     thread = threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import faulthandler
 import logging
 import os
 import signal
@@ -31,6 +32,12 @@ logger = logging.getLogger("opgraft.watching")
 
 PATIENCE = 5.0
 """Seconds of waiting until a line names the code that this process waits for."""
+
+STUCK = 10.0
+"""Seconds without a turn for the thread that looks, until Python's watchdog prints the stacks."""
+
+_STDERR = 2
+"""The file descriptor: a plugin may have closed the stream."""
 
 _TICK = 0.25
 """Seconds between two looks at the running code."""
@@ -270,6 +277,7 @@ class _Late:
         self.lock = threading.Lock()
         self.steps: list[_WatchedScope] = []
         self.thread: threading.Thread | None = None
+        self.has_left = False
 
     @contextmanager
     def watched(self, step: _WatchedScope) -> Iterator[None]:
@@ -284,6 +292,7 @@ class _Late:
         with self.lock:
             self.steps.append(step)
             if self.thread is None:
+                self.watchdog(STUCK)
                 # A daemon, as no process waits for it.
                 thread = threading.Thread(target=self._look, name="opgraft-watching", daemon=True)
                 # A process that cannot start threads gets no warnings.
@@ -304,15 +313,38 @@ class _Late:
             with self.lock:
                 if not self.steps:
                     self.thread = None
+                    self.watchdog(0)
                     return
                 steps = list(self.steps)
             # The last step of a thread is the innermost.
             innermost = {step.thread: step for step in steps}
             for step in steps:
                 step.look(now, innermost[step.thread] is step)
+            with self.lock:
+                self.watchdog(STUCK)
+
+    def watchdog(self, seconds: float) -> None:
+        """Let Python print all stacks after some seconds without another call; after 0, never.
+
+        Code in C that keeps Python's lock stops the thread that looks, and not this watchdog.
+        """
+        # The command line has enabled it. Another program may use the watchdog itself.
+        if not faulthandler.is_enabled() or self.has_left or LISTENERS:
+            return
+        if seconds:
+            faulthandler.dump_traceback_later(seconds, file=_STDERR)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    def leave_watchdog(self) -> None:
+        """Use Python's watchdog no more: the end of the process does."""
+        with self.lock:
+            self.watchdog(0)
+            self.has_left = True
 
 
 _LATE = _Late()
+leave_watchdog = _LATE.leave_watchdog
 # A fork has no thread that looks, so the child begins anew.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_LATE.__init__)  # type: ignore[misc]

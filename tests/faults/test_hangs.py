@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -65,6 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """Time passes only as plugins say, whatever the machine does besides."""
     clock = Clock()
     monkeypatch.setattr(watching, "time", clock)
+    monkeypatch.setattr(watching, "STUCK", 600.0)
     yield clock
     clock.end()
 
@@ -91,6 +93,28 @@ def test_plugins(site, caplog, step: str) -> None:
         "OPGRAFT_PLUGINS_DISABLE=acme goes without it."
     )
     assert waits(caplog) == [told]
+
+
+def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch) -> None:
+    """Code in C stops every thread of Python, so the watchdog prints the line of the plugin."""
+    monkeypatch.setattr(watching, "time", time)
+    monkeypatch.setattr(watching, "STUCK", 0.5)
+    site.plugin(
+        "acme", f"import ctypes\nctypes.PyDLL(None).sleep(1)\n{HOOK.format('opgraft_veto', 'pass')}"
+    )
+    site.plugin("brix", GOOD)
+    assert of_brix()["class"] == "BrixRMSNorm"
+    assert f'File "{site.folder / "acme.py"}", line 2 in <module>' in capfd.readouterr().err
+    assert eventually(lambda: watching._LATE.thread is None)
+
+
+def test_the_watchdog_is_left_at_the_end(capfd) -> None:
+    """Once it is left, nobody stops the watchdog that the end of the process has set."""
+    late = watching._Late()
+    late.leave_watchdog()
+    faulthandler.dump_traceback_later(0.2, file=2)
+    late.watchdog(0)
+    assert eventually(lambda: "Timeout (0:00:00.2" in capfd.readouterr().err)
 
 
 class SlowFinder:

@@ -221,18 +221,17 @@ def nan_if(rows: str) -> str:
     return kernel("LayerNorm", "forward_oot(self, x)", body)
 
 
-def damaged(encoder: Path, token: int, **settings: Any) -> LLM:
+def damaged(encoder: Path, tmp_path: Path, token: int, **settings: Any) -> LLM:
     """An encoder whose weights for a token are NaN."""
-    llm = LLM(str(encoder), **{"load.progress": False, **settings})
-    words = llm.encoder.executor.worker.runner.model.embeddings.word_embeddings
-    words.weight.data[token] = torch.nan
-    return llm
+    name = "embeddings.word_embeddings.weight"
+    folder = with_nan(copied(encoder, tmp_path), name, token)
+    return LLM(str(folder), **{"load.progress": False, **settings})
 
 
-def test_texts_of_an_encoder_without_numbers(site: Site, encoder: Path) -> None:
+def test_texts_of_an_encoder_without_numbers(site: Site, encoder: Path, tmp_path: Path) -> None:
     """Each text is named by its number, beside what is wrong with this text."""
     site.plugin("acme", nan_if("== 3"))
-    llm = damaged(encoder, 7, **{"scheduler.max_num_seqs": 1})
+    llm = damaged(encoder, tmp_path, 7, **{"scheduler.max_num_seqs": 1})
     texts = [[4, 5], [4, 5, 6], [4, 7, 5, 6], [6, 4], [7, 5], [6, 5, 4]]
     with pytest.raises(PluginError) as error:
         llm.embed(texts)
@@ -356,6 +355,44 @@ def test_weights_that_are_damaged_in_one_place(
     assert "acme" not in str(output)
 
 
+SPOILS = kernel(
+    "RMSNorm",
+    NORM,
+    "self.weight.data[3] = torch.nan\n        return RMSNorm.forward_native(self, x, residual)",
+)
+SPOILS_AFTER_LOADING = kernel(
+    "RowParallelLinear", "process_weights_after_loading(self)", "self.weight.data[0] = torch.inf"
+)
+CHANGED = "holds NaN or infinity, and the files of"
+
+
+@pytest.mark.parametrize("source", [SPOILS, SPOILS_AFTER_LOADING], ids=["a kernel", "a hook"])
+def test_a_weight_that_a_plugin_changes(site: Site, llama: Path, source: str) -> None:
+    """The weight and the class of its layer are named, as the files are in order."""
+    site.plugin("acme", source)
+    with LLM(str(llama), **SMALL) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    told = str(output)
+    assert re.search(rf"the weight model\.layers\.0\.\S+\.weight {CHANGED} .* hold neither", told)
+    assert f"Acme of acme 1.0 {place(site)}" in told
+    assert "weights are damaged" not in told
+
+
+def test_a_weight_that_the_program_changes(site: Site, llama: Path, encoder: Path) -> None:
+    """Active plugins are named; without one, the program itself is to blame."""
+    vectors = LLM(str(encoder), **{"load.progress": False})
+    vectors.encoder.executor.worker.runner.model.embeddings.LayerNorm.bias.data[1] = torch.nan
+    with pytest.raises(PluginError, match=rf"{CHANGED} .* No plugin is active, so the program"):
+        vectors.embed([[4, 5]])
+    site.plugin("acme", kernel("GELU", "forward_oot(self, x)", "return x"))
+    opgraft.reset()
+    with LLM(str(llama), **SMALL) as llm:
+        llm.engine.core.executor.worker.runner.model.model.norm.weight.data[0] = torch.nan
+        (output,) = llm.generate([[4, 5, 6]])
+    assert f"model.norm.weight {CHANGED}" in str(output)
+    assert "Active plugins: acme of acme 1.0. OPGRAFT_PLUGINS= goes without" in str(output)
+
+
 def test_a_kernel_that_makes_huge_numbers(site: Site, llama: Path) -> None:
     """A kernel whose own numbers are finite is to blame if the model goes well without the kernel.
 
@@ -400,9 +437,11 @@ def test_each_request_has_its_own_reason(
             assert reason in str(output)
 
 
-def test_many_texts_without_numbers(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_texts_without_numbers(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few of the texts of a batch are computed again, and the error counts the texts instead of naming all."""
-    llm = damaged(encoder, 7)
+    llm = damaged(encoder, tmp_path, 7)
     runner = llm.encoder.executor.worker.runner
     search = runner.wrong_kernel
     searched = []

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -31,6 +32,7 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
 from opgraft.engine.lora.adapters import Adapters
 from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.runner.changed_weights import changed_weight
 from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.engine.runner.input_batch import Draft, InputBatch, Inputs
@@ -667,6 +669,8 @@ class ModelRunner(PluggableClass):
             )
         replaced = self.replaced_class()
         unexplained = f"{NO_NUMBERS}. Besides, {replaced}" if replaced else NO_NUMBERS
+        if UNEXPLAINED in verdicts:
+            unexplained = self._changed_weight or unexplained
         blamed = {}
         for request_id, verdict in zip(wrong, verdicts, strict=True):
             reason = unexplained if verdict == UNEXPLAINED else verdict
@@ -684,6 +688,11 @@ class ModelRunner(PluggableClass):
         uncached = found or culprit_of(self.model, lambda: self._compute_uncached(alone[0]))
         return uncached or UNEXPLAINED
 
+    @functools.cached_property
+    def _changed_weight(self) -> str:
+        """Return the answer of ``changed_weight``, which reads the whole checkpoint, once."""
+        return changed_weight(self.model, self.opgraft_config.model.name)
+
     def replaced_class(self) -> str:
         """Name a plugin's class that replaces a part of the engine or the model; else empty."""
         return replaced_among((self, self.sampler, *self.model.modules()))
@@ -699,16 +708,19 @@ class ModelRunner(PluggableClass):
     def wrong_kernel(self, sequences: Sequence[Sequence[int]]) -> str:
         """Encode sequences once more, and return the answer of ``culprit_of``.
 
-        All ranks of the model call this together.
+        If no kernel is to blame, return the answer of ``changed_weight``, if there is one. All
+        ranks of the model call this together.
 
         Args:
             sequences: token ids of each.
         """
-        return culprit_of(
+        verdict = culprit_of(
             self.model,
             lambda: [self._encoded(self.model, sequences)],
             may_repeat=self._computes_alone,
         )
+        changed = self._changed_weight if verdict == UNEXPLAINED else ""
+        return changed or verdict
 
     def _compute_again(self, sequences: Sequence[Sequence[int]]) -> Iterator[Any]:
         """Compute sequences in a cache of their own, without the compiled model.
