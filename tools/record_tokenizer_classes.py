@@ -67,14 +67,14 @@ def _steps(cls: Any) -> dict[str, Any]:
 
     ``around`` has the names of the tokens before and behind a text; it is missing if the class takes
     the tokens from ``tokenizer.json``. ``parts`` is missing if the class takes all other steps from
-    there, and empty if the class puts tokens around a text that have no name.
+    there, and empty if they are unknown, or the class puts tokens around a text that have no name.
     """
     base = transformers.PreTrainedTokenizerFast
     if cls is None or not issubclass(cls, base) or cls is base:
         return {}
     made = made_by(cls)
-    if made is None:  # it takes a vocabulary of another kind
-        return {}
+    if made is None:  # it takes a vocabulary of another kind, so nobody knows its steps
+        return {"parts": ""} if "__init__" in vars(cls) else {}
     names = {text: name for name, text in _named(cls).items()}
     around = tokens_around(made.backend_tokenizer)
     found: dict[str, Any] = {}

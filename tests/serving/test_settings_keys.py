@@ -253,6 +253,20 @@ def test_steps_that_a_class_of_bert_makes(row: str, tmp_path: Path) -> None:
     assert_as_transformers(folder_with(tmp_path, json.dumps(content), "bert", dict(settings)))
 
 
+def test_steps_that_nobody_could_record(tmp_path: Path) -> None:
+    """A class that takes another kind of vocabulary is asked itself: it puts <s> before no text."""
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0)]
+    pieces += [(letter, -2.0) for letter in "thecasonm"]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 3))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    settings = {"tokenizer_class": "PegasusTokenizer"}
+    assert_as_transformers(folder_with(tmp_path, backend.to_str(), "pegasus", settings))
+
+
 def test_a_tokenizer_as_its_class_makes_it_is_read_without_transformers(tmp_path: Path) -> None:
     """The steps in ``tokenizer.json`` are those of the class, so transformers is not asked."""
     rows = {
