@@ -181,8 +181,8 @@ def misshapen_by(
     for place, sentence in found.misshapen.items():
         return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
     for replacement in _uncompared(model):
-        told = f"{described(error)}. Besides, {_in_use(replacement)}"
-        return PluginError(told, replacement.location)
+        words = f"{described(error)}. Besides, {_in_use(replacement)}"
+        return PluginError(words, replacement.location)
     return None
 
 

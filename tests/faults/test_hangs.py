@@ -98,6 +98,8 @@ def test_plugins(site, caplog, step: str) -> None:
 def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch) -> None:
     """Code in C stops every thread of Python, so the watchdog prints the line of the plugin."""
     monkeypatch.setattr(watching, "time", time)
+    # The thread of a former test sets the watchdog, too.
+    assert eventually(lambda: watching._LATE.thread is None)
     monkeypatch.setattr(watching, "STUCK", 0.5)
     site.plugin(
         "acme", f"import ctypes\nctypes.PyDLL(None).sleep(1)\n{HOOK.format('opgraft_veto', 'pass')}"
@@ -108,8 +110,10 @@ def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch) -> None:
     assert eventually(lambda: watching._LATE.thread is None)
 
 
-def test_the_watchdog_is_left_at_the_end(capfd) -> None:
+def test_the_watchdog_is_left_at_the_end(capfd, monkeypatch) -> None:
     """Once it is left, nobody stops the watchdog that the end of the process has set."""
+    monkeypatch.setattr(watching, "time", time)
+    assert eventually(lambda: watching._LATE.thread is None)
     late = watching._Late()
     late.leave_watchdog()
     faulthandler.dump_traceback_later(0.2, file=2)

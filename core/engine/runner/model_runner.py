@@ -691,7 +691,8 @@ class ModelRunner(PluggableClass):
     @functools.cached_property
     def _changed_weight(self) -> str:
         """Return the answer of ``changed_weight``, which reads the whole checkpoint, once."""
-        return changed_weight(self.model, self.opgraft_config.model.name)
+        name = self.opgraft_config.model.name
+        return changed_weight(self.model, name) if name else ""
 
     def replaced_class(self) -> str:
         """Name a plugin's class that replaces a part of the engine or the model; else empty."""
