@@ -46,6 +46,9 @@ VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wh
 VENDOR_WHEELS := pace-vllm==1.3.0
 WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
 
+TRITON := $(shell sed -n '/^triton==/p' environments/triton.in)
+TRITON_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(TRITON))
+
 # ---- The table of targets ----
 
 help.run = the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin
@@ -112,6 +115,11 @@ for plugin in $(PLUGIN); do \
 	$(DEMO) $(PYTEST) -q -n 2 --dist worksteal reference_plugins/opgraft-$$plugin/tests || exit; \
 done
 endef
+
+# Triton interprets kernels where there is no GPU.
+help.test-planted = the conformance kit on 60 wrong kernels and 60 correct ones, a quarter of an hour (the first time 700 MB)
+needs.test-planted = .venv/opgraft $(TRITON_FOLDER)/complete
+run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted.py --triton $(TRITON_FOLDER) --json $(FIGURES)/planted.json
 
 # Not a part of 'make test': these take a quarter of an hour, and test transformers as much as opgraft.
 help.test-families = graft a tiny model of each family of transformers, a quarter of an hour
@@ -351,6 +359,11 @@ $(GPU_BUNDLE)/complete: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES) $(wildcard to
 $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete): | .venv/base
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(notdir $(@D))
+	touch $@
+
+$(TRITON_FOLDER)/complete: | .venv/base
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(TRITON)
 	touch $@
 
 $(VLLM_WHEEL)/complete:
