@@ -119,7 +119,7 @@ endef
 # Triton interprets kernels where there is no GPU.
 help.test-planted = the conformance kit on 60 wrong kernels and 60 correct ones, a quarter of an hour (the first time 700 MB)
 needs.test-planted = .venv/opgraft $(TRITON_FOLDER)/complete
-run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted.py --triton $(TRITON_FOLDER) --json $(FIGURES)/planted.json
+run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --triton $(TRITON_FOLDER) --json $(FIGURES)/planted.json
 
 # Not a part of 'make test': these take a quarter of an hour, and test transformers as much as opgraft.
 help.test-families = graft a tiny model of each family of transformers, a quarter of an hour
