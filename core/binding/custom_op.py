@@ -358,6 +358,10 @@ class PluggableLayer(CustomOp):
         """
         return frozenset()
 
+    def computed_at_once(self) -> tuple[str, ...]:
+        """Return the names of the children that one op computes, if no gradient is required."""
+        return ()
+
     def forms(self) -> Sequence[Functional[..., Any]]:
         """Return the functional forms that a call of this layer runs beside the children.
 

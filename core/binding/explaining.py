@@ -14,7 +14,7 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.form_choice import choice_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
-from opgraft.binding.reach import idle_children
+from opgraft.binding.reach import computed_with_another, idle_children
 from opgraft.binding.rebinding import hidden_by
 from opgraft.binding.specialisation import Binding
 from opgraft.plugins.discovery import discover
@@ -205,7 +205,9 @@ def _modules_reached(model: nn.Module) -> set[nn.Module]:
     left = [model]
     while left:
         layer = left.pop()
-        idle = idle_children(layer) if isinstance(layer, PluggableLayer) else ()
+        idle: frozenset[str] = frozenset()
+        if isinstance(layer, PluggableLayer):
+            idle = idle_children(layer) | computed_with_another(layer)
         for name, child in layer.named_children():
             if name not in idle and child not in reached:
                 reached.add(child)

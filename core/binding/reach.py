@@ -57,6 +57,13 @@ def idle_children(layer: Any) -> frozenset[str]:
     return unnamed
 
 
+def computed_with_another(layer: Any) -> frozenset[str]:
+    """Return the names of the children that the layer computes in the call of another child."""
+    if not reaches(layer, "joint_op"):
+        return frozenset()
+    return frozenset(layer.computed_at_once()[1:])
+
+
 def reaches(layer: Any, attribute: str) -> bool:
     """Return False if a replacement of ``layer`` has no code with the name ``attribute``."""
     if layer.op_class is layer.binding.replacement.target:

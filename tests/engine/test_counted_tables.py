@@ -14,6 +14,8 @@ import opgraft
 import pytest
 import torch
 from graft.test_transformers import build, inputs
+from opgraft import CustomOp
+from opgraft.ops import Linear
 from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
 from server import processes
@@ -199,7 +201,7 @@ def test_a_profile(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_graft(family: str) -> None:
-    """The report counts what a call without a gradient runs."""
+    """The report, and the table of ``opgraft.explain``, count what a call without a gradient runs."""
     counting_plugin.opgraft_register_ops()
     counting_plugin.RAN.clear()
     model = build(family)
@@ -211,3 +213,22 @@ def test_a_graft(family: str) -> None:
         told[row.implementation] += row.count
     counts = {kernel: len(found) for kernel, found in counting_plugin.RAN.items()}
     assert told == counts
+    rows = opgraft.explain(model).to_dict()["ops"]
+    assert Counter(row["kernel"] for row in rows if row["runs"]) == counts
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_graft_with_one_class_replaced(family: str) -> None:
+    """Both tables count the layers that run the class, and none whose work another layer does."""
+    made = counting_plugin.counting_op(Linear, with_forms=False)
+    CustomOp.register_oot(made, name=Linear)
+    model = build(family)
+    report = opgraft.graft(model)
+    counting_plugin.RAN.clear()
+    with torch.inference_mode():
+        model(**inputs(family))
+    ran = {kernel: len(found) for kernel, found in counting_plugin.RAN.items()}
+    told = {row.implementation: row.count for row in report.counts()}
+    assert ran.items() <= told.items()
+    rows = opgraft.explain(model).to_dict()["ops"]
+    assert ran.items() <= Counter(row["kernel"] for row in rows if row["runs"]).items()

@@ -52,7 +52,7 @@ def opgraft_register_ops() -> None:
         importlib.import_module(name)
     for target in host_state().registry.targets():
         if isinstance(target, type) and not inspect.isabstract(target):
-            make = _counting_op if issubclass(target, CustomOp) else _counting_class
+            make = counting_op if issubclass(target, CustomOp) else _counting_class
             CustomOp.register_oot(make(target), name=target)
 
 
@@ -75,7 +75,7 @@ def _noted(key: str, call: Callable[..., Any], cls: str = "") -> Callable[..., A
     return noting
 
 
-def _counting_op(target: Any) -> type:
+def counting_op(target: Any, *, with_forms: bool = True) -> type:
     kernel = "forward_oot" if reference_method(target) == "forward_native" else "forward"
     name = f"Counting{target.__name__}"
 
@@ -96,7 +96,7 @@ def _counting_op(target: Any) -> type:
         kernel: _noted(f"{qualified(target)}.forward", run),
     }
     forms = [form for form in FUNCTIONALS.values() if _target_of(form.op) is target]
-    if forms and kernel == "forward_oot":
+    if forms and with_forms and kernel == "forward_oot":
         functions = {form.name: _counting_form(form, f"{name}.{kernel}") for form in forms}
         namespace["functional_oot"] = opgraft.FunctionalKernels(functions)
     made: Any = type(target)(name, (target,), namespace)
