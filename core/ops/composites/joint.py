@@ -193,6 +193,7 @@ class JointLayer(Composite):
         return self.joint_op(probe) is not None
 
     def computed_at_once(self) -> tuple[str, ...]:
+        """Return the names of the children of one op, if no gradient is required."""
         return self.joined if self.fits() else ()
 
     def fits(self) -> bool:
