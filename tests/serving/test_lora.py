@@ -15,6 +15,7 @@ from opgraft.errors import ConfigError, RequestError
 from safetensors.torch import load_file, save_file
 from support import adapters
 from support.adapters import EVERYWHERE, PROMPTS
+from support.random_decoders import LATENT
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore::UserWarning")
 
@@ -125,13 +126,28 @@ def test_one_slot(base: Path, requests: Any, answers: Any) -> None:
 OTHERS = {
     "transformers": ("Llama", {"model.implementation": "transformers"}),
     "fused": ("Phi3", {}),
+    "latent": ("DeepseekV3", {}),
+    "states": ("Bamba", {}),
     "quantized": ("Llama", {"quantization": "int8"}),
     "tensor": ("Llama", {"tensor_parallel_size": 2}),
     "replicas": ("Llama", {"tensor_parallel_size": 4}),
     "pipeline": ("Llama", {"pipeline_parallel_size": 2}),
     "compiled": ("Llama", {"compilation_config": {"mode": 1, "backend": "eager"}}),
 }
-SLOW = ("replicas", "pipeline", "compiled")
+MAMBA_SIZES = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
+SIZES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "latent": (LATENT, ["q_proj", "kv_a_proj_with_mqa", "o_proj"]),
+    "states": (MAMBA_SIZES, ["in_proj", "out_proj", "q_proj", "gate_proj"]),
+}
+"""Further sizes, and the layers that the adapter changes."""
+
+SLOW = ("states", "replicas", "pipeline", "compiled")
 
 
 @pytest.mark.parametrize(
@@ -141,10 +157,9 @@ SLOW = ("replicas", "pipeline", "compiled")
 def test_other_models(tmp_path: Path, case: str) -> None:
     """Layers of other models, and layers on several ranks, have adapters too."""
     architecture, settings = OTHERS[case]
-    base = adapters.saved_base(tmp_path / "base", architecture)
-    folder = adapters.saved_adapter(
-        base, tmp_path / "adapter", target_modules=[*EVERYWHERE, "qkv_proj", "gate_up_proj"]
-    )
+    sizes, targets = SIZES.get(case, ({}, [*EVERYWHERE, "qkv_proj", "gate_up_proj"]))
+    base = adapters.saved_base(tmp_path / "base", architecture, **sizes)
+    folder = adapters.saved_adapter(base, tmp_path / "adapter", target_modules=targets)
     request = LoRARequest("one", 1, str(folder))
     with adapters.engine(base, **settings) as llm:
         given = [None] * len(PROMPTS) + [request] * len(PROMPTS)
@@ -160,6 +175,15 @@ def test_other_models(tmp_path: Path, case: str) -> None:
         assert same >= len(found) - 1
     else:
         assert found == plain + adapted
+
+
+def test_absorbed_weights(tmp_path: Path) -> None:
+    """Queries absorb the weight of ``kv_b_proj``, so an adapter of this layer is refused."""
+    base = adapters.saved_base(tmp_path / "base", "DeepseekV3", **LATENT)
+    folder = adapters.saved_adapter(base, tmp_path / "adapter", target_modules=["kv_b_proj"])
+    message = r"it changes 3 modules .* such as 'model.layers.0.self_attn.kv_b_proj'"
+    with adapters.engine(base) as llm, pytest.raises(RequestError, match=message):
+        adapters.greedy(llm, PROMPTS, LoRARequest("absorbed", 1, str(folder)))
 
 
 def changed_config(folder: Path, **changes: Any) -> None:
