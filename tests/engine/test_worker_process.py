@@ -319,7 +319,7 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     core.check_health()
     core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=9))])
     assert isinstance(core.executor, ProcessExecutor)
-    os.kill(pid(core.executor), signal.SIGKILL)
+    os.kill(interpreter.process_of(pid(core.executor)), signal.SIGKILL)
     os.waitid(
         os.P_PID, pid(core.executor), os.WEXITED | os.WNOWAIT
     )  # it may answer until the signal has reached it
@@ -368,7 +368,7 @@ def test_a_replacement_that_the_worker_would_not_have_is_refused(folder: Path) -
 def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
     """Those that it had end with the error; those that come then are refused, with no answer, and nothing is left."""
     llm = LLM(str(folder), **IN_ITS_PROCESS)
-    os.kill(pid(executor(llm)), signal.SIGKILL)
+    os.kill(interpreter.process_of(pid(executor(llm))), signal.SIGKILL)
     process_of(executor(llm)).wait()
     for _ in range(2):
         with pytest.raises(
