@@ -46,7 +46,8 @@ class Times(NamedTuple):
     Attributes:
         product: the product at once.
         exchange: the exchange by the clock.
-        work: the exchange by processor time. A rank has one processor, which cannot compute meanwhile.
+        work: the exchange less the time that the rank waits for the other one. A rank has one
+            processor, which cannot compute meanwhile.
         divided: the product in two parts, by the kind of parts.
     """
 
@@ -72,8 +73,9 @@ def product_times(
     with torch.inference_mode():
         for _ in range(rounds + 1):
             alone.append(_seconds_of_thread(product))
-            exchanged.append(_seconds(exchange))
-            work.append(_seconds(exchange, time.thread_time))
+            calls = _calls(exchange)
+            exchanged.append(min(seconds for seconds, _ in calls))
+            work.append(min(seconds - waited for seconds, waited in calls))
             for kind, call in divided.items():
                 parts[kind].append(_seconds_of_thread(call))
     del state
@@ -88,18 +90,30 @@ def _seconds_of_thread(call: Callable[[], object]) -> float:
     return time.thread_time() - start
 
 
-def _seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Return the seconds of a call, the least of a few, once all ranks are there."""
+    return min(seconds for seconds, _ in _calls(call))
+
+
+def _calls(call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Return the seconds of a few calls, and those of them in which this rank waits.
+
+    The communicator counts the waiting. Processor time does not tell it apart: a rank spins first.
+    """
     import torch
     from opgraft.distributed import get_tp_group
 
-    found: list[float] = []
+    communicator: Any = get_tp_group().communicator
+    found: list[tuple[float, float]] = []
     for _ in range(REPEATS):
         get_tp_group().all_reduce(torch.zeros(1))
-        start = clock()
+        *_, waited_before = communicator.shared.used()
+        start = time.perf_counter()
         call()
-        found.append(clock() - start)
-    return min(found)
+        seconds = time.perf_counter() - start
+        *_, waited = communicator.shared.used()
+        found.append((seconds, waited - waited_before))
+    return found
 
 
 def _norm(rows: int, dtype: str) -> Sides:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import subprocess
@@ -113,12 +114,17 @@ def test_the_client_of_hugging_face(server: Server, monkeypatch: pytest.MonkeyPa
     """Its own code for OpenAI's interface reads whole answers, streams, and errors."""
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)  # it asks this server alone
-    client = hub.InferenceClient(base_url=f"{server.url}/v1", api_key="none")
     given: dict[str, Any] = {"model": server.model, "temperature": 0, "max_tokens": 8}
-    whole = client.chat_completion(QUESTION, **given)
-    text = whole.choices[0].message.content
-    assert whole.usage.completion_tokens <= 8
-    streamed = client.chat_completion(QUESTION, **given, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
-    with pytest.raises(hub.errors.HfHubHTTPError, match="ask for at most"):
-        client.chat_completion(QUESTION, model=server.model, max_tokens=10**9)
+    # Sockets that stay open would fail a later test.
+    with contextlib.ExitStack() as opened:
+        opened.callback(hub.close_session)
+        client = opened.enter_context(
+            hub.InferenceClient(base_url=f"{server.url}/v1", api_key="none")
+        )
+        whole = client.chat_completion(QUESTION, **given)
+        text = whole.choices[0].message.content
+        assert whole.usage.completion_tokens <= 8
+        streamed = client.chat_completion(QUESTION, **given, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+        with pytest.raises(hub.errors.HfHubHTTPError, match="ask for at most"):
+            client.chat_completion(QUESTION, model=server.model, max_tokens=10**9)

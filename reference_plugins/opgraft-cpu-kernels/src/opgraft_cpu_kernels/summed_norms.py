@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels import kernels
-from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import DTYPES, FP8, REFUSED
 
@@ -40,16 +39,15 @@ def all_reduce_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    form = functional.all_reduce_rms_norm
-    shared = _shared(form, kind, x=x, residual=residual, weight=weight)
+    shared = _shared(kind, x, residual, weight)
     if shared is not None:
         try:
-            tensors = _plain(x, residual, weight)
-            return shared.all_reduce_rms_norm(*tensors, eps, False)  # type: ignore[no-any-return]
+            normed, summed = shared.all_reduce_rms_norm(x, residual, weight, eps, False)
+            return normed, summed
         except REFUSED:
             pass
     if kind not in GROUPS:
-        return form.native(x, residual, weight, eps, kind)
+        return functional.all_reduce_rms_norm.native(x, residual, weight, eps, kind)
     summed = _summed(x, kind)
     if residual is None:
         return kernels.rms_norm(summed, weight, eps), summed
@@ -60,16 +58,15 @@ def all_reduce_gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    form = functional.all_reduce_gemma_rms_norm
-    shared = _shared(form, kind, x=x, residual=residual, weight=weight)
+    shared = _shared(kind, x, residual, weight)
     if shared is not None:
         try:
-            tensors = _plain(x, residual, weight)
-            return shared.all_reduce_rms_norm(*tensors, eps, True)  # type: ignore[no-any-return]
+            normed, summed = shared.all_reduce_rms_norm(x, residual, weight, eps, True)
+            return normed, summed
         except REFUSED:
             pass
     if kind not in GROUPS:
-        return form.native(x, residual, weight, eps, kind)
+        return functional.all_reduce_gemma_rms_norm.native(x, residual, weight, eps, kind)
     summed = _summed(x, kind)
     if residual is None:
         return kernels.gemma_rms_norm(summed, weight, eps), summed
@@ -87,15 +84,14 @@ def all_reduce_rms_norm_quant_fp8_static(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
     """Compute the form of that name."""
-    form = functional.all_reduce_rms_norm_quant_fp8_static
-    shared = _shared(form, kind, x=x, residual=residual, weight=weight, scale=scale)
+    shared = _shared(kind, x, residual, weight, scale)
     taken = kernels.by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and shared is not None:
-        given, added, scales, factors = _plain(x, residual, scale, weight)
         try:
-            return shared.all_reduce_rms_norm_quant_fp8_static(  # type: ignore[no-any-return]
-                given, added, scales, list(group_shape), factors, eps
+            quantised, summed = shared.all_reduce_rms_norm_quant_fp8_static(
+                x, residual, scale, list(group_shape), weight, eps
             )
+            return quantised, summed
         except REFUSED:
             pass
     normed, summed = all_reduce_rms_norm(x, residual, weight, eps, kind)
@@ -114,15 +110,14 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the form of that name."""
-    form = functional.all_reduce_rms_norm_quant_fp8_dynamic
-    shared = _shared(form, kind, x=x, residual=residual, weight=weight, scale_ub=scale_ub)
+    shared = _shared(kind, x, residual, weight, scale_ub)
     taken = kernels.by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and shared is not None:
-        given, added, factors, bound = _plain(x, residual, weight, scale_ub)
         try:
-            return shared.all_reduce_rms_norm_quant_fp8_dynamic(  # type: ignore[no-any-return]
-                given, added, list(group_shape), factors, eps, bound, use_ue8m0
+            quantised, scales, summed = shared.all_reduce_rms_norm_quant_fp8_dynamic(
+                x, residual, list(group_shape), weight, eps, scale_ub, use_ue8m0
             )
+            return quantised, scales, summed
         except REFUSED:
             pass
     normed, summed = all_reduce_rms_norm(x, residual, weight, eps, kind)
@@ -130,20 +125,20 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     return quantised, scales, summed
 
 
-def _shared(form: Any, kind: str, *, x: Tensor, **others: Tensor | None) -> Any:
-    """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call."""
+def _shared(kind: str, x: Tensor, *others: Tensor | None) -> Any:
+    """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call.
+
+    The object of the library refuses dtypes itself, but reads memory of any device as it lies there, without the sign
+    of a view.
+    """
     # Compilers cannot look into the object of the library.
-    if kind not in GROUPS or x.dtype not in DTYPES or not x.is_cpu or is_dynamo_compiling():
+    if kind not in GROUPS or x.dtype not in DTYPES or is_dynamo_compiling():
         return None
-    if refusal(form.name, {"x": x, **others}) is not None:
-        return None
+    for each in (x, *others):
+        if each is not None and (not each.is_cpu or each.is_neg()):
+            return None
     communicator = GROUPS[kind]().communicator
     return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
-
-
-def _plain(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors whose memory has their signs, which the object of the library reads as it is."""
-    return [each if each is None else each.resolve_neg() for each in tensors]
 
 
 def _summed(x: Tensor, kind: str) -> Tensor:

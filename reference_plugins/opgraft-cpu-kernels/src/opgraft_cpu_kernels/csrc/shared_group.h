@@ -95,20 +95,20 @@ class SharedGroup : public torch::CustomClassHolder {
   std::string failed_;
 };
 
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Tensors = std::vector<Tensor>;
 
-// Sums over ranks that are normed, and quantized, while the caches have them. The last result is the sum.
-Two all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x, const OptionalTensor& residual,
-                        const OptionalTensor& weight, double eps, bool gemma);
-Two all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
-                                         const OptionalTensor& residual, const Tensor& scale,
-                                         const std::vector<int64_t>& group_shape, const OptionalTensor& weight,
-                                         double eps);
-Three all_reduce_rms_norm_quant_fp8_dynamic(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
-                                            const OptionalTensor& residual, const std::vector<int64_t>& group_shape,
-                                            const OptionalTensor& weight, double eps, const OptionalTensor& scale_ub,
-                                            bool use_ue8m0);
+// Sums over ranks that are normed, and quantized, while the caches have them. The last result is the sum. Results are
+// lists, as torch takes two microseconds to find the type of a tuple.
+Tensors all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                            const OptionalTensor& residual, const OptionalTensor& weight, double eps, bool gemma);
+Tensors all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                             const OptionalTensor& residual, const Tensor& scale,
+                                             const std::vector<int64_t>& group_shape, const OptionalTensor& weight,
+                                             double eps);
+Tensors all_reduce_rms_norm_quant_fp8_dynamic(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                              const OptionalTensor& residual, const std::vector<int64_t>& group_shape,
+                                              const OptionalTensor& weight, double eps, const OptionalTensor& scale_ub,
+                                              bool use_ue8m0);
 
 // Before any class or op that has one as an argument.
 void define_shared_group(torch::Library& library);

@@ -29,8 +29,8 @@ struct SummedNorm {
 
 }  // namespace
 
-Two all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x, const OptionalTensor& residual,
-                        const OptionalTensor& weight, double eps, bool gemma) {
+Tensors all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                            const OptionalTensor& residual, const OptionalTensor& weight, double eps, bool gemma) {
   const SummedNorm summed("all_reduce_rms_norm", x, residual, weight, eps, gemma);
   const Tensor out = fresh(x.sizes(), x.scalar_type());
   const MutableRows to = rows_of(out, summed.norm.norm.width);
@@ -41,10 +41,10 @@ Two all_reduce_rms_norm(const c10::intrusive_ptr<SharedGroup>& group, const Tens
   return {out, summed.sum};
 }
 
-Two all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
-                                         const OptionalTensor& residual, const Tensor& scale,
-                                         const std::vector<int64_t>& group_shape, const OptionalTensor& weight,
-                                         double eps) {
+Tensors all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                             const OptionalTensor& residual, const Tensor& scale,
+                                             const std::vector<int64_t>& group_shape, const OptionalTensor& weight,
+                                             double eps) {
   const char* op = "all_reduce_rms_norm_quant_fp8_static";
   refuse_gradient(op, scale);
   const SummedNorm summed(op, x, residual, weight, eps, false);
@@ -53,10 +53,10 @@ Two all_reduce_rms_norm_quant_fp8_static(const c10::intrusive_ptr<SharedGroup>& 
   return {rows.out, summed.sum};
 }
 
-Three all_reduce_rms_norm_quant_fp8_dynamic(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
-                                            const OptionalTensor& residual, const std::vector<int64_t>& group_shape,
-                                            const OptionalTensor& weight, double eps, const OptionalTensor& scale_ub,
-                                            bool use_ue8m0) {
+Tensors all_reduce_rms_norm_quant_fp8_dynamic(const c10::intrusive_ptr<SharedGroup>& group, const Tensor& x,
+                                              const OptionalTensor& residual, const std::vector<int64_t>& group_shape,
+                                              const OptionalTensor& weight, double eps, const OptionalTensor& scale_ub,
+                                              bool use_ue8m0) {
   const char* op = "all_reduce_rms_norm_quant_fp8_dynamic";
   const SummedNorm summed(op, x, residual, weight, eps, false);
   QuantizedRows rows(op, x.sizes(), x.scalar_type(), dtype_of(op, x), group_shape, ScaleRule{scale_ub, use_ue8m0});
