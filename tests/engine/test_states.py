@@ -45,18 +45,20 @@ def test_logits_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
     first, second = prompts(23, 7)
     expected = plain_logits(model, first[:1], [*first[1:], 0])
     blocks = torch.arange(4).reshape(2, 2)
+    device = next(ours.parameters()).device
     caches = {
-        name: torch.zeros(layer.kv_cache_shape(4, 16))
+        name: torch.zeros(layer.kv_cache_shape(4, 16), device=device)
         for name, layer in attention_layers(ours).items()
     }
+    batch = AttentionBatch.of_sequences([7, 23], block_table=blocks, caches=caches, device=device)
     with torch.inference_mode():
-        ids = torch.tensor([*second, *first])
-        positions = torch.cat([torch.arange(7), torch.arange(23)])
-        with attending(AttentionBatch.of_sequences([7, 23], block_table=blocks, caches=caches)):
+        ids = torch.tensor([*second, *first], device=device)
+        positions = torch.cat([torch.arange(7), torch.arange(23)]).to(device)
+        with attending(batch):
             beside = ours.compute_logits(ours(ids, positions))[7:]
         alone = ours.compute_logits(ours(ids[7:], positions[7:]))
     for found in (alone, beside):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_prefix_is_found_with_its_state(model: Any, tmp_path: Path) -> None:
