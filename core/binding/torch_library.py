@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,11 @@ def direct_register_custom_op(
         if fake_impl is not None:
             register_fake(qualname, fake_impl, lib=library)
         _registered[qualname] = (op_func, library)
-        return partial(_registered.pop, qualname, None)
+
+        def forget() -> None:
+            _registered.pop(qualname, None)
+
+        return forget
 
     state = host_state()
     transaction = ACTIVATING.get() or state.loading.transaction
