@@ -21,7 +21,7 @@ from opgraft.config import NATIVE_CHOICE, OpgraftConfig, ShadowConfig, set_confi
 from opgraft.errors import OpgraftError, PluginError
 from opgraft.registry.choice import choosing
 from opgraft.registry.declarations import Replacement
-from opgraft.registry.op_classes import location_of
+from opgraft.registry.op_classes import definer, location_of
 from opgraft.registry.state import host_state
 from torch import Tensor, nn
 
@@ -272,6 +272,27 @@ def replaced_among(parts: Iterable[object]) -> str:
         replacement = _replacement_of(type(part))
         if replacement is not None:
             return _in_use(replacement)
+    return ""
+
+
+def replaced_owner(model: nn.Module, names: Iterable[str]) -> str:
+    """Name the first plugin's layer with a constructor of its own among owners of tensors.
+
+    Args:
+        model: the model with the layers.
+        names: of tensors; a name without an owner in the model is left out.
+
+    Returns:
+        A sentence; empty if there is no such layer.
+    """
+    layers = dict(model.named_modules())
+    for name in names:
+        layer = layers.get(name.rpartition(".")[0])
+        winner = layer.binding.replacement.winner if isinstance(layer, CustomOp) else None
+        if winner is None or winner.target is None:
+            continue
+        if definer(winner.cls, "__init__", above=winner.target) is not None:
+            return _in_use(winner)
     return ""
 
 

@@ -351,9 +351,20 @@ def _of_plugin(places: list[Place]) -> Provenance | None:
     offer = max(offers, key=nearness)
     ways = f"{PLUGINS_DISABLE}={offer.name}"
     setting = host_state().settings().to_change("plugins_disable", ways)
+    location = f"{frame.f_code.co_filename}:{line}"
+    return Provenance("", _name_of(frame), offer.provider, location, setting)
+
+
+def _name_of(frame: FrameType) -> str:
+    """Return the name of a function; of a method, with the class that defines the method."""
     code = frame.f_code
-    location = f"{code.co_filename}:{line}"
-    return Provenance("", code.co_name, offer.provider, location, setting)
+    if code.co_argcount:
+        own: Any = frame.f_locals.get(code.co_varnames[0])
+        for base in type(own).__mro__:
+            function = vars(base).get(code.co_name)
+            if isinstance(function, FunctionType) and function.__code__ is code:
+                return f"{base.__qualname__}.{code.co_name}"
+    return code.co_name
 
 
 def _location(places: list[Place], provider: Provider) -> str:

@@ -104,7 +104,10 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
     cls, config = _class_of(resolved, weights)
     _expect_stages(cls)
     _expect_embedding(cls, config, weights.tensors)
-    with _default_dtype_and_device(dtype_of(resolved, config), device):
+    dtype = dtype_of(resolved, config)
+    if resolved.model.dtype in (None, "auto"):
+        _expect_computes(dtype, device)
+    with _default_dtype_and_device(dtype, device):
         others = {}
         if is_older(cls):
             others = {"config": config, "quant_config": quantization_config(resolved, cls)}
@@ -273,6 +276,27 @@ def dtype_of(opgraft_config: OpgraftConfig, config: Any) -> torch.dtype:
         return getattr(torch, str(name))  # type: ignore[no-any-return]
     found = getattr(config, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _expect_computes(dtype: torch.dtype, device: torch.device) -> None:
+    """Compare the dtype of a checkpoint with the dtypes of the platform's device.
+
+    Raises:
+        ModelError: kernels of the device do not take the dtype.
+    """
+    platform = current_platform()
+    if device.type != torch.device(platform.device_type).type:
+        return
+    capability = platform.capability(device.index or 0)
+    if dtype in capability.dtypes:
+        return
+    names = [str(each).removeprefix("torch.") for each in capability.dtypes]
+    told = (
+        f"the checkpoint has {str(dtype).removeprefix('torch.')}, and {capability.name} of the "
+        f"platform {platform.name} computes in {', '.join(names)}: set model.dtype, for example "
+        f"model.dtype={names[0]}"
+    )
+    raise ModelError(printable(told))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from opgraft.base.text import described
+from opgraft.binding.blame import replaced_owner
 from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
@@ -87,7 +88,8 @@ def load_weights(
         problems = _fill_all(plan.fills, hooks, progress)
     if problems:
         untied_only = len(problems) == len(ways_to_tie.keys() & missing)
-        raise _mismatch(model, problems, untied_only)
+        names = [*missing, *plan.unexpected]
+        raise _mismatch(model, problems, untied_only, replaced_owner(model, names))
     hooks.finish()
     return LoadReport(count, tuple(plan.left_out), time.perf_counter() - start)
 
@@ -217,17 +219,22 @@ def _is_mask(name: str, loaded: LoadedTensor) -> bool:
     return last == "bias" and bool(is_square)
 
 
-def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:
+def _mismatch(
+    model: nn.Module, problems: Sequence[str], untied_only: bool, replaced: str
+) -> CheckpointError:
     """Make the error that lists all problems.
 
     Args:
         model: the model that is loaded.
         problems: a line for each.
         untied_only: each problem is a head that the model should tie to the embedding.
+        replaced: a sentence about a plugin's class with one of the tensors; empty without one.
     """
     advice = "give the configuration and the weights of one model, or save both again"
     if untied_only:
         advice = "tie the head where the model is constructed"
+    if replaced:
+        advice = f"a layer with other names of weights is a plugin's: {replaced}"
     name = type(model).__name__
     return CheckpointError.listing(
         f"the weights are not those of the {name} that the configuration describes",

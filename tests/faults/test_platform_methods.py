@@ -77,6 +77,20 @@ def test_a_platform_without_devices(site: Site) -> None:
     assert f"{site.folder / 'acme_platform.py'}:4" in str(finding)
 
 
+def test_a_device_without_the_dtype_of_the_checkpoint(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """The error names the platform and the setting, and a dtype that is set is the user's choice."""
+    half = "import torch; from opgraft import DeviceCapability as Is; return Is('H', (torch.half,))"
+    plant(site, method("capability(self, index=0)", half))
+    _, said = told(capfd, llama)
+    words = "the checkpoint has float32, and H of the platform acme computes in float16: "
+    assert f"{words}set model.dtype, for example model.dtype=float16" in said
+    with LLM(str(llama), **{"model.dtype": "float16", "cache.num_blocks": 300}) as llm:
+        (output,) = llm.generate([[4, 5]])
+    assert output.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("device", ["npuu", "maia"])
 def test_a_device_that_torch_cannot_use(
     capfd: pytest.CaptureFixture[str], site: Site, llama: Path, device: str

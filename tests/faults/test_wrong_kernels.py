@@ -592,7 +592,39 @@ def test_a_weight_method_that_raises(
     site.plugin("acme", source)
     code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
     assert code == 4
-    assert "OSError: no post, raised by process_weights_after_loading of acme 1.0 at" in said
+    assert "OSError: no post, raised by Acme.process_weights_after_loading of acme 1.0 at" in said
+
+
+def test_a_weight_method_that_raises_at_a_call(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """The class of the plugin is named with the setting, and not the layer that calls the method."""
+    source = class_of(
+        "opgraft.ops.linear.methods",
+        "UnquantizedLinearMethod",
+        "apply(self, layer, x, bias=None, **others): raise OSError('no device')",
+    )
+    site.plugin("acme", source)
+    code, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    assert code == 4
+    assert f"OSError: no device, raised by Acme.apply of acme 1.0 {place(site)}5" in said
+    assert "to go without it: OPGRAFT_PLUGINS_DISABLE=acme" in said
+
+
+def test_a_layer_with_other_weights(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path
+) -> None:
+    """The plugin's class with other names is named beside the missing weights, and not the checkpoint."""
+    body = (
+        "torch.nn.Module.__init__(self)\n"
+        "        self.gamma = torch.nn.Parameter(torch.ones(hidden_size))"
+    )
+    site.plugin("acme", kernel("RMSNorm", "__init__(self, hidden_size, *given, **others)", body))
+    _, said = run(capfd, "run", str(llama), "the cat", *BLOCKS)
+    assert "'model.norm.gamma' is missing" in said
+    assert f"a replaced class is in use: Acme of acme 1.0 {place(site)}" in said
+    assert "to go without it: OPGRAFT_PROVIDERS=rms_norm=native" in said
+    assert "give the configuration and the weights of one model" not in said
 
 
 NORMAL = "made = RMSNorm.forward_native(self, x, residual)\n        "
