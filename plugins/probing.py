@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import linecache
+import math
 import os
 import re
 import sys
@@ -56,6 +57,9 @@ _CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sy
 
 _TORCH = "torch"
 
+LEAST_TIME = 3.0  # seconds
+"""The time limit of a probe that begins when others have used up the time of all."""
+
 _AT_ONCE = 32
 """The most probes that run at the same time."""
 
@@ -97,10 +101,14 @@ def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evide
 def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Exception]:
     """Ask the probes of several platforms, those of others at the same time.
 
+    All share one time limit, since few run at the same time if this process may open few files. A
+    probe that begins late has ``LEAST_TIME`` at least.
+
     Returns:
         For each offer, in order, the evidence or the error that ``ask`` raised.
     """
     answers: dict[Offer, Evidence | Exception] = {}
+    deadline = time.monotonic() + TIME_LIMIT
 
     def ask_some(waiting: list[Offer]) -> None:
         while True:
@@ -109,7 +117,9 @@ def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Except
             except IndexError:  # the list is empty, or another thread took the last offer
                 return
             try:
-                answers[offer] = ask(offer, machine)
+                # Whole seconds, as messages quote the limit.
+                left = math.ceil(deadline - time.monotonic())
+                answers[offer] = ask(offer, machine, min(TIME_LIMIT, max(LEAST_TIME, left)))
             except Exception as error:
                 answers[offer] = error
 

@@ -14,6 +14,7 @@ from opgraft import OpgraftConfig, current_platform, set_config
 from opgraft.errors import PlatformConflictError, PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platforms.cpu.probe import probe
+from opgraft.plugins import probing
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
@@ -339,6 +340,21 @@ def test_probes_run_at_the_same_time(site) -> None:
     assert time.monotonic() - began < 12  # one after another they would take more than 18 s
     assert [name for name in found if name in names] == names
     assert [found[name] for name in names] == [(False, name) for name in names]
+
+
+def test_many_probes_that_hang(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probes share one time limit: one that begins late has a part of the limit."""
+    monkeypatch.setattr(probing, "TIME_LIMIT", 2.0)
+    monkeypatch.setattr(probing, "LEAST_TIME", 0.1)
+    monkeypatch.setattr(probing, "_AT_ONCE", 2)
+    names = [f"acme{number}" for number in range(6)]
+    for name in names:
+        site.platform(name, probe="import time; time.sleep(60)")
+    began = time.monotonic()
+    found = rows()
+    assert time.monotonic() - began < 5  # three at 2 s each would take more than 6 s
+    assert not any(found[name][0] for name in names)
+    assert all("gave no answer within" in found[name][1] for name in names), found
 
 
 def test_probes_with_few_files(site) -> None:
