@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -44,6 +44,7 @@ from opgraft.plugins.changes import (
     very_same,
 )
 from opgraft.plugins.definitions import DEFINITIONS, OF_OTHERS
+from opgraft.registry.state import host_state
 
 
 def _digest(state: bytearray | tuple[Any, ...]) -> str:
@@ -69,6 +70,21 @@ def _stays(key: Any, added: Any) -> Addition:
 
 def _is_undone(key: Any, added: Any) -> Addition:
     return Addition("", stays=False)
+
+
+def _registered(name: str, table: Callable[[], dict[str, Any]]) -> Row:
+    """Return the row of a table that plugins add to: another object under a name is a change."""
+
+    def write(key: str, former: Any) -> None:
+        table()[key] = former
+
+    return Row(name, lambda: dict(table()), write)
+
+
+def _forms() -> dict[str, Any]:
+    # No op is imported here: the module may be absent.
+    module = sys.modules.get("opgraft.binding.functional")
+    return {} if module is None else vars(module)["_functionals"]
 
 
 _locale = partial(locale.setlocale, locale.LC_ALL)
@@ -184,6 +200,9 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
         is_,
     ),
     entries("the module", sys.modules, python.stand_in),
+    _registered("the op registered as", lambda: host_state().registry.ops),
+    _registered("the class registered as", lambda: host_state().registry.classes),
+    _registered("the functional form", _forms),
     DEFINITIONS,
 )
 """The other rows that each load of plugins compares."""

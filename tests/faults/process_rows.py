@@ -106,6 +106,12 @@ AT_EVERY_LOAD = {
     ),
     "torch.set_flush_denormal(True)": "whether tiny numbers become zero from False to True while",
     "torch._C._nn.silu = torch.relu": "torch._C._nn.silu while",
+    "t = opgraft.registry.state.host_state().registry.ops; t['gelu'] = t['silu']": (
+        "the op registered as gelu while"
+    ),
+    "t = opgraft.binding.functional._functionals; t['gelu_new'] = t['rms_norm']": (
+        "the functional form gelu_new while"
+    ),
     "torch.nn.functional.__class__ = type('Other', (types.ModuleType,), {})": (
         "torch.nn.functional.__class__ while"
     ),
