@@ -41,7 +41,7 @@ FEWEST = {"whole": 57, "brief": 45}
 FORK = multiprocessing.get_context("fork")
 """Processes start with the kit imported, and with no plugin."""
 
-TIME_LIMIT = 300.0
+TIME_LIMIT = 1200.0
 """Seconds of a form of the kit, about one plant."""
 
 
