@@ -120,11 +120,13 @@ class LatePatches:
         # A process without plugins does not wait for any look.
         self._before = DEFINITIONS.read() if host_state().plugins else None
         self._calls = 0
+        self._next_look = 1
 
     def look_after_call(self) -> None:
-        """Look after the calls 1, 2, 4, 8 and so on, since a look takes milliseconds."""
+        """Look after the calls 1, 8, 64 and so on, since a look takes milliseconds."""
         self._calls += 1
-        if self._calls.bit_count() == 1:
+        if self._calls == self._next_look:
+            self._next_look *= 8
             self.look("while a model ran")
 
     def look(self, when: str) -> None:
