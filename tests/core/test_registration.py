@@ -210,7 +210,9 @@ def test_a_kernel_may_be_anything_that_can_be_called(kind: str) -> None:
     assert torch.equal(SiluAndMul()(x), expected)
 
 
-@pytest.mark.parametrize("value", [None, property(lambda self: None), 3], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, property(lambda self: None), 3], ids=lambda value: type(value).__name__
+)
 def test_a_kernel_that_cannot_be_called_is_rejected(value: object) -> None:
     """The error names the attribute, its class and what it is."""
     cls = type("Mine", (SiluAndMul,), {"forward_oot": value, "__module__": __name__})
