@@ -36,11 +36,12 @@ def test_structured_answers_of_the_official_client(server: Server) -> None:
         "logit_bias": closing(server),
         "max_tokens": 60,
     }
-    parsed = server.openai.chat.completions.parse(**given, response_format=Pet)
-    assert parsed.choices[0].message.parsed in (Pet(kind="cat"), Pet(kind="dog"))
-    with server.openai.chat.completions.stream(**given, response_format=Pet) as stream:
-        kinds = {event.type for event in stream}
-        final = stream.get_final_completion()
+    with server.openai as client:
+        parsed = client.chat.completions.parse(**given, response_format=Pet)
+        assert parsed.choices[0].message.parsed in (Pet(kind="cat"), Pet(kind="dog"))
+        with client.chat.completions.stream(**given, response_format=Pet) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
     assert isinstance(final.choices[0].message.parsed, Pet)
 
