@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 from opgraft.base.log import logger
@@ -161,13 +162,14 @@ def misshapen_by(
     """Return an error with the name of the kernel that has made a model raise ``error``.
 
     The passes are computed once more. A kernel is to blame if the result has another dtype or shape
-    than the result of the native definition. If there is none, the error names the first
-    replacement that has no native definition.
+    than the result of the native definition. If there is none, and code of the model raised
+    ``error``, then ``error`` gets a note about the first replacement that has no native definition.
 
     Returns:
-        The error; ``None`` if neither is there.
+        The error; ``None`` if no kernel is to blame.
     """
-    if isinstance(error, PluginError) or not host_state().active:
+    # An error of opgraft tells its cause itself.
+    if isinstance(error, OpgraftError) or not host_state().active:
         return None
     told = explain_exception(error)
     if told is not None and told.of_plugin:
@@ -180,10 +182,18 @@ def misshapen_by(
             logger.debug("computing a step once more raised %s", described(again))
     for place, sentence in found.misshapen.items():
         return PluginError(f"{described(error)}: {sentence}", place.rpartition(" at ")[2])
-    for replacement in _uncompared(model):
-        words = f"{described(error)}. Besides, {_in_use(replacement)}"
-        return PluginError(words, replacement.location)
+    uncompared = next(_uncompared(model), None)
+    # Code of the model may have received a wrong value, and other code has not.
+    if uncompared is not None and _is_raised_within(model, error):
+        error.add_note(f"Besides, {_in_use(uncompared)}")
     return None
+
+
+def _is_raised_within(model: nn.Module, error: Exception) -> bool:
+    """Return True if a method of the model or of a layer was running."""
+    modules = set(map(id, model.modules()))
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(id(frame.f_locals.get("self")) in modules for frame in frames)
 
 
 def _uncompared(model: nn.Module) -> Iterator[Replacement]:

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.base.log import logger
-from opgraft.base.text import described
+from opgraft.base.text import described, printable
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
@@ -449,6 +449,8 @@ class EngineCore:
         message = f"the step of {_names_of_requests(requests)} failed: {described(error)}"
         if told:
             message += f" ({told})"
+        for note in getattr(error, "__notes__", ()):
+            message += f". {printable(str(note))}"
         if self.opgraft_config.scheduler.on_step_error == "stop":
             self._stopped = error
             message += "; the engine stops"
