@@ -12,6 +12,7 @@ from opgraft.base.text import described, printable
 from opgraft.binding.provenance import plugins_named
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.config.environment import PLATFORM
+from opgraft.config.sections import DTYPES
 from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import (
     CheckpointError,
@@ -105,8 +106,10 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
     _expect_stages(cls)
     _expect_embedding(cls, config, weights.tensors)
     dtype = dtype_of(resolved, config)
-    if resolved.model.dtype in (None, "auto"):
-        _expect_computes(dtype, device)
+    # A config without a dtype says nothing of the weights.
+    is_stated = getattr(config, "dtype", None) is dtype
+    if is_stated and resolved.model.dtype in (None, "auto"):
+        dtype = _computed_dtype(dtype, device)
     with _default_dtype_and_device(dtype, device):
         others = {}
         if is_older(cls):
@@ -278,25 +281,35 @@ def dtype_of(opgraft_config: OpgraftConfig, config: Any) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _expect_computes(dtype: torch.dtype, device: torch.device) -> None:
-    """Compare the dtype of a checkpoint with the dtypes of the platform's device.
+def _computed_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of a checkpoint, or one of the same size that the platform names instead.
 
     Raises:
-        ModelError: kernels of the device do not take the dtype.
+        ModelError: the platform names no dtype of that size.
     """
     platform = current_platform()
     if device.type != torch.device(platform.device_type).type:
-        return
+        return dtype
     capability = platform.capability(device.index or 0)
     if dtype in capability.dtypes:
-        return
-    names = [str(each).removeprefix("torch.") for each in capability.dtypes]
+        return dtype
+    usable = [each for each in capability.dtypes if _short(each) in DTYPES]
     told = (
-        f"the checkpoint has {str(dtype).removeprefix('torch.')}, and {capability.name} of the "
-        f"platform {platform.name} computes in {', '.join(names)}: set model.dtype, for example "
-        f"model.dtype={names[0]}"
+        f"the checkpoint has {_short(dtype)}, and {capability.name} of the platform "
+        f"{platform.name} computes in {', '.join(map(_short, capability.dtypes))}: "
     )
-    raise ModelError(printable(told))
+    # Such as float16 for bfloat16 on a GPU that computes slowly in bfloat16.
+    same = next((each for each in usable if each.itemsize == dtype.itemsize), None)
+    if same is not None:
+        told += f"model.dtype is {_short(same)} now; model.dtype={_short(dtype)} keeps the other"
+        logger.warning_once("%s", printable(told))
+        return same
+    example = f", for example model.dtype={_short(usable[0])}" if usable else ""
+    raise ModelError(printable(f"{told}set model.dtype{example}"))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 from pathlib import Path
 
 import opgraft
 import pytest
+import torch
 from conftest import Site
 from faults.planting import in_time
 from faults.platform_rows import METHODS, NEVER_CALLED, method, stated
@@ -89,6 +92,34 @@ def test_a_device_without_the_dtype_of_the_checkpoint(
     with LLM(str(llama), **{"model.dtype": "float16", "cache.num_blocks": 300}) as llm:
         (output,) = llm.generate([[4, 5]])
     assert output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("named", "used"), [("bfloat16", torch.float16), (None, torch.float32)], ids=str
+)
+def test_a_dtype_in_place_of_that_of_the_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+    site: Site,
+    llama: Path,
+    tmp_path: Path,
+    named: str | None,
+    used: torch.dtype,
+) -> None:
+    """One of the same size is taken with a warning; a config without a dtype states none."""
+    half = "import torch; from opgraft import DeviceCapability as Is; return Is('H', (torch.half,))"
+    plant(site, method("capability(self, index=0)", half))
+    folder = Path(shutil.copytree(llama, tmp_path / "narrow"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = {key: value for key, value in config.items() if not key.endswith("dtype")}
+    config |= {"dtype": named} if named else {}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with LLM(str(folder), **{"cache.num_blocks": 300, "load.progress": False}) as llm:
+        model = llm.engine.core.executor.worker.runner.model  # type: ignore[union-attr]
+        (dtype,) = {each.dtype for each in model.parameters()}
+    warned = [each.getMessage() for each in caplog.records if "model.dtype" in each.getMessage()]
+    assert dtype is used
+    words = "model.dtype is float16 now; model.dtype=bfloat16 keeps the other"
+    assert [each.endswith(words) for each in warned] == [True] * bool(named)
 
 
 @pytest.mark.parametrize("device", ["npuu", "maia"])
