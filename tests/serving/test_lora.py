@@ -91,6 +91,37 @@ def test_many_adapters_in_a_batch(llm: Any, requests: Any, answers: Any) -> None
     assert found == [expected[i] for i in order]
 
 
+@pytest.mark.parametrize("step", [1, -1], ids=["ascending", "descending"])
+def test_first_adapters_of_an_engine(base: Path, folders: Any, answers: Any, step: int) -> None:
+    """Adapters of other ranks and layers get their slots in one step."""
+    names = list(ADAPTERS)[::step]
+    given = [LoRARequest(name, number, str(folders[name])) for number, name in enumerate(names, 1)]
+    with adapters.engine(base) as llm:
+        found = adapters.greedy(llm, [PROMPTS[0]] * len(names), given)
+    assert found == [answers[name][0] for name in names]
+
+
+@pytest.mark.slow
+def test_stages_order_adapters_alike(base: Path, tmp_path: Path) -> None:
+    """Rows keep their adapters if only one stage of a pipeline has layers of an adapter."""
+    settings = [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": ["gate_proj"], "layers_to_transform": [0]},
+    ]
+    given: list[LoRARequest] = []
+    expected = []
+    for number, changes in enumerate(settings, 1):
+        folder = adapters.saved_adapter(base, tmp_path / str(number), number, **changes)
+        given.append(LoRARequest(str(number), number, str(folder)))
+        expected += adapters.expected(base, folder, PROMPTS[:1])
+    assert expected[0] != expected[1]
+    with adapters.engine(base, pipeline_parallel_size=2, enable_prefix_caching=False) as llm:
+        for request, answer in zip(given, expected, strict=True):
+            assert adapters.greedy(llm, PROMPTS[:1], request) == [answer]
+        # Stages work at once, each on a part of the requests.
+        assert adapters.greedy(llm, [PROMPTS[0]] * 8, given * 4) == expected * 4
+
+
 def test_drafted_tokens(base: Path, requests: Any, answers: Any) -> None:
     """Drafts are verified with the adapter of their request, logits included."""
     speculation = {"speculation.method": "suffix", "speculation.exact": False}

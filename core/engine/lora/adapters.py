@@ -14,7 +14,7 @@ from opgraft.base.text import described
 from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.adapter_file import AdapterFile, Matrices, open_adapter
 from opgraft.engine.lora.request import NO_LORA, LoRARequest
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, EngineError
 from opgraft.models.names import HasPackedModules, ShardId, WeightsMapper
 from opgraft.ops.attention.latent.layers import MLAAttention
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -126,6 +126,8 @@ class Adapters:
         self._held: dict[int, _Held] = {}
         # The adapters in the slots, the least recently used first.
         self._slots: OrderedDict[int, int] = OrderedDict()
+        # Those whose matrices are in their slots.
+        self._filled: set[int] = set()
         self._rank = 0
         self._ops: dict[str, LoRA] = {}
         self._methods: list[tuple[dict[str, Any], LoRAMethod]] = []
@@ -144,14 +146,34 @@ class Adapters:
         """Forget an adapter, if there is one of the number."""
         self._held.pop(number, None)
         self._slots.pop(number, None)
+        self._filled.discard(number)
 
-    def slots_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the slot of each adapter, -1 for ``NO_LORA``. Adapters without a slot get one."""
+    def give_slots(self, numbers: Sequence[int]) -> None:
+        """Give each adapter of a step a slot, and put its matrices there.
+
+        Slots depend on the earlier calls alone, not on the layers of this rank. So all stages of a
+        pipeline give the same slots, and order the rows of a step in the same way.
+
+        Raises:
+            EngineError: the step has more adapters than there are slots.
+        """
         wanted = set(numbers) - {NO_LORA}
+        if len(wanted) > self._limits.max_loras:
+            raise EngineError(
+                f"a step has {len(wanted)} adapters, and lora.max_loras is "
+                f"{self._limits.max_loras}: the scheduler has to keep to it"
+            )
         for number in sorted(wanted):
             if number not in self._slots:
-                self._give_slot(number, wanted)
+                self._slots[number] = self._free_slot(wanted)
             self._slots.move_to_end(number)
+        self._expand_ops([self._held[number] for number in wanted])
+        for number in wanted - self._filled:
+            self._fill(self._slots[number], self._held[number])
+            self._filled.add(number)
+
+    def slots_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return the slot of each adapter of the present step, -1 for ``NO_LORA``."""
         return [-1 if number == NO_LORA else self._slots[number] for number in numbers]
 
     @contextmanager
@@ -177,30 +199,26 @@ class Adapters:
             for (layer, _), method in zip(self._methods, own, strict=True):
                 layer["quant_method"] = method
 
-    def _give_slot(self, number: int, wanted: set[int]) -> None:
-        """Put an adapter into a free slot, or in place of one that is not wanted."""
-        held = self._held[number]
-        if held.rank > self._rank or held.layers.keys() - self._ops.keys():
-            self._make_ops(held)
+    def _free_slot(self, wanted: set[int]) -> int:
+        """Return a free slot, or the slot of the adapter that was not wanted for longest."""
         free = set(range(self._limits.max_loras)) - set(self._slots.values())
-        if not free:
-            unused = next(each for each in self._slots if each not in wanted)
-            free = {self._slots.pop(unused)}
-        slot = min(free)
-        for path, op in self._ops.items():
-            op.a[slot].zero_()
-            op.b[slot].zero_()
-            if path in held.layers:
-                _fill(op, slot, held, path)
-        self._slots[number] = slot
+        if free:
+            return min(free)
+        unused = next(each for each in self._slots if each not in wanted)
+        self._filled.discard(unused)
+        return self._slots.pop(unused)
 
-    def _make_ops(self, held: _Held) -> None:
-        """Make the ops of all layers of an adapter, with room for its rank. Slots become empty."""
-        self._slots.clear()
-        self._rank = max(self._rank, held.rank)
-        paths = self._ops.keys() | held.layers.keys()
+    def _expand_ops(self, wanted: Sequence[_Held]) -> None:
+        """Make the ops anew if the layers or ranks of some adapters have no room in them."""
+        rank = max([self._rank, *(each.rank for each in wanted)])
+        paths = self._ops.keys() | {path for each in wanted for path in each.layers}
+        if rank == self._rank and paths == self._ops.keys():
+            return
+        # Both old and new matrices would need twice the memory.
+        self._filled.clear()
         self._ops = {}
         self._methods = []
+        self._rank = rank
         layers = {target.path: target for target in self._targets.values()}
         for path in sorted(paths):
             target = layers[path]
@@ -208,13 +226,27 @@ class Adapters:
                 target.inputs,
                 target.sizes,
                 self._limits.max_loras,
-                self._rank,
+                rank,
                 device=self._device,
                 dtype=self._dtype,
             )
             self._ops[path] = op
             method = LoRAMethod(target.layer.quant_method, op)
             self._methods.append((vars(target.layer), method))
+
+    def _fill(self, slot: int, held: _Held) -> None:
+        """Copy the matrices of an adapter to a slot, whose rank may be larger."""
+        for path, op in self._ops.items():
+            op.a[slot].zero_()
+            op.b[slot].zero_()
+            if path not in held.layers:
+                continue
+            a, b = held.layers[path]
+            parts = len(op.sizes)
+            inputs = a.shape[1]
+            by_part = op.a[slot].view(parts, -1, inputs)
+            by_part[:, : held.rank] = a.view(parts, held.rank, inputs)
+            op.b[slot, :, : held.rank] = b
 
     def _read(self, found: AdapterFile) -> tuple[_Held, set[str]]:
         """Read this rank's part of an adapter. Return it, and the modules without a layer.
@@ -275,17 +307,6 @@ def _read_matrices(target: _Target, matrices: Matrices, a: Tensor, b: Tensor) ->
         rows = slice(offsets[part], offsets[part + 1])
         a[part * room : part * room + rank] = narrow
         b[rows, :rank] = wide[rows] * matrices.scale
-
-
-def _fill(op: LoRA, slot: int, held: _Held, path: str) -> None:
-    """Copy the matrices of an adapter to a slot, whose rank may be larger."""
-    a, b = held.layers[path]
-    rank = held.rank
-    parts = len(op.sizes)
-    inputs = a.shape[1]
-    by_part = op.a[slot].view(parts, -1, inputs)
-    by_part[:, :rank] = a.view(parts, rank, inputs)
-    op.b[slot, :, :rank] = b
 
 
 def _targets_of(model: nn.Module) -> dict[str, _Target]:

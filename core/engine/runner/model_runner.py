@@ -406,7 +406,10 @@ class ModelRunner(PluggableClass):
 
     def _by_slot(self, sequences: Sequence[Scheduled]) -> Sequence[Scheduled]:
         """Return the sequences of a step, those without an adapter first, then by adapter."""
-        slots = self._slots_of(each.request_id for each in sequences)
+        request_ids = [each.request_id for each in sequences]
+        if self.adapters is not None:
+            self.adapters.give_slots(list(map(self.batch.lora, request_ids)))
+        slots = self._slots_of(request_ids)
         order = sorted(range(len(slots)), key=slots.__getitem__)
         return [sequences[place] for place in order]
 
