@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -245,46 +245,63 @@ def search_order(
     attr: str,
     shown: Callable[[Any], str],
     added: Callable[[Any, Any], Addition | None],
-) -> tuple[Row, Row, Row]:
-    """Return three rows of a list with an order of search: the list, the order, and the items.
+) -> tuple[Row, Row]:
+    """Return two rows of a list with an order of search: the order, and the items.
 
     New items go behind the former ones.
     """
-    items: list[Any] = getattr(owner, attr)
     name = f"{owner.__name__}.{attr}"
+    items = partial(getattr, owner, attr)
 
     def key_of(item: Any) -> Item:
-        # Equal strings are one entry. Other items may belong to a plugin: nothing asks them.
-        return Item(shown(item), item if type(item) is str else id(item))
+        return Item(shown(item), _identity(item))
 
     def by_key() -> dict[Item, Any]:
-        return {key_of(item): item for item in items}
+        return {key_of(item): item for item in items()}
 
     def begins(before: list[Any], after: list[Any]) -> bool:
-        former = list(map(key_of, before))
-        return list(map(key_of, after[: len(before)])) == former
+        former = list(map(_identity, before))
+        return list(map(_identity, after[: len(before)])) == former
 
     def put_behind(before: list[Any]) -> None:
         # Another step may have added items since, which stay in their order.
-        former = set(map(key_of, before))
-        new = [item for item in items if key_of(item) not in former]
-        items[:] = [*before, *new]
-
-    def put_back(_: Any) -> None:
-        other = getattr(owner, attr, None)
-        setattr(owner, attr, items)
-        # A plugin may write sys.path = [folder, *sys.path], and needs the folder.
-        if isinstance(other, list):
-            known = set(map(key_of, items))
-            items.extend(item for item in other if key_of(item) not in known)
+        now = items()
+        now[:] = [*before, *_others(now, before)]
 
     def remove(key: Item, _: Any) -> None:
-        items[:] = [item for item in items if key_of(item) != key]
+        now = items()
+        now[:] = [item for item in now if key_of(item) != key]
+
+    order = value(f"the order of {name}", lambda: list(items()), put_behind, None, begins)
+    return order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
+
+
+def rebinding(owner: Any, attr: str) -> Row:
+    """Return the row of the list itself: another one in its place leaves its new items behind.
+
+    The rows of ``search_order`` read and judge these items afterwards.
+    """
+
+    def put_back(former: Any) -> None:
+        other = getattr(owner, attr, None)
+        setattr(owner, attr, former)
+        # A plugin may write sys.path = [folder, *sys.path], and needs the folder.
+        if isinstance(other, list) and isinstance(former, list):
+            former.extend(_others(other, former))
 
     now = partial(getattr, owner, attr, None)
-    the_list = value(f"the list {name}", now, put_back, None, operator.is_)
-    order = value(f"the order of {name}", partial(list, items), put_behind, None, begins)
-    return the_list, order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
+    return value(f"the list {owner.__name__}.{attr}", now, put_back, None, operator.is_)
+
+
+def _identity(item: Any) -> int | str:
+    # Equal strings are one entry. Other items may belong to a plugin: nothing asks them.
+    return item if type(item) is str else id(item)
+
+
+def _others(items: Iterable[Any], known: Iterable[Any]) -> list[Any]:
+    """Return the items that are not among the known ones."""
+    identities = set(map(_identity, known))
+    return [item for item in items if _identity(item) not in identities]
 
 
 def very_same(one: list[Any], other: list[Any]) -> bool:

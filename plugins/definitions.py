@@ -239,8 +239,10 @@ class Definitions:
         try:
             yield
         finally:
-            with suppress(ValueError):  # a plugin may have removed the reader
-                finders.remove(reader)
+            # Another list has the reader, too, if it was made of this one.
+            for each in (finders, sys.meta_path):
+                if isinstance(each, list):
+                    each[:] = [finder for finder in each if finder is not reader]
 
     def _note(self, modules: Iterable[ModuleType]) -> None:
         with self._lock:
@@ -265,7 +267,8 @@ class _Reader(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not fullname.startswith((f"{_OPGRAFT}.", f"{_LAYERS}.")):
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        # One reader notes for all: two would ask each other without end.
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Reader)]
         # Python passes over finders without this method too.
         methods = (getattr(finder, "find_spec", None) for finder in others)
         found = (find(fullname, path, target) for find in methods if find is not None)

@@ -16,6 +16,7 @@ from opgraft.plugins.process import (
     changes_between,
     look,
     look_at_imports,
+    look_at_lists,
     look_at_others,
 )
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
@@ -66,7 +67,7 @@ class Guard:
             kept, told = list[Change](), list[str]()
             seen: Look = ()
             is_as_seen = True
-            for look_at in (look_at_imports, look_at_others):
+            for look_at in (look_at_lists, look_at_imports, look_at_others):
                 now = look_at()
                 seen += now
                 for change in changes_between(before, now):

@@ -39,6 +39,7 @@ from opgraft.plugins.changes import (
     entries,
     equal,
     is_thorough,
+    rebinding,
     search_order,
     value,
     very_same,
@@ -89,14 +90,26 @@ def _forms() -> dict[str, Any]:
 
 _locale = partial(locale.setlocale, locale.LC_ALL)
 
+LISTS: tuple[Aspect, ...] = (
+    rebinding(sys, "path"),
+    rebinding(sys, "meta_path"),
+    rebinding(sys, "path_hooks"),
+)
+"""The lists that imports search. Each load of plugins compares them before their items."""
+
 OF_IMPORTS: tuple[Aspect, ...] = (
     entries("builtins", vars(builtins), _stays),
     *search_order(sys, "path", str, _stays),
     *search_order(sys, "meta_path", reprlib.repr, python.finder),
     *search_order(sys, "path_hooks", reprlib.repr, python.path_hook),
-    entries("the finder for", sys.path_importer_cache, python.finder_of_folder),
+    entries(
+        "the finder for",
+        sys.path_importer_cache,
+        python.finder_of_folder,
+        python.is_as_good_a_finder,
+    ),
 )
-"""The rows that imports depend on. Each load of plugins compares them first."""
+"""The other rows that imports depend on. Each load of plugins compares them next."""
 
 AT_EVERY_LOAD: tuple[Aspect, ...] = (
     # Results of all models depend on these.
@@ -247,7 +260,12 @@ class _Unreadable:
 
 def look() -> Look:
     """Return the present process, for ``changes_between``."""
-    return (*look_at_imports(), *look_at_others())
+    return (*look_at_lists(), *look_at_imports(), *look_at_others())
+
+
+def look_at_lists() -> Look:
+    """Return the part of ``look`` that ``look_at_imports`` takes the items of."""
+    return _look_at(LISTS)
 
 
 def look_at_imports() -> Look:

@@ -20,6 +20,7 @@ from typing import Any
 from opgraft.base.text import described
 from opgraft.config import Scope
 from opgraft.plugins.changes import (
+    ABSENT,
     STAYS,
     Addition,
     Awaited,
@@ -178,6 +179,16 @@ def finder_of_folder(folder: Any, found: Any) -> Addition | None:
     if found is None or _is_finder(found):
         return None
     return Addition(f", {type_of(found)}", stays=False)
+
+
+def is_as_good_a_finder(before: Any, after: Any) -> bool:
+    """Return True if the finder of a folder was made anew, or if Python will make one.
+
+    Python advises to empty its cache of finders after a new hook.
+    """
+    if after is ABSENT:
+        return True
+    return (before is None or type(after) is type(before)) and _is_finder(after)
 
 
 def _is_finder(found: Any) -> bool:

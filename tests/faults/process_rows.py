@@ -145,6 +145,17 @@ if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
         "torch.backends.fp32_precision = 'tf32'": "the precision of float32 from the usual one to tf32 of all, ",
     }
 
+BROKEN = "type('Broken', (), {'find_spec': lambda *_: 1 / 0})()"
+REBOUND = {
+    f"sys.meta_path = [{BROKEN}, *sys.meta_path]": (
+        "the list sys.meta_path",
+        "sys.meta_path <acme.Broken",
+    ),
+    "sys.path = ['/acme', *sys.path]": ("the list sys.path", "sys.path /acme (new)"),
+    "sys.path_hooks = [42, *sys.path_hooks]": ("the list sys.path_hooks", "sys.path_hooks 42"),
+}
+"""Source of a plugin that puts another list in a place, and what is said of the list and of its new item."""
+
 THOROUGH = {
     "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
     "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import logging
 import os
 import random
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import opgraft
 import pytest
 import torch
-from faults.process_rows import IMPORTS, PLUGIN, SET_BACK, comparing
+from faults.process_rows import IMPORTS, PLUGIN, REBOUND, SET_BACK, comparing
 from opgraft import load_plugins
 from opgraft.ops import RMSNorm
 from opgraft.plugins.changes import thorough
+from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.process import changes_between, look
 from opgraft.registry.decision import Provider
@@ -287,6 +290,78 @@ def test_what_a_plugin_puts_in_front_goes_behind(site) -> None:
         )
     finally:
         sys.path[:] = path
+
+
+@pytest.fixture
+def kept_lists() -> Iterator[None]:
+    """Put the lists that imports search back at the end of a test."""
+    lists = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
+    items = {name: list(former) for name, former in lists.items()}
+    yield
+    for name, former in lists.items():
+        former[:] = items[name]
+        setattr(sys, name, former)
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize("change", REBOUND)
+def test_another_list_in_the_place_of_one(site, kept_lists, change: str, verdict: str) -> None:
+    """The former list comes back; its new items go behind, are judged, and go with the plugin."""
+    name = change.split(" ", 1)[0].removeprefix("sys.")
+    former = getattr(sys, name)
+    items = list(former)
+    site.plugin("acme", IMPORTS + change + VERDICTS[verdict])
+    load_plugins()
+    record = host_state().plugins["acme"]
+    told = [finding.message for finding in record.findings] + list(record.notes)
+    assert len(told) == 2
+    for words, message in zip(REBOUND[change], told, strict=True):
+        assert words in message
+    stays = name == "path" and verdict == "activated"
+    assert getattr(sys, name) is former
+    assert former == ([*items, "/acme"] if stays else items)
+
+
+def test_a_list_that_the_program_has_put_in_a_place(site, kept_lists) -> None:
+    """The list of the program counts, and no former one: what a plugin adds to it is seen."""
+    own = [*sys.path, "/own"]
+    sys.path = own
+    site.plugin("acme", IMPORTS + "sys.path.insert(0, '/acme')" + PLUGIN.format("pass"))
+    site.plugin("brix", IMPORTS + "sys.path = ['/brix']" + PLUGIN.format("pass"))
+    expected = [*own, "/acme", "/brix"]
+    load_plugins()
+    assert sys.path is own
+    assert own == expected
+    assert "the order of sys.path" in host_state().plugins["acme"].findings[0].message
+
+
+def test_readers_of_imports_one_in_another(kept_lists) -> None:
+    """A missing module is missing; none of the readers stays, not even in another list."""
+    with DEFINITIONS.imports_read():
+        sys.meta_path = [*sys.meta_path]
+        with DEFINITIONS.imports_read(), pytest.raises(ModuleNotFoundError):
+            importlib.import_module("opgraft.nothing_of_that_name")
+    assert not [finder for finder in sys.meta_path if type(finder).__name__ == "_Reader"]
+
+
+HOOK = "sys.path_hooks.append(lambda path: sys.path_hooks[-2](path))"
+RENEWED = {
+    "a hook": f"{HOOK}; sys.path_importer_cache.clear(); import acme_lib",
+    "nothing": "sys.path_importer_cache.clear()",
+    "the caches": "importlib.invalidate_caches()",
+}
+
+
+@pytest.mark.parametrize("kind", RENEWED)
+def test_finders_of_folders_that_are_made_anew(site, kept_lists, kind: str) -> None:
+    """It is no finding: Python advises to clear them for a new hook, and makes equal ones."""
+    # As of a folder that was not there.
+    sys.path_importer_cache["/opgraft-nothing"] = None
+    source = f"{IMPORTS}{RENEWED[kind]}{PLUGIN.format('pass')}"
+    site.install("acme", {"acme.py": source, "acme_lib.py": ""}, POINTS)
+    load_plugins()
+    record = host_state().plugins["acme"]
+    assert (record.findings, record.status.value) == ((), "activated")
 
 
 def test_what_a_plugin_brings_is_what_the_next_one_finds(site) -> None:
