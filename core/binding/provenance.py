@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+import torch
 from opgraft.base.text import described, printable
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.form_choice import FormChoice, choice_of, decided_choice
@@ -143,17 +144,25 @@ def plugins_named() -> Iterator[None]:
     """Name the plugin in whose code an exception is raised, and the setting to go without it.
 
     Raises:
-        PluginError: code of a plugin raised an exception other than opgraft's own.
+        PluginError: code of a plugin raised an exception other than opgraft's own, and other than
+            one about memory.
     """
     try:
         yield
     except OpgraftError:
         raise
     except Exception as error:
-        told = explain_exception(error)
+        told = None if is_out_of_memory(error) else explain_exception(error)
         if told is None or not told.of_plugin:
             raise
         raise PluginError(f"{described(error)}, {told}", told.location) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if memory was too small. The code that asked last is seldom the reason."""
+    # For memory of the CPU torch has no class of its own.
+    of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def exit_of_plugin(error: BaseException) -> PluginError | None:

@@ -988,6 +988,24 @@ def test_a_class_that_raises_while_a_model_is_built(site: Site, llama: Path, cas
     assert place(site).removeprefix("at ") in str(told.value)
 
 
+NO_MEMORY = {
+    "of a device": ("raise torch.OutOfMemoryError('no memory')", torch.OutOfMemoryError),
+    "of the CPU": ("torch.empty(1 << 58)", RuntimeError),
+}
+
+
+@pytest.mark.parametrize("case", NO_MEMORY)
+def test_a_model_that_is_too_large(site: Site, llama: Path, case: str) -> None:
+    """The plugin that asked for memory last is not to blame, and the error stays what it is."""
+    body, kind = NO_MEMORY[case]
+    site.plugin(
+        "acme", kernel("RMSNorm", CONSTRUCTOR, f"super().__init__(*args, **kwargs); {body}")
+    )
+    with pytest.raises(kind) as told:
+        LLM(str(llama), **SMALL)
+    assert "acme" not in str(told.value)
+
+
 def end(number: int, frame: Any) -> None:
     """Handle a signal by ending the process."""
     raise SystemExit(number)

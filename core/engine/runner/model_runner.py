@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replaced_among, verdicts_on
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
+from opgraft.binding.provenance import is_out_of_memory
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
 from opgraft.engine.lora.adapters import Adapters
@@ -308,8 +309,7 @@ class ModelRunner(PluggableClass):
             error: of the model.
             passes: calls the model again, and yields the results.
         """
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if out_of_memory or not self._computes_alone:
+        if is_out_of_memory(error) or not self._computes_alone:
             return None
         return misshapen_by(error, self.model, passes)
 
