@@ -285,19 +285,23 @@ def replaced_among(parts: Iterable[object]) -> str:
     return ""
 
 
-def replaced_owner(model: nn.Module, names: Iterable[str]) -> str:
-    """Name the first plugin's layer with a constructor of its own among owners of tensors.
+def replaced_owner(model: nn.Module, missing: Iterable[str], unplaced: Iterable[str]) -> str:
+    """Name the first plugin's layer whose tensors have other names than those of its native class.
 
     Args:
         model: the model with the layers.
-        names: of tensors; a name without an owner in the model is left out.
+        missing: the names of tensors of the model that a checkpoint lacks.
+        unplaced: the names of tensors of the checkpoint, as models spell them, without a place.
 
     Returns:
         A sentence; empty if there is no such layer.
     """
     layers = dict(model.named_modules())
-    for name in names:
-        layer = layers.get(name.rpartition(".")[0])
+    # A layer that lacks a tensor, and has no place for another one, calls that one otherwise.
+    paths = {name.rpartition(".")[0] for name in unplaced}
+    for name in missing:
+        path, _, _ = name.rpartition(".")
+        layer = layers.get(path) if path in paths else None
         winner = layer.binding.replacement.winner if isinstance(layer, CustomOp) else None
         if winner is None or winner.target is None:
             continue

@@ -76,11 +76,13 @@ def load_weights(
     """
     start = time.perf_counter()
     targets = Targets(model)
-    plan = _plan_of(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
+    mapper = mapper or WeightsMapper()
+    plan = _plan_of(targets, weights, mapper, (*IGNORED, *ignored))
     missing = targets.missing([target for target, _ in plan.fills])
     ways_to_tie = _ways_to_tie(model)
     problems = _problems(plan, targets, weights, missing, ways_to_tie)
     count = len(plan.fills)
+    spelled = [targets.spelled(mapper.spellings(name)) or name for name in plan.unexpected]
     if not problems:
         # A module may release a weight once it is packed. The targets would hold the weight.
         del targets
@@ -88,8 +90,8 @@ def load_weights(
         problems = _fill_all(plan.fills, hooks, progress)
     if problems:
         untied_only = len(problems) == len(ways_to_tie.keys() & missing)
-        names = [*missing, *plan.unexpected]
-        raise _mismatch(model, problems, untied_only, replaced_owner(model, names))
+        replaced = replaced_owner(model, missing, spelled)
+        raise _mismatch(model, problems, untied_only, replaced)
     hooks.finish()
     return LoadReport(count, tuple(plan.left_out), time.perf_counter() - start)
 

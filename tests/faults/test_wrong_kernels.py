@@ -46,6 +46,7 @@ def kernel(op: str, arguments: str, body: str) -> str:
 
 
 NORM = "forward_oot(self, x, residual=None)"
+CONSTRUCTOR = "__init__(self, *args, **kwargs)"
 NAN_NORM = kernel(
     "RMSNorm",
     NORM,
@@ -627,6 +628,22 @@ def test_a_layer_with_other_weights(
     assert "give the configuration and the weights of one model" not in said
 
 
+def test_a_layer_whose_weight_the_checkpoint_lacks(
+    capfd: pytest.CaptureFixture[str], site: Site, llama: Path, tmp_path: Path
+) -> None:
+    """A plugin's class with the names of the native one is not to blame."""
+    folder = copied(llama, tmp_path / "without")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    body = "super().__init__(*args, **kwargs)"
+    site.plugin("acme", kernel("RMSNorm", CONSTRUCTOR, body))
+    _, said = run(capfd, "run", str(folder), "the cat", *BLOCKS)
+    assert "'model.norm.weight' is missing" in said
+    assert "give the configuration and the weights of one model" in said
+    assert "acme" not in said
+
+
 NORMAL = "made = RMSNorm.forward_native(self, x, residual)\n        "
 FIRST = "first, *rest = made if residual is not None else [made]\n        "
 RETURNED = "return (CHANGED, *rest) if residual is not None else CHANGED"
@@ -949,9 +966,6 @@ def test_a_kernel_that_ends_a_comparison(
     out = " ".join(capfd.readouterr().out.split())
     assert "rms_norm: acme was left out: at " in out
     assert f"it raised {told}" in out
-
-
-CONSTRUCTOR = "__init__(self, *args, **kwargs)"
 
 
 @pytest.mark.parametrize("command", [("run", "the cat"), ("verify",)], ids=" ".join)
