@@ -258,9 +258,31 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: shutil.copytree(f.with_name("large"), f, dirs_exist_ok=True),
         "has the rank 80, and lora.max_lora_rank is 64",
     ),
-    "a slow pattern": (
+    "an unknown pattern": (
         lambda f: changed_config(f, rank_pattern={"(a+)+$": 4}),
-        r"rank_pattern has the pattern '\(a\+\)\+\$'",
+        r"rank_pattern has the pattern '\(a\+\)\+\$': it is not read here",
+    ),
+    "an open group": (
+        lambda f: changed_config(f, alpha_pattern={"(q_proj": 4}),
+        r"alpha_pattern has the pattern '\(q_proj': its parentheses do not fit",
+    ),
+    "a long name": (
+        lambda f: changed_tensors(
+            f, lambda t: t.update({FIRST.replace("q_proj", "q" * 300): t.pop(FIRST)})
+        ),
+        "has over 300 characters",
+    ),
+    "an infinite scale": (
+        lambda f: changed_config(f, lora_alpha=float("inf")),
+        "lora_alpha is inf, expected a finite number above 0",
+    ),
+    "a scale that is too large": (
+        lambda f: changed_config(f, lora_alpha=1e300),
+        "not finite, or too large for torch.float32",
+    ),
+    "a value that is no number": (
+        lambda f: changed_tensors(f, lambda t: t[FIRST][1, 2].fill_(torch.nan)),
+        "has values for 'model.layers.0.self_attn.qkv_proj' that are not finite",
     ),
     "half a pair": (lambda f: changed_tensors(f, lambda t: t.pop(FIRST)), "lacks the matrix A"),
     "an unknown module": (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opgraft.config.checkpoints import find_checkpoint
+from opgraft.engine.lora.patterns import LONGEST, NamePattern
 from opgraft.errors import CheckpointError
 from opgraft.models.files import ADAPTER, read_json
 from opgraft.models.safetensors_file import open_safetensors
@@ -43,9 +45,8 @@ _IDLE |= {"loftq_config", "eva_config", "qalora_group_size", "runtime_config"}
 _IDLE |= {"fan_in_fan_out"}
 """Keys of a config that change nothing here: the tensors say which modules have matrices."""
 
-_READABLE = re.compile(r"(?:[\w.^$|()-]|\\[.d]|\\d\+|\.\*|\[[\w-]+\])+")
-"""Keys of patterns that are read. Others may take for ever to match, and come from strangers."""
-_MOST_STARS = 3
+_MOST_MATCHES = 1_000_000
+"""Patterns times modules. All are matched in some ten seconds."""
 
 _NEUTRAL_INIT = (True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the weights of the base model as they are."""
@@ -156,7 +157,7 @@ def _problems_of_config(config: Mapping[str, Any]) -> Sequence[str]:
             problems.append(f"{key} is {value!r:.80}")
     for key in ("r", "lora_alpha"):
         if not _is_positive(config.get(key)):
-            problems.append(f"{key} is {config.get(key)!r:.40}, expected a number above 0")
+            problems.append(f"{key} is {config.get(key)!r:.40}, expected a finite number above 0")
     for key in ("rank_pattern", "alpha_pattern"):
         problems += _problems_of_pattern(key, config.get(key) or {})
     return problems
@@ -167,15 +168,20 @@ def _problems_of_pattern(name: str, pattern: Any) -> Sequence[str]:
         return [f"{name} is {pattern!r:.40}, expected a mapping"]
     problems = []
     for key, value in pattern.items():
-        if not _READABLE.fullmatch(key) or key.count("*") > _MOST_STARS:
-            problems.append(f"{name} has the pattern {key!r:.80}, which is not read here")
-        elif not _is_positive(value):
+        try:
+            NamePattern(key)
+        except ValueError as fault:
+            problems.append(f"{name} has the pattern {key!r:.80}: {fault}")
+        if not _is_positive(value):
             problems.append(f"{name} has {value!r:.40} for {key!r:.80}")
     return problems
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # JSON of Python has NaN, infinity and integers that no float holds.
+    return 0 < value <= sys.float_info.max
 
 
 def _sorted_tensors(
@@ -195,9 +201,14 @@ def _sorted_tensors(
             problems.append(f"the tensor {name!r:.120} is no matrix of LoRA")
             continue
         module = inner.removesuffix(suffix)
+        if len(module) > LONGEST:
+            problems.append(f"the name {module!r:.120} has over {LONGEST} characters")
         found.setdefault(module, {})[_MATRICES[suffix]] = tensor
         if "embedding" in suffix:
             embeddings.add(module)
+    patterns = sum(len(config.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
+    if not problems and patterns * len(found) > _MOST_MATCHES:
+        problems.append(f"it has {patterns} patterns for {len(found)} modules, which is too many")
     if problems:
         return {}, copies
     modules = {}
@@ -234,6 +245,11 @@ def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
 def _of_pattern(module: str, pattern: Mapping[str, Any] | None, default: Any) -> Any:
     """Return the value of the first key that matches the end of a name, as PEFT does."""
     for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
+        if _pattern(key).matches(module):
             return value
     return default
+
+
+@functools.lru_cache(maxsize=2048)
+def _pattern(text: str) -> NamePattern:
+    return NamePattern(text)

@@ -271,6 +271,13 @@ class Adapters:
             if target.path not in layers:
                 layers[target.path] = self._empty(target, found.rank)
             _read_matrices(target, matrices, *layers[target.path])
+        for path, pair in layers.items():
+            # A product with zero spoils the rows of others, too.
+            if not all(bool(matrix.isfinite().all()) for matrix in pair):
+                raise CheckpointError(
+                    f"the adapter {found.path} has values for {path!r:.120} that are not finite, "
+                    f"or too large for {self._dtype}: train or save it anew"
+                )
         for module, copied in found.base_copies.items():
             target = self._target(module)
             if target is not None:
