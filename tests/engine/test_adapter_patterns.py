@@ -14,7 +14,7 @@ PARTS = ["a", "b", ".", r"\.", ".*", r"\d", r"\d+", "[ab-]", "1", "^", "$", "(a|
 
 def test_patterns_match_as_in_peft() -> None:
     """A pattern matches the names that the expression of PEFT matches."""
-    draw = random.Random(7)
+    draw = random.Random(7)  # noqa: S311  # no secret
     outcomes = []
     for _ in range(3000):
         pattern = "".join(draw.choices(PARTS, k=draw.randint(1, 6)))
@@ -38,5 +38,5 @@ def test_slow_patterns(pattern: str) -> None:
 )
 def test_patterns_that_are_not_read(pattern: str) -> None:
     """Other patterns are refused."""
-    with pytest.raises(ValueError, match="it is not read|parentheses|no set"):
+    with pytest.raises(ValueError, match=r"it is not read|parentheses|no set"):
         NamePattern(pattern)

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from opgraft import LLM, LoRARequest, SamplingParams
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.errors import ConfigError, RequestError
+from opgraft.ops import LogitsProcessor, QKVParallelLinear
 from safetensors.torch import load_file, save_file
 from support import adapters
 from support.adapters import EVERYWHERE, PROMPTS
 from support.random_decoders import LATENT
+from torch.nn import functional
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore::UserWarning")
 
@@ -215,6 +219,86 @@ def test_absorbed_weights(tmp_path: Path) -> None:
     message = r"it changes 3 modules .* such as 'model.layers.0.self_attn.kv_b_proj'"
     with adapters.engine(base) as llm, pytest.raises(RequestError, match=message):
         adapters.greedy(llm, PROMPTS, LoRARequest("absorbed", 1, str(folder)))
+
+
+class OwnProjection(QKVParallelLinear):
+    """Reads its weight itself."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = functional.linear(x, self.weight, self.bias)
+        return (output, None) if self.return_bias else output
+
+
+class OwnLogits(LogitsProcessor):
+    """Reads the weight of the head itself."""
+
+    def forward(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: Any = None) -> Any:
+        return functional.linear(hidden_states, lm_head.weight)[..., : self.org_vocab_size]
+
+
+class Telling(QKVParallelLinear):
+    """Calls the weight method."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "changed", "is_refused"),
+    [
+        (OwnProjection, "q_proj", True),
+        (OwnProjection, "o_proj", False),
+        (Telling, "q_proj", False),
+        (OwnLogits, "lm_head", True),
+    ],
+)
+def test_layers_of_plugins(
+    base: Path, tmp_path: Path, replacement: Any, changed: str, is_refused: bool
+) -> None:
+    """An adapter is refused if a plugin's code computes with the weight of its layer itself."""
+    folder = adapters.saved_adapter(base, tmp_path, target_modules=[changed])
+    request = LoRARequest("one", 1, str(folder))
+    [target] = replacement.__bases__
+    target.register_oot(replacement)
+    try:
+        with adapters.engine(base) as llm:
+            if is_refused:
+                with pytest.raises(RequestError, match=rf"{changed}.* a plugin's class"):
+                    adapters.greedy(llm, PROMPTS, request)
+                return
+            found = adapters.greedy(llm, PROMPTS, request)
+    finally:
+        target.unregister_oot(replacement)
+    assert found == adapters.expected(base, folder, PROMPTS)
+
+
+class OwnRunner(ModelRunner):
+    """Computes steps in another way, without a word about adapters."""
+
+    def _compute(self, *args: Any, **settings: Any) -> Any:
+        return super()._compute(*args, **settings)
+
+
+class OwnAdaptingRunner(OwnRunner):
+    """Says that it applies adapters."""
+
+    takes_adapters = True
+
+
+@pytest.mark.parametrize("runner", [OwnRunner, OwnAdaptingRunner])
+def test_runners_of_plugins(base: Path, requests: Any, answers: Any, runner: Any) -> None:
+    """A runner that computes steps in another way says if it takes adapters."""
+    PluggableClass.register_oot(runner, name="model_runner")
+    try:
+        if runner is OwnRunner:
+            with pytest.raises(ConfigError, match="OwnRunner computes steps without adapters"):
+                adapters.engine(base)
+            return
+        with adapters.engine(base) as llm:
+            found = adapters.greedy(llm, PROMPTS, requests["attention"])
+    finally:
+        PluggableClass.unregister_oot(runner)
+    assert found == answers["attention"]
 
 
 def changed_config(folder: Path, **changes: Any) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from opgraft.base.text import described
+from opgraft.binding.custom_op import PluggableLayer
+from opgraft.binding.reach import idle_children, reaches
 from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.adapter_file import AdapterFile, Matrices, open_adapter
 from opgraft.engine.lora.request import NO_LORA, LoRARequest
 from opgraft.errors import CheckpointError, EngineError
 from opgraft.models.names import HasPackedModules, ShardId, WeightsMapper
 from opgraft.ops.attention.latent.layers import MLAAttention
-from opgraft.ops.embedding import VocabParallelEmbedding
+from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.lora import LoRA
 from opgraft.ops.lora.method import LoRAMethod, adapting
@@ -319,13 +321,10 @@ def _read_matrices(target: _Target, matrices: Matrices, a: Tensor, b: Tensor) ->
 def _targets_of(model: nn.Module) -> dict[str, _Target]:
     """Return the layers that adapters can add to, by their names in the checkpoint."""
     tables = []
-    bypassed = set()
     for path, module in model.named_modules():
         if isinstance(module, HasPackedModules):
             tables.append((f"{path}." if path else "", module.packed_modules_mapping))
-        # Queries absorb this weight, so that the layer is not called.
-        if isinstance(module, MLAAttention):
-            bypassed.add(module.kv_b_proj)
+    bypassed = _bypassed_in(model)
     targets = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, LinearBase | VocabParallelEmbedding) or layer in bypassed:
@@ -338,6 +337,35 @@ def _targets_of(model: nn.Module) -> dict[str, _Target]:
                     source = f"{outer}.{part}" if outer else part
                     targets[source] = _Target(path, layer, shard)
     return targets
+
+
+def _bypassed_in(model: nn.Module) -> set[nn.Module]:
+    """Return the layers whose weight method is not called, so that no adapter can add to them."""
+    bypassed: set[nn.Module] = set()
+    for layer in model.modules():
+        # Queries absorb this weight, so that the layer is not called.
+        if isinstance(layer, MLAAttention):
+            bypassed.add(layer.kv_b_proj)
+        if not isinstance(layer, PluggableLayer) or not _is_replaced(layer):
+            continue
+        # A plugin's code may read the weights itself: its own, those of its children, or the head.
+        for name in idle_children(layer):
+            bypassed.update(layer.get_submodule(name).modules())
+        if reaches(layer, "quant_method"):
+            continue
+        if isinstance(layer, LogitsProcessor):
+            bypassed.update(each for each in model.modules() if _is_head(each))
+        elif not _is_head(layer):
+            bypassed.add(layer)
+    return bypassed
+
+
+def _is_replaced(layer: PluggableLayer) -> bool:
+    return layer.op_class is not layer.binding.replacement.target
+
+
+def _is_head(layer: nn.Module) -> bool:
+    return isinstance(layer, ParallelLMHead)
 
 
 def _expect_equal(module: str, target: _Target, copied: LoadedTensor) -> None:

@@ -118,6 +118,6 @@ def _fault_of(reports: list[LoRAReport]) -> str:
     listed = ", ".join(map(repr, sorted(nowhere)[:3]))
     return (
         f"it changes {len(nowhere)} modules to which the model has no layer that takes adapters, "
-        f"such as {listed:.200}: it is for another model, or changes other parts than linear "
-        "layers and embeddings"
+        f"such as {listed:.200}: it is for another model, changes other parts than linear layers "
+        "and embeddings, or a plugin's class computes with these weights itself"
     )

@@ -60,6 +60,7 @@ from opgraft.models.model import HasLabels
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
+from opgraft.registry.op_classes import definer
 from torch import Tensor
 
 
@@ -78,7 +79,10 @@ class ModelRunner(PluggableClass):
     The other workers receive the tokens with the next step.
     """
     takes_adapters: ClassVar[bool] = True
-    """True if the runner calls the layers of the model in each step."""
+    """True if ``_compute`` of the same class calls the layers of the model within ``_adapting``.
+
+    A subclass with a ``_compute`` of its own takes none, unless the subclass says so, too.
+    """
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         self.opgraft_config = opgraft_config.resolved()
@@ -130,10 +134,13 @@ class ModelRunner(PluggableClass):
                 "lora.enabled and model.batch_invariant are set, and adapters are not computed "
                 "alike in every batch: turn one of them off"
             )
-        if not self.takes_adapters:
+        computing = definer(type(self), "_compute")
+        has_told = definer(type(self), "takes_adapters", above=computing) is not None
+        is_own = computing is not None and "takes_adapters" in vars(computing)
+        if not self.takes_adapters or not (has_told or is_own):
             raise ConfigError(
-                f"lora.enabled is set, and {type(self).__name__} computes by programs that are "
-                "made before any adapter is known: turn it off"
+                f"lora.enabled is set, and {type(self).__name__} computes steps without adapters: "
+                "turn it off, or let the class apply them and set takes_adapters"
             )
 
     def compile_model(self) -> None:
