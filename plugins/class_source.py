@@ -7,6 +7,7 @@ import builtins
 import importlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,9 @@ _DYNAMIC = frozenset(
     }
 )
 """Names in code that may bind names, or change classes, without a statement that says so."""
+
+_HARMLESS = frozenset({"opgraft", "torch", "numpy"})
+"""Packages whose import makes no module of another name."""
 
 _OWN_SCOPE = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _NAMED = (
@@ -195,7 +199,7 @@ class _Source:
             ) from error
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise _unknown(f"{file} cannot be read: {type(error).__name__}") from error
-        fault = _fault_of_import(tree)
+        fault = _fault_of_import(tree, module)
         if fault is not None:
             raise _EndOfReading(SourceFindings(f"{file}:{fault}"))
         source = cls(module, file)
@@ -255,22 +259,35 @@ class _Source:
                 self.bound[node.id] = None
 
 
-def _fault_of_import(tree: ast.Module) -> str | None:
+def _fault_of_import(tree: ast.Module, module: str) -> str | None:
     """Return the line and the fault of a statement that ends the import of a module in any case.
 
-    Statements under a condition may not run, so they do not count. Neither do imports behind a call
-    or an assignment to an entry: one may make the module, or add a folder to ``sys.path``.
+    Statements under a condition may not run, so they do not count. Neither do imports behind code
+    that may make a module, or add a folder to ``sys.path``.
     """
-    may_be_made = False
+    above = module.rpartition(".")[0]
+    # The package above has not run here.
+    may_be_made = bool(above) and above not in sys.modules
     for statement in tree.body:
         if isinstance(statement, ast.Raise):
             return f"{statement.lineno} raises as the module is imported"
-        for module in _imports_of(statement):
-            package = module.partition(".")[0]
-            if not may_be_made and not list(specs_of(package)):
+        for imported in _imports_of(statement):
+            package = imported.partition(".")[0]
+            is_there = package in sys.modules or bool(list(specs_of(package)))
+            if not may_be_made and not is_there:
                 return f"{statement.lineno} imports {package}, which is not installed"
-        may_be_made = may_be_made or any(map(_may_make_a_module, ast.walk(statement)))
+        may_be_made = may_be_made or _runs_code_of_others(statement)
     return None
+
+
+def _runs_code_of_others(statement: ast.stmt) -> bool:
+    """Return True if a statement may run code outside of the standard library, torch and opgraft."""
+    if isinstance(statement, ast.ImportFrom) and statement.level:
+        return True
+    packages = {imported.partition(".")[0] for imported in _imports_of(statement)}
+    if packages - _HARMLESS - sys.stdlib_module_names:
+        return True
+    return any(map(_may_make_a_module, ast.walk(statement)))
 
 
 def _may_make_a_module(node: ast.AST) -> bool:

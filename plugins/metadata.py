@@ -6,7 +6,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -73,24 +73,32 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
                 raise ValueError(f"it has more than {_MOST:,} distributions")
         except (Exception, SystemExit) as error:  # somebody's code
             failure = error
-        # By folder, as on sys.path, then by name: each machine lists a folder in its own order.
-        for _, found in groupby(listed, lambda each: _place(each).rpartition(os.sep)[0]):
-            yield from sorted(found, key=_place)
+        try:
+            yield from _in_order(listed)
+        except Exception as error:  # a distribution is somebody's code, too
+            failure = error
         if failure is not None:
             reason = f"this finder on sys.meta_path cannot be asked: {described(failure)}"
             yield Problem(Provider(_name_of(finder)), reason)
 
 
+def _in_order(
+    listed: Sequence[importlib_metadata.Distribution],
+) -> list[importlib_metadata.Distribution]:
+    """Sort distributions by folder, as on ``sys.path``, then by name."""
+    # Each machine lists a folder in an order of its own.
+    folders = groupby(listed, lambda each: _place(each).rpartition(os.sep)[0])
+    return [each for _, found in folders for each in sorted(found, key=_place)]
+
+
 def _told_when_late(finder: Any, wanted: str) -> AbstractContextManager[None]:
-    """Log a warning if a finder takes long. To watch those of Python itself would only cost time."""
+    """Log a warning if a finder takes long. The finders of Python itself are not watched."""
     name = _name_of(finder)
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names or package == importlib_metadata.__name__:
         return nullcontext()
     what = f"the finder {name} on sys.meta_path, asked for {wanted}"
-    return told_when_late(
-        what, None, advice=f"Uninstall the distribution that adds {name}, or start Python with -S."
-    )
+    return told_when_late(what, None, advice=f"Uninstall the distribution that adds {name}.")
 
 
 def _name_of(finder: Any) -> str:

@@ -58,7 +58,7 @@ _CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sy
 _TORCH = "torch"
 
 LEAST_TIME = 3.0  # seconds
-"""The time limit of a probe that begins when others have used up the time of all."""
+"""The least time limit of a probe that begins late."""
 
 _AT_ONCE = 32
 """The most probes that run at the same time."""
@@ -260,6 +260,9 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         return _evidence(reply, what, offer, private)
     except LostChildError as error:
         what = masked(f"probe {offer.value}: {error}", private)
+        # A probe that began late may be in order, and be stopped for the time that others took.
+        if time_limit < TIME_LIMIT:
+            raise ProbeFailed(f"{what}; it began late, behind other probes") from error
         confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError, AttributeError) as error:

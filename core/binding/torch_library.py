@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from opgraft.errors import ConflictError
+from opgraft.plugins.discovery import discover
 from opgraft.registry.declarations import redefines
 from opgraft.registry.state import ACTIVATING, host_state
 from torch.library import Library, infer_schema, register_fake
@@ -77,9 +78,11 @@ def direct_register_custom_op(
         return forget
 
     state = host_state()
-    transaction = ACTIVATING.get() or state.loading.transaction
+    is_loading = ACTIVATING.get() is not None or state.loading.transaction is not None
     # A library of the plugin's own may hold other ops, too, so it stays.
-    if transaction is None or target_lib is not None:
+    if target_lib is not None or not is_loading:
         register()
-    else:
-        state.declare(f"torch op {op_name}", transaction.provider, register)
+        return
+    # The op of a package that several plugins import stays, whichever plugin is left out.
+    provider = discover().provider_of(op_func.__module__)
+    state.declare(f"torch op {op_name}", provider, register)

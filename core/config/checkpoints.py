@@ -17,7 +17,7 @@ from opgraft.errors import CheckpointError, near_matches
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
 _SPELLED = re.compile(
-    rf"(?:[a-z]+://[^/\s]+/)?(?P<name>{_PART}/{_PART})(?P<part>[@:][^/\s]+|/(?:tree/.*)?)?"
+    rf"(?:[a-z]+://(?:[^/\s]+\.[^/\s]+/)?)?(?P<name>{_PART}/{_PART})(?P<part>[@:][^/\s]+|/(?:(?:tree|blob)/.*)?)?"
 )
 """Other spellings of a name: as an address, or with a revision or a file behind it."""
 _LONGEST = 200  # characters of a name: the Hub allows 96 for each of the two parts
@@ -93,10 +93,10 @@ def _hint(name: str) -> str:
     near = near_matches(name, BUNDLED)
     if near:
         return f" (did you mean {' or '.join(map(repr, near))}?)"
-    spelled = _SPELLED.fullmatch(name[:_LONGEST])
+    spelled = _SPELLED.fullmatch(name) if len(name) <= _LONGEST else None
     if spelled is None or spelled["name"] == name:
         return ""
-    hint = f". The model's name is {spelled['name']!r}"
+    hint = f". If it is a model of the Hub, its name is {spelled['name']!r}"
     if (spelled["part"] or "/")[0] in "@:":
         place = _folder_of(spelled["name"])
         hint += f", and a revision or a file of it is given by its path below {place}"
@@ -113,7 +113,7 @@ def _from_the_hub(name: str) -> Path:
     if main is not None:
         return main
     if len(revisions) == 1:
-        logger.warning(
+        logger.warning_once(
             "%s: the revision %s is used, as no other is in the cache", name, revisions[0].name
         )
         return revisions[0]

@@ -137,7 +137,7 @@ def test_finders(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{__name__}.SlowFinder"
     assert waits(caplog) == [
         f"still waiting for the finder {name} on sys.meta_path, asked for distributions: opgraft "
-        f"has waited for 5 s. Uninstall the distribution that adds {name}, or start Python with -S."
+        f"has waited for 5 s. Uninstall the distribution that adds {name}."
     ]
 
 
@@ -296,8 +296,8 @@ def test_graft(site, caplog) -> None:
     body = f"super().__init__(*args, **kwargs); {LONG}; return"
     site.plugin("acme", KERNEL.format("__init__(self, *args, **kwargs)", body))
     opgraft.graft(torch.nn.Sequential(torch.nn.RMSNorm(8)))
-    (told,) = calls(caplog)
-    assert "still waiting for Acme.__init__ of acme 1.0 in op rms_norm at " in told
+    (told,) = waits(caplog)
+    assert told.startswith("still waiting for Acme.__init__ of acme 1.0: ")
 
 
 SLEEPING_NORM = KERNEL.format(

@@ -63,10 +63,13 @@ def test_another_revision_than_main_is_told(
     cache: Path, sharded: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The only revision there is used, and a line says which."""
-    cached(cache, sharded, main=None)
+    snapshot = cached(cache, sharded, main=None)
+    other = "e" * 40
+    snapshot.rename(snapshot.with_name(other))
+    find_checkpoint(NAME)
     find_checkpoint(NAME)
     (line,) = caplog.messages
-    assert line == f"{NAME}: the revision {COMMIT} is used, as no other is in the cache"
+    assert line == f"{NAME}: the revision {other} is used, as no other is in the cache"
 
 
 def test_a_model_without_an_organisation(cache: Path, sharded: Path) -> None:
@@ -82,6 +85,8 @@ def test_a_model_without_an_organisation(cache: Path, sharded: Path) -> None:
     ("spelled", "more"),
     [
         ("https://example.org/acme/small", ""),
+        ("https://example.org/acme/small/blob/main/x.gguf", ""),
+        ("hf://acme/small", ""),
         ("acme/small/", ""),
         ("acme/small@v1.0", ", and a revision or a file of it is given by its path below "),
         ("acme/small:Q4_K_M", ", and a revision or a file of it is given by its path below "),
@@ -89,7 +94,7 @@ def test_a_model_without_an_organisation(cache: Path, sharded: Path) -> None:
 )
 def test_other_spellings_of_a_name(cache: Path, spelled: str, more: str) -> None:
     """The message has the name, and the way to give a revision."""
-    with pytest.raises(CheckpointError, match=rf"The model's name is 'acme/small'{more}"):
+    with pytest.raises(CheckpointError, match=rf"of the Hub, its name is 'acme/small'{more}"):
         find_checkpoint(spelled)
 
 

@@ -119,6 +119,8 @@ FINE = {
     "@named\nclass Device(CpuPlatform):\n    pass\n",
     "a library that may be missing": f"{GOOD}try:\n    import acme_runtime\nexcept ImportError:\n    pass\n"
     "class Device(CpuPlatform):\n    name = 'acme'\n",
+    "a library that another import makes": f"{GOOD}import acme_kernels\nimport acme_made_there\n"
+    "class Device(CpuPlatform):\n    name = 'acme'\n",
     "a library that the module makes": f"import sys, types\nsys.modules['acme_made'] = types.ModuleType('a')\n"
     f"import acme_made\n{GOOD}class Device(CpuPlatform):\n    name = 'acme'\n",
     "methods under a condition": f"{GOOD}class Device(CpuPlatform):\n    if True:\n        name = 'acme'\n",
@@ -206,7 +208,8 @@ def test_a_fault_that_the_source_shows(site: Site, fault: str) -> None:
 def test_a_class_that_may_be_fine(site: Site, form: str) -> None:
     """It is chosen, however it is written, and the rest is said to be not verified."""
     site.platform("acme", probe=AVAILABLE, platform=FINE[form])
-    (site.folder / "acme_kernels.py").write_text(FINE["derived"])
+    makes = "import sys, types\nsys.modules['acme_made_there'] = types.ModuleType('a')\n"
+    (site.folder / "acme_kernels.py").write_text(makes + FINE["derived"])
     chosen, unknown = detected()
     assert (chosen, "settings" in unknown) == ("acme", True)
     assert current_platform().name == "acme"

@@ -357,6 +357,26 @@ def test_many_probes_that_hang(site, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("gave no answer within" in found[name][1] for name in names), found
 
 
+def test_a_probe_behind_one_that_hangs(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, or is left out this time only: the quarantine is for the first one."""
+    monkeypatch.setattr(probing, "TIME_LIMIT", 3.0)
+    monkeypatch.setattr(probing, "LEAST_TIME", 0.1)
+    monkeypatch.setattr(probing, "_AT_ONCE", 1)
+    for name in ("acme1", "acme2"):
+        site.platform(name, probe="import time; time.sleep(60)")
+    found = rows()
+    assert "it began late, behind other probes" not in found["acme1"][1]
+    assert "it began late, behind other probes" in found["acme2"][1]
+    monkeypatch.setattr(probing, "TIME_LIMIT", 60.0)
+    (site.folder / "acme2_device.py").write_text(
+        "from opgraft import Evidence, PlatformSpec\n"
+        "def probe(machine):\n    return Evidence(False, 'not here')\n"
+        "SPEC = PlatformSpec(probe, 'acme2_platform:Device')\n"
+    )
+    opgraft.reset()
+    assert rows()["acme2"][1] == "not here"
+
+
 def test_probes_with_few_files(site) -> None:
     """As many probes run at the same time as this process may open files for; none fails for another one."""
     for number in range(4):
