@@ -239,13 +239,17 @@ class PluginError(OpgraftError):
     """A plugin was not discovered, selected, loaded or activated, or its platform failed.
 
     ``location`` is ``file:line`` of a fault in the plugin, if no traceback leads there.
+    ``provenance`` is the record of ``opgraft.explain_exception`` if the message has its words.
     """
 
     exit_code = 4
 
-    def __init__(self, message: str, location: str | None = None) -> None:
+    def __init__(
+        self, message: str, location: str | None = None, provenance: object = None
+    ) -> None:
         super().__init__(message)
         self.location = location
+        self.provenance = provenance
 
 
 def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -155,7 +155,7 @@ def plugins_named() -> Iterator[None]:
         told = None if is_out_of_memory(error) else explain_exception(error)
         if told is None or not told.of_plugin:
             raise
-        raise PluginError(f"{described(error)}, {told}", told.location) from error
+        raise PluginError(f"{described(error)}, {told}", told.location, told) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -172,7 +172,7 @@ def exit_of_plugin(error: BaseException) -> PluginError | None:
     told = explain_exception(error)
     if told is None or not told.of_plugin:
         return None
-    return PluginError(f"{described(error)}, {told}", told.location)
+    return PluginError(f"{described(error)}, {told}", told.location, told)
 
 
 def own_words(error: BaseException) -> str:

@@ -138,7 +138,7 @@ def _report(error: Exception, arguments: Sequence[str], shows_all: bool) -> int:
     told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
     failure = _failure(error, told)
     if "--json" in arguments:
-        _output().print_error(failure, told)
+        _output().print_error(failure, told or getattr(error, "provenance", None))
     if isinstance(failure, click.ClickException):
         _show(failure)
         return failure.exit_code

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 from engine.interrupting import InterruptAt
 from engine.simulated import EOS, Runner, expected_output, make_scheduler
-from opgraft import SamplingParams
+from opgraft import OpgraftConfig, SamplingParams
 from opgraft.engine.core import EngineCore
+from opgraft.engine.lora.held import HeldAdapters
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.step import Step, StepResult
@@ -73,6 +74,7 @@ def simulated_core(policy: str = "fcfs", depth: int = 1, drafts: int = 0) -> Eng
     core._stopped, core._shut_down = None, False
     core.scheduler.depth = depth
     core.executor = SimulatedExecutor(Runner(kinds, core.cache.block_size, {}), depth)  # type: ignore[assignment]
+    core.adapters = HeldAdapters(OpgraftConfig(), lambda *given: [])
     return core
 
 

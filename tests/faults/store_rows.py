@@ -60,8 +60,9 @@ SIGNED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 WRITERS: dict[str, tuple[str, str]] = {
     "a lockfile": (
-        "from opgraft.plugins.locking import Locked, write_rows\n"
-        "def write(n): write_rows(Path(folder, 'opgraft.lock'), [Locked('acme', str(n), 'x' * 100_000, False, ())])",
+        "from opgraft.plugins.locking import LockedPackage, write_rows\n"
+        "def write(n):\n    row = LockedPackage('acme', str(n), 'x' * 100_000, False, ())\n"
+        "    write_rows(Path(folder, 'opgraft.lock'), [row])",
         "from opgraft.plugins.locking import read_rows\n"
         "def read(): return len(read_rows(folder + '/opgraft.lock')[0].record)",
     ),
@@ -72,9 +73,10 @@ WRITERS: dict[str, tuple[str, str]] = {
     ),
     "measurements": (
         "from opgraft.registry.decision import Provider\n"
-        "from opgraft.binding.measurements import Measured, ProfileFile, Timed\n"
-        "timed = tuple(Timed(name, Provider(name, '1'), 'kernel', {'shape': 1.0}) for name in 'ab')\n"
-        "def write(n): ProfileFile(Path(folder, 'tuning.json')).add({'op': Measured('a', 1, 'x' * 100_000, timed)})",
+        "from opgraft.binding.measurements import OpMeasurement, ProfileFile, TimedChoice\n"
+        "timed = tuple(TimedChoice(name, Provider(name, '1'), 'kernel', {'shape': 1.0}) for name in 'ab')\n"
+        "def write(n):\n    row = OpMeasurement('a', 1, 'x' * 100_000, timed)\n"
+        "    ProfileFile(Path(folder, 'tuning.json')).add({'op': row})",
         "from opgraft.binding.measurements import read_profile\n"
         "def read():\n    (ops,) = read_profile(Path(folder, 'tuning.json')).values()\n    return len(ops['op'].when)",
     ),

@@ -587,11 +587,14 @@ class ModelRunner(PluggableClass):
             hidden = hidden[inputs.sampled_rows]
         number = len(inputs.sampling)
         logits = self._logits_of_rows(hidden[:number], [(name, 1) for name in inputs.sampling])
-        if logits is None or not inputs.drafts:
+        if not inputs.drafts:
             return logits
         drafted = [(name, len(draft.tokens)) for name, draft in inputs.drafts.items()]
+        # All ranks take part in both calls, and perhaps the first alone has logits.
         of_drafts = self._logits_of_rows(hidden[number:], drafted)
-        return logits if of_drafts is None else torch.cat([logits, of_drafts])
+        if logits is None or of_drafts is None:
+            return None
+        return torch.cat([logits, of_drafts])
 
     def _logits_of_rows(self, hidden: Tensor, rows: Sequence[tuple[str, int]]) -> Tensor | None:
         """Return logits. The arguments of ``rows`` are as of ``_adapting``."""
