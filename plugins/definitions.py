@@ -180,13 +180,20 @@ class Definitions:
         self._names: tuple[Mapping[str, Any], ...] = ()
         self._imported_code: Code = {}
 
-    def read(self) -> _Snapshot:
+    def read(self, *, takes_imports: bool = True) -> _Snapshot:
+        """Return the definitions of now.
+
+        Args:
+            takes_imports: False if no imports are read around the caller. Then those of a thread
+                that loads plugins stay for that thread.
+        """
         things = self._present_things()
         with self._lock:
-            imported = self._imported
-            self._imported = {}
-            imported_code = self._imported_code
-            self._imported_code = {}
+            imported: _Owners = {}
+            imported_code: Code = {}
+            if takes_imports:
+                imported, self._imported = self._imported, imported
+                imported_code, self._imported_code = self._imported_code, imported_code
             reading = _Reading(things)
             # Unchanged names are not copied again.
             if not reading.is_same(self._reading):
@@ -406,14 +413,22 @@ def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
 
 def _defined_in(function: Any) -> str:
     """Return the module of a function's code. Wrappers pass for a function of another module."""
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+    return str(_attribute(function, "__globals__", {}).get("__name__", ""))
+
+
+def _attribute(value: object, name: str, otherwise: Any) -> Any:
+    """Return an attribute, or ``otherwise``. Objects of plugins may raise anything there."""
+    try:
+        return getattr(value, name, otherwise)
+    except Exception:
+        return otherwise
 
 
 def module_of(value: object) -> str:
     """Return the module of the code of a function, a class or an object; empty if none tells."""
     while isinstance(value, partial):
         value = value.func
-    return _defined_in(value) or str(getattr(value, "__module__", None) or "")
+    return _defined_in(value) or str(_attribute(value, "__module__", None) or "")
 
 
 def _counts(owner: _Owner, name: str) -> bool:

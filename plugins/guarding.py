@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from opgraft.base.log import logger
-from opgraft.base.text import printable
+from opgraft.base.text import described, printable
 from opgraft.plugins.changes import Change
 from opgraft.plugins.definitions import DEFINITIONS, module_of
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.outcomes import may_patch_torch
 from opgraft.plugins.process import (
     Look,
     changes_between,
@@ -87,14 +88,11 @@ class Guard:
 def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[list[str]]:
     """Put back what a plugin replaces in opgraft and torch while a step runs, which may raise.
 
-    A patch of torch stays if the distribution of the plugin offers a platform.
-
     Yields:
         A list that has what was put back, in words, once the step has ended.
     """
     told = list[str]()
-    brings_platform = bool(discover().platforms_of(provider))
-    if not (brings_platform or discover().has_plugin(provider)):
+    if not _is_installed(provider):
         yield told
         return
     before = DEFINITIONS.read()
@@ -103,23 +101,28 @@ def definitions_kept(what: str, provider: Provider, code: object) -> Iterator[li
             yield told
     finally:
         for change in DEFINITIONS.changes(before, DEFINITIONS.read()):
-            if not (change.patch and brings_platform):
+            if not (change.patch and may_patch_torch(provider)):
                 told.append(f"{what} changed {change.what}: {change.set_back()}")
         for words in told:
             tell(Finding(words, provider, location_of(code)))
 
 
+def _is_installed(provider: Provider) -> bool:
+    """Return True if a distribution brings a plugin or a platform, other than opgraft itself."""
+    discovery = discover()
+    return discovery.has_plugin(provider) or bool(discovery.platforms_of(provider))
+
+
 class LatePatches:
     """Puts back functions of opgraft and torch that plugins replace after they were loaded.
 
-    The code of no plugin is watched meanwhile, such as a kernel or a thread. So only functions and
-    classes that a plugin defines count. A patch of torch stays if the distribution of the plugin
-    offers a platform.
+    Only functions and classes of plugins and platforms count, as other code runs meanwhile.
     """
 
     def __init__(self) -> None:
         # A process without plugins does not wait for any look.
-        self._before = DEFINITIONS.read() if host_state().plugins else None
+        is_alone = all(offer.built_in for offer in discover().offers)
+        self._before = None if is_alone else DEFINITIONS.read(takes_imports=False)
         self._calls = 0
         self._next_look = 1
 
@@ -131,22 +134,38 @@ class LatePatches:
             self.look("while a model ran")
 
     def look(self, when: str) -> None:
-        """Put back the patches since the first look, and tell of each.
+        """Put back the patches since the first look, and tell of each. Raises nothing.
 
         Args:
             when: the occasion, in words.
         """
+        try:
+            self._put_back(when)
+        # The call has a result or an error of its own, which a faulty object must not replace.
+        except Exception as error:
+            logger.warning("the look for patches %s ended: %s", when, described(error))
+
+    def _put_back(self, when: str) -> None:
         if self._before is None:
             return
-        discovery = discover()
-        for change in DEFINITIONS.changes(self._before, DEFINITIONS.read()):
-            provider = discovery.provider_of(module_of(change.new))
-            if not discovery.has_plugin(provider):
-                continue
-            if change.patch and discovery.platforms_of(provider):
-                continue
-            words = f"{provider} changed {change.what} {when}: {change.set_back()}"
-            tell(Finding(words, provider, location_of(change.new)))
+        undone = list[tuple[Provider, Change, str]]()
+        now = DEFINITIONS.read(takes_imports=False)
+        for change in DEFINITIONS.changes(self._before, now):
+            provider = discover().provider_of(module_of(change.new))
+            may_stay = change.patch and may_patch_torch(provider)
+            if _is_installed(provider) and not may_stay:
+                undone.append((provider, change, change.set_back()))
+        for provider, change, outcome in undone:
+            words = f"{provider} changed {change.what} {when}: {outcome}"
+            tell(Finding(words, provider, _place_of(change.new)))
+
+
+def _place_of(value: object) -> str:
+    try:
+        return location_of(value)
+    # The attributes of a plugin's object may raise anything.
+    except Exception:
+        return location_of(type(value))
 
 
 def tell(finding: Finding) -> None:

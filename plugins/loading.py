@@ -21,8 +21,8 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.admission import check_admission, objection
 from opgraft.plugins.changes import Change
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
-from opgraft.plugins.outcomes import failure_of, rejection_of, replacements_of
+from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, discover
+from opgraft.plugins.outcomes import failure_of, may_patch_torch, rejection_of, replacements_of
 from opgraft.plugins.remarks import STARTED
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
 from opgraft.registry.adapter import Adapter, CallAdapter
@@ -327,19 +327,12 @@ class PluginPass:
 
     def _may_stay(self, record: PluginRecord, change: Change) -> bool:
         """Return True for a change of torch by the distribution of the device."""
-        return change.patch and self._brings_device(record)
+        return change.patch and may_patch_torch(record.provider)
 
     def _place(self, name: str, hook: object = None) -> str | None:
         """Return ``file:line`` of the hook, or of the first line of the module."""
         file = getattr(sys.modules.get(self.transactions[name].module), "__file__", None)
         return location_of(hook) if hook is not None else file and f"{file}:1"
-
-    def _brings_device(self, record: PluginRecord) -> bool:
-        """Return True if the plugin brings the platform. Its device may need patches of torch."""
-        offers = discover().of_group(PLATFORM_GROUP)
-        return any(
-            each.provider == record.provider and each.name == self.platform.name for each in offers
-        )
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         # Undone first, so that the former state is what the next plugin finds.

@@ -9,6 +9,7 @@ from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
+from opgraft.registry.decision import Provider
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
@@ -120,3 +121,13 @@ def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:
         record.location,
         exit_code,
     )
+
+
+def may_patch_torch(provider: Provider) -> bool:
+    """Return True if a distribution brings the platform. Its device may need patches of torch.
+
+    Before the platform is chosen, any platform counts.
+    """
+    names = discover().platforms_of(provider)
+    selection = host_state().selection
+    return bool(names) if selection is None else selection.platform.name in names
