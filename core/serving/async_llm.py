@@ -375,7 +375,15 @@ class AsyncLLM(FrontEnd):
         await self._on_engines(lambda engine: engine.core.remove_lora(number))
 
     async def _on_engines(self, function: Callable[[Any], None]) -> None:
-        """Call a function of each engine, in the thread of the engine."""
+        """Call a function of each engine that takes adapters, in the thread of the engine.
+
+        Raises:
+            RequestError: the model is an encoder.
+            EngineError: the engine has ended.
+        """
+        if self.embeds:
+            name = self.opgraft_config.model.name
+            raise RequestError(f"{name} is an encoder, which takes no adapters", "lora_request")
         calls = self._replicas.on_engines(function)
         for call in calls:
             await asyncio.wrap_future(call)

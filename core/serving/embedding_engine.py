@@ -89,12 +89,17 @@ class EmbeddingEngine(RequestEngine):
     Raises:
         ModelError: no model is named, or the model cannot be made.
         ConfigError: ``model.max_model_len`` exceeds the positions of the model, the devices cannot
-            compute the split, or the encoder cannot be compiled.
+            compute the split, the encoder cannot be compiled, or ``lora.enabled`` is set.
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
+        if self.opgraft_config.lora.enabled:
+            raise ConfigError(
+                f"lora.enabled is set, and {self.opgraft_config.model.name} is an encoder, which "
+                "takes no adapters: leave it out, or merge the adapter into the encoder"
+            )
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         expect_compilable(self.opgraft_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def answers(checkpoint: Path, folders: list[Path]) -> list[list[int]]:
 def running(checkpoint: Path, folders: list[Path]) -> Iterator[Server]:
     """A server with the first adapter, whose adapters may be changed."""
     options = ["--lora-modules", f"first={folders[0]}", "--lora.enabled", "true"]
-    with serving(checkpoint, *options, "--server.lora_updates", "true") as found:
+    # One stays in memory, so that adapters are read again.
+    options += ["--server.lora_updates", "true", "--lora.max_cpu_loras", "1"]
+    with serving(checkpoint, *options) as found:
         yield found
 
 
@@ -121,6 +124,26 @@ def test_an_adapter_that_requests_use_is_unloaded(
     for each in later:
         found = each.result().json()["choices"][0]["token_ids"]
         assert found[: adapters.LENGTH] == answers[2]
+
+
+def test_an_adapter_that_cannot_be_read_again(
+    running: Server, folders: list[Path], answers: list[list[int]], tmp_path: Path
+) -> None:
+    """A client of an adapter whose files are gone does not learn where they were; the log tells."""
+    folder = tmp_path / "secret"
+    shutil.copytree(folders[1], folder)
+    load = {"lora_name": "moved", "lora_path": str(folder)}
+    assert running.post("/v1/load_lora_adapter", **load).status_code == 200
+    assert tokens(running, "first") == answers[1]
+    folder.rename(tmp_path / "elsewhere")
+    response = running.post("/v1/completions", model="moved", prompt=PROMPT)
+    assert response.status_code == 503
+    assert "secret" not in response.text
+    assert error_of(response)["code"] == "adapter_unusable"
+    assert str(folder) in running.logged(response)["cause"]
+    (tmp_path / "elsewhere").rename(folder)
+    assert tokens(running, "moved") == answers[2]
+    assert running.post("/v1/unload_lora_adapter", lora_name="moved").status_code == 200
 
 
 def test_a_server_keeps_its_adapters(server: Server, folders: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families.embedders import PROTEINS, build, embedded, opened, save
-from opgraft import LLM, SamplingParams
+from opgraft import LLM, AsyncLLM, LoRARequest, SamplingParams
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError, ConfigError, ModelError, PluginError, RequestError
 from opgraft.models import find_checkpoint
@@ -40,6 +41,19 @@ def reference() -> torch.Tensor:
     tokens = tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         return pooled(model(**tokens).last_hidden_state, tokens["attention_mask"], ["mean"])
+
+
+def test_an_encoder_takes_no_adapters() -> None:
+    """The switch for adapters is refused, as is an adapter."""
+    with pytest.raises(ConfigError, match=r"lora.enabled is set, and minilm is an encoder"):
+        LLM("minilm", enable_lora=True, **QUIET)
+
+    async def add() -> None:
+        async with AsyncLLM("minilm", **QUIET) as llm:
+            await llm.add_lora(LoRARequest("sql", 1, "/nowhere"))
+
+    with pytest.raises(RequestError, match="minilm is an encoder, which takes no adapters"):
+        asyncio.run(add())
 
 
 @pytest.mark.parametrize(

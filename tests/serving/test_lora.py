@@ -427,9 +427,18 @@ def test_numbers_of_adapters(llm: Any, requests: Any) -> None:
         adapters.greedy(llm, PROMPTS, "attention")
     with pytest.raises(RequestError, match="2 adapters"):
         adapters.greedy(llm, PROMPTS, [None, None])
-    for values in (("", 1, "x"), ("x", 0, "x"), ("x", True, "x"), ("x", 1, None)):
-        with pytest.raises(RequestError, match="lora_"):
+    wrong: list[tuple[str, tuple[Any, ...]]] = [
+        ("lora_name", ("", 1, "x")),
+        ("lora_name", ("x" * 201, 1, "x")),
+        ("lora_name", ("\x1b[2J", 1, "x")),
+        ("lora_int_id", ("x", 0, "x")),
+        ("lora_int_id", ("x", True, "x")),
+        ("lora_path", ("x", 1, None)),
+    ]
+    for field, values in wrong:
+        with pytest.raises(RequestError, match=f"{field} is") as caught:
             LoRARequest(*values)
+        assert caught.value.field == field
 
 
 def test_settings(base: Path, requests: Any) -> None:

@@ -12,6 +12,9 @@ from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.request import Request
 from opgraft.errors import RequestError
 
+ADAPTER_UNUSABLE = "adapter_unusable"
+"""The code of an error about the files of an adapter."""
+
 
 class HeldAdapters:
     """Loads the adapters of new requests, and forgets those that nobody names any more.
@@ -75,7 +78,9 @@ class HeldAdapters:
         if fault:
             self._call_all("remove_lora", number)
             raise RequestError(
-                f"the adapter {wanted.lora_name!r:.80} cannot be used: {fault}", "lora_request"
+                f"the adapter {wanted.lora_name!r:.80} cannot be used: {fault}",
+                "lora_request",
+                code=ADAPTER_UNUSABLE,
             )
         digest = reports[0].digest
         self._held[number] = wanted, digest

@@ -9,6 +9,9 @@ from opgraft.errors import RequestError
 NO_LORA = 0
 """The number of requests without an adapter."""
 
+LONGEST_NAME = 200
+"""Characters of an adapter's name."""
+
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -21,8 +24,8 @@ class LoRARequest:
             Face cache.
 
     Raises:
-        RequestError: a value has a wrong type, the name or the path is empty, or the number is
-            below 1.
+        RequestError: a value has a wrong type, the name or the path is empty, the name is too long
+            or cannot be printed, or the number is below 1.
     """
 
     lora_name: str
@@ -34,6 +37,15 @@ class LoRARequest:
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
                 raise RequestError(f"{field} is {value!r:.80}: give a text", field)
+        # All clients of a server see the name.
+        if len(self.lora_name) > LONGEST_NAME or not self.lora_name.isprintable():
+            raise RequestError(
+                f"lora_name is {self.lora_name!r:.80}: give at most {LONGEST_NAME} characters that "
+                "can be printed",
+                "lora_name",
+            )
         number = self.lora_int_id
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise RequestError(f"lora_int_id is {number!r:.80}: give a number from 1 on")
+            raise RequestError(
+                f"lora_int_id is {number!r:.80}: give a number from 1 on", "lora_int_id"
+            )

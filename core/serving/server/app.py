@@ -9,7 +9,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from opgraft.base.version import __version__
-from opgraft.errors import HTTPError, OpgraftError
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE
+from opgraft.errors import HTTPError, OpgraftError, RequestError
 from opgraft.serving.server import faults
 from opgraft.serving.server.adapters import ServedAdapters
 from opgraft.serving.server.bodies import BodyRoute
@@ -225,7 +226,13 @@ async def load_adapter(body: LoadAdapterRequest, request: Request) -> PlainTextR
     """Load an adapter, if the operator allows this."""
     adapters = _changeable_adapters(request)
     name = body.lora_name
-    await adapters.load(name, body.lora_path, replaces=body.load_inplace)
+    try:
+        await adapters.load(name, body.lora_path, replaces=body.load_inplace)
+    except RequestError as error:
+        if error.code != ADAPTER_UNUSABLE:
+            raise
+        # This client has given the path, so the client learns what is wrong with the files.
+        raise HTTPError(400, error.message, field="lora_path", code=error.code) from error
     told = f"Success: LoRA adapter '{name}' added successfully."
     return PlainTextResponse(told)
 

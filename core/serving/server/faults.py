@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.errors import (
     CheckpointError,
     EngineError,
@@ -66,6 +67,10 @@ def as_http_error(error: Exception) -> HTTPError:
         return error
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
+    if isinstance(error, RequestError) and error.code == ADAPTER_UNUSABLE:
+        # The operator has given the path. Clients know the name alone.
+        message = "the adapter cannot be read at present: the server's log has the cause"
+        return HTTPError(503, message, code=error.code)
     if isinstance(error, RequestError):
         return HTTPError(400, error.message, field=error.field, code=error.code)
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from opgraft.base.log import init_logger
 from opgraft.base.text import described
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
 from opgraft.serving.server.admission import Slot
@@ -87,7 +88,7 @@ class Passing:
         answer = faults.renamed(faults.as_http_error(error), self.names)
         self.record["error"] = str(answer)
         # A fault of the server: the log needs the cause.
-        if answer.status == 500:
+        if answer.status == 500 or answer.code == ADAPTER_UNUSABLE:
             self._failure = error.__cause__ or error
             self.record["cause"] = described(self._failure)
         return answer
