@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 _OURS = frozenset({"opgraft", "torch"})
@@ -61,13 +62,37 @@ def may_call(cls: type, name: str) -> bool:
 
 
 def may_call_constructor(cls: type) -> bool:
-    """Return False if no method of a class with a constructor names another ``__init__``."""
+    """Return False if the code of a constructor shows that nothing calls another ``__init__``.
+
+    A function, a class or a method of the plugin that the constructor names may do that.
+    """
     constructor = vars(cls)["__init__"]
     # A decorator may call the constructor of the base.
     if _is_replaced(constructor, "__init__"):
         return True
-    methods = [method for method in vars(cls).values() if isinstance(method, FunctionType)]
-    return any("__init__" in _names_of_code(method.__code__) for method in methods)
+    names = set(_names_of_code(constructor.__code__))
+    if not names.isdisjoint(("__init__", *_LOOKUPS, *_LISTS)):
+        return True
+    if _imports_others(constructor.__code__) or {*constructor.__code__.co_freevars} - {"__class__"}:
+        return True
+    named = [constructor.__globals__[name] for name in names & constructor.__globals__.keys()]
+    homes = [_home_of(value) for value in named]
+    homes += [base.__module__ for base in cls.__mro__ if not names.isdisjoint(vars(base))]
+    return not all(map(_is_known, homes))
+
+
+def _imports_others(code: CodeType) -> bool:
+    """Return True if a function imports a module of a plugin."""
+    imports = [each for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
+    return not all(_is_known(str(each.argval)) for each in imports)
+
+
+def _home_of(value: object) -> str:
+    """Return the module of a function or a class; of other objects, that of the type."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    is_definition = isinstance(value, (FunctionType, BuiltinFunctionType, type))
+    return str((value if is_definition else type(value)).__module__ or "builtins")
 
 
 def _names_of_code(code: CodeType) -> Iterator[str]:

@@ -23,6 +23,7 @@ from opgraft.plugins.host import load_plugins
 from opgraft.testing.diagnosis import (
     changes_by_layers,
     lost_gradients,
+    unfinished_constructors,
     wrong_results,
     wrong_results_of_layers,
 )
@@ -1065,3 +1066,45 @@ def test_a_constructor_that_forgets_its_base(site: Site) -> None:
     with pytest.raises(opgraft.errors.OpgraftError, match=r"Acme.*super\(\).__init__\(\)") as told:
         RMSNorm(8)
     assert f"{site.folder / 'acme.py'}:" in str(told.value)
+
+
+CONSTRUCTED = {
+    "by a function": "setup(self, args)",
+    "by a function of another module": "acme_parts.setup(self, args)",
+    "by an import within": "from acme_parts import setup; setup(self, args)",
+    "by another class of the plugin": "self.build(*args)",
+    "by a lookup": "getattr(super(), '__in' + 'it__')(*args)",
+}
+SETUP = """
+from opgraft.ops import RMSNorm
+def setup(op, args):
+    RMSNorm.__init__(op, *args)
+"""
+PARTS = """
+import acme_parts
+from acme_parts import setup
+class Parts:
+    def build(self, *args):
+        super().__init__(*args)
+"""
+
+
+@pytest.mark.parametrize("case", CONSTRUCTED)
+def test_a_constructor_that_calls_its_base_elsewhere(site: Site, case: str) -> None:
+    """A class that constructs well is no finding of the doctor."""
+    source = kernel("RMSNorm", CONSTRUCTOR, CONSTRUCTED[case])
+    source = source.replace("class Acme(", f"{PARTS}class Acme(Parts, ")
+    (site.folder / "acme_parts.py").write_text(SETUP, encoding="utf-8")
+    site.plugin("acme", source)
+    load_plugins()
+    assert list(RMSNorm(8).state_dict()) == ["weight"]
+    assert list(unfinished_constructors()) == []
+
+
+def test_a_constructor_that_makes_its_own_weight(site: Site) -> None:
+    """Calls of torch, of Python and of opgraft construct no base."""
+    body = "print(len(args)); self.made = torch.ones(int(args[0])); RMSNorm.register_oot"
+    site.plugin("acme", kernel("RMSNorm", CONSTRUCTOR, body))
+    load_plugins()
+    (finding,) = unfinished_constructors()
+    assert "does not call super().__init__()" in str(finding)
