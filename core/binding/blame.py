@@ -185,7 +185,9 @@ def misshapen_by(
     uncompared = next(_uncompared(model), None)
     # Code of the model may have received a wrong value, and other code has not.
     if uncompared is not None and _is_raised_within(model, error):
-        error.add_note(f"Besides, {_in_use(uncompared)}")
+        notes = getattr(error, "__notes__", [])
+        # As add_note does, which Python 3.10 lacks.
+        vars(error)["__notes__"] = [*notes, f"Besides, {_in_use(uncompared)}"]
     return None
 
 
