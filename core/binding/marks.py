@@ -26,8 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 """The reason why a call of an ``inference_only`` kernel runs the native definition."""
 
-_KEEPINGS = StateValue[dict[int, Keeping]](dict)
-"""The watch over each ``needs`` check that runs, until the check has replaced nothing."""
+_KEEPINGS = StateValue[dict[tuple[int, str], Keeping]](dict)
+"""The watch over the ``needs`` check of each kernel, until the check has replaced nothing."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
@@ -85,7 +85,8 @@ def unmet_need(kernel: object, name: str) -> str | None:
 
 def _keeping(what: str, provider: Provider, check: object) -> Keeping:
     # By identity, as a check may be an object that cannot be hashed. Each Keeping holds its check.
-    return _KEEPINGS.get().setdefault(id(check), Keeping(what, provider, check))
+    # Kernels of two distributions may share a check.
+    return _KEEPINGS.get().setdefault((id(check), what), Keeping(what, provider, check))
 
 
 def _check_raised(error: BaseException, place: str | None) -> CheckRaised:

@@ -11,6 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft.binding import blame
+from opgraft.ops import NewGELU, RMSNorm
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.guarding import LatePatches
 from opgraft.plugins.host import load_plugins
@@ -140,3 +141,38 @@ def test_a_patch_by_a_script(site) -> None:
     torch.rsqrt = ours
     patches.look_after_call()
     assert torch.rsqrt is ours
+
+
+CHECKED = """
+import opgraft
+from opgraft.ops import OP
+from shared_check import has_npu
+platforms = 'any'
+class Kernel(OP):
+    @opgraft.needs(has_npu)
+    def forward_oot(self, x, residual=None):
+        return self.forward_native(x)
+OP.register_oot(Kernel)
+"""
+CHECK = """
+import torch
+patches = False
+def has_npu():
+    if patches:
+        torch.rsqrt = abs
+"""
+
+
+def test_a_check_that_two_plugins_share(caplog, site) -> None:
+    """Each use is watched for itself: the plugin is named whose kernel the check was asked for."""
+    (site.folder / "shared_check.py").write_text(CHECK, encoding="utf-8")
+    site.plugin("acme", CHECKED.replace("OP", "RMSNorm"))
+    site.plugin("brix", CHECKED.replace("OP", "NewGELU"))
+    former = torch.rsqrt
+    load_plugins()
+    RMSNorm(8)
+    sys.modules["shared_check"].patches = True  # type: ignore[attr-defined]
+    NewGELU()
+    assert torch.rsqrt is former
+    (told,) = [each for each in caplog.messages if "changed torch.rsqrt" in each]
+    assert "the check of what Kernel.forward_oot of brix 1.0 needs" in told
