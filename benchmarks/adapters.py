@@ -92,25 +92,27 @@ def main() -> None:
     }
     plain = LLM(arguments.model, **settings)
     adapted = LLM(arguments.model, enable_lora=True, max_lora_rank=RANK, **settings)
-    config = adapted.engine.core.executor.worker.runner.model.config.get_text_config()
+    executor: Any = adapted.engine.core.executor
+    config = executor.worker.runner.model.config.get_text_config()
     begin = [0]
+    half = ROWS // 2
+    alone: list[LoRARequest | None] = [None] * half
     with tempfile.TemporaryDirectory() as root:
         # Rank 16, as vLLM's default.
         loras = [
             LoRARequest(str(number), number, written(Path(root) / str(number), config, number))
             for number in range(1, ROWS // 2 + 1)
         ]
-        half = ROWS // 2
         seconds(adapted, loras, begin)
         seconds(plain, [None], begin)
         compared: dict[str, tuple[Sequence[LoRARequest | None], float]] = {
             "one request, adapters unused": ([None], UNUSED),
             f"{ROWS} requests, adapters unused": ([None] * ROWS, UNUSED),
             f"{ROWS} requests, half of them with one adapter": (
-                [None] * half + [loras[0]] * half,
+                [*alone, *[loras[0]] * half],
                 BESIDE,
             ),
-            f"{ROWS} requests, half of them with {half} adapters": ([None] * half + loras, BESIDE),
+            f"{ROWS} requests, half of them with {half} adapters": ([*alone, *loras], BESIDE),
         }
         ratios: dict[str, list[float]] = {name: [] for name in compared}
         for _ in range(arguments.rounds):

@@ -57,7 +57,8 @@ def install(plant: Plant, folder: Path) -> Path:
         library = source.with_suffix(".kernel")
         command = ["g++", "-O2", "-fPIC", "-shared", "-pthread", str(source), "-o", str(library)]
         subprocess.run(command, check=True)
-    return site.folder
+    made: Path = site.folder
+    return made
 
 
 def ask(plugin: str, folder: Path, brief: bool, answers: Any) -> None:
@@ -153,7 +154,7 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         plants = chosen(given.only, bool(given.triton))
-        for row in pool.map(lambda each: judge(*each, Path(folder)), plants):
+        for row in pool.map(lambda each: judge(each[0], each[1], Path(folder)), plants):
             rows.append(row)
             told = [", ".join(each.split(":")[0] for each in row[form]) or "-" for form in FEWEST]
             print(f"{row['kind']} {row['name']}: {told[0]}; in brief: {told[1]}", flush=True)
