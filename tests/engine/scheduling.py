@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opgraft import SamplingParams
+from opgraft import LoRARequest, SamplingParams
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.engine.step import Step
@@ -14,6 +14,13 @@ def request(
     name: str, length: int = 4, *, priority: int = 0, token: int = 1, **params: Any
 ) -> Request:
     return Request(name, [token] * length, SamplingParams(**params), priority=priority)
+
+
+def adapted(name: str, number: int, *, priority: int = 0, **params: Any) -> Request:
+    """A request with the adapter of a number; 0 for none."""
+    adapter = LoRARequest(str(number), number, "/adapter") if number else None
+    sampling = SamplingParams(**params)
+    return Request(name, [number + 1] * 4, sampling, priority=priority, lora=adapter)
 
 
 def distinct(name: str, length: int, first: int, **params: Any) -> Request:

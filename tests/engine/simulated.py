@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from opgraft import SamplingParams
 from opgraft.config import OpgraftConfig, SchedulerConfig, SpeculationConfig
+from opgraft.config.sections import LoRAConfig
 from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
@@ -355,6 +356,7 @@ def make_scheduler(
     policy: str = "fcfs",
     depth: int = 1,
     drafts: int = 0,
+    max_loras: int = 8,
 ) -> Scheduler:
     """A scheduler with tables of blocks, and drafts of so many tokens at most, some of them right."""
     config = SchedulerConfig(
@@ -366,7 +368,8 @@ def make_scheduler(
     speculation = SpeculationConfig(
         method="ngram" if drafts else None, max_tokens=drafts or 1, adaptive=False, exact=False
     )
-    given = OpgraftConfig(scheduler=config, speculation=speculation).resolved()
+    lora = LoRAConfig(max_loras=max_loras)
+    given = OpgraftConfig(scheduler=config, speculation=speculation, lora=lora).resolved()
     scheduler = Scheduler(
         given,
         KVCacheManager(kinds, num_blocks, block_size, prefix_reuse),

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from engine.scheduling import counts, distinct, request, step
+from engine.scheduling import adapted, counts, distinct, request, step
 from engine.simulated import make_scheduler
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
@@ -34,6 +34,29 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
         scheduler.add(request(name, length, token=token))
     assert counts(step(scheduler)) == {"a": 5}
     assert counts(step(scheduler)) == {"a": 1, "b": 6, "c": 1}
+
+
+def test_requests_without_an_adapter_overtake_one_that_lacks_a_slot() -> None:
+    """Requests with the running adapter wait behind it, so that it has the slot next."""
+    scheduler = make_scheduler(max_loras=1)
+    for name, number in (("a", 1), ("b", 2), ("c", 0), ("d", 1)):
+        scheduler.add(adapted(name, number, max_tokens=2))
+    assert [counts(step(scheduler)).keys() for _ in range(3)] == [
+        {"a", "c"},
+        {"a", "c"},
+        {"b"},
+    ]
+
+
+def test_an_urgent_request_preempts_the_requests_of_one_adapter() -> None:
+    """Others that cannot free a slot, or are more than needed, go on."""
+    scheduler = make_scheduler(max_loras=2, policy="priority")
+    for name, number, priority in (("a", 1, 1), ("b", 2, 1), ("c", 2, 2), ("d", 0, 3)):
+        scheduler.add(adapted(name, number, priority=priority, max_tokens=9))
+    assert counts(step(scheduler)).keys() == {"a", "b", "c", "d"}
+    scheduler.add(adapted("urgent", 3, priority=0, max_tokens=9))
+    assert counts(step(scheduler)).keys() == {"urgent", "b", "c", "d"}
+    assert scheduler.counters.preemptions == 1
 
 
 def test_no_more_than_max_num_seqs_run() -> None:

@@ -400,6 +400,10 @@ class Scheduler(PluggableClass):
         if not worse or self._prefix_if_room(first, worse) is None:
             return False
         before = len(self.running)
+        if not self._has_lora_place(first):
+            for each in self._of_smallest_adapter(worse):
+                worse.remove(each)
+                self._preempt(each)
         prefix = self._prefix_if_room(first)
         while prefix is None and worse:
             self._preempt(worse.pop())
@@ -409,14 +413,26 @@ class Scheduler(PluggableClass):
             pending.reserved_for_priority = priority
         return len(self.running) < before
 
+    def _of_smallest_adapter(self, worse: Sequence[Request]) -> Sequence[Request]:
+        """Return the fewest requests among ``worse`` that free a slot: all those of one adapter."""
+        of_adapter: dict[int, list[Request]] = {}
+        for each in self.running:
+            of_adapter.setdefault(each.lora_number, []).append(each)
+        of_adapter.pop(NO_LORA, None)
+        known = {each.request_id for each in worse}
+        return min(
+            (each for each in of_adapter.values() if {one.request_id for one in each} <= known),
+            key=len,
+        )
+
     def _admit(self, pending: PendingStep, most: int) -> None:
         """Admit waiting requests in order, at most ``most``, until the first misfit.
 
         Requests behind this one wait too, even if they would fit. Otherwise a long prompt might
-        wait for ever.
+        wait for ever. A request that lacks no more than a slot for its adapter is no misfit.
         """
         while pending.budget and most:
-            request = self._first_waiting()
+            request = self._first_with_slot()
             if request is None:
                 return
             prefix = self._prefix_if_room(request)
@@ -440,11 +456,23 @@ class Scheduler(PluggableClass):
             self._parked.setdefault(request.parent, []).append(request)
         return self.waiting[0] if self.waiting else None
 
+    def _first_with_slot(self) -> Request | None:
+        """Return the first request that may be admitted, and whose adapter may run.
+
+        Behind a request that waits for a slot, only requests without an adapter overtake it. So
+        slots become free for it.
+        """
+        first = self._first_waiting()
+        if first is None or self._has_lora_place(first):
+            return first
+        plain = (each for each in self.waiting if each.lora is None)
+        return next((each for each in plain if not self._awaits_parent(each)), None)
+
     def _prefix_if_room(self, request: Request, without: Sequence[Request] = ()) -> Prefix | None:
         """Return the computed beginning of a waiting request; ``None`` if there is no room for it.
 
         Args:
-            request: the first waiting one.
+            request: the first waiting one that has a slot or needs none.
             without: running requests that would give up their places and blocks.
         """
         if len(self.running) - len(without) >= self.config.max_num_seqs:
@@ -452,7 +480,7 @@ class Scheduler(PluggableClass):
         states = self.cache.states
         if states and not states.num_free + len(without):
             return None
-        if request.lora is not None and not self._has_lora_place(request, without):
+        if not self._has_lora_place(request, without):
             return None
         groups = len(self.cache.kinds)
         # Each of them gives up its blocks, and needs no reserve any more.
@@ -465,8 +493,10 @@ class Scheduler(PluggableClass):
             return None
         return prefix
 
-    def _has_lora_place(self, request: Request, without: Sequence[Request]) -> bool:
-        """Return True if the adapter of a request may run beside the running ones."""
+    def _has_lora_place(self, request: Request, without: Sequence[Request] = ()) -> bool:
+        """Return True if the adapter of a request, if any, may run beside the running ones."""
+        if request.lora is None:
+            return True
         numbers = {each.lora_number for each in self.running if each not in without}
         numbers.discard(NO_LORA)
         most = self.opgraft_config.lora.max_loras
