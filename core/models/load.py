@@ -77,7 +77,7 @@ def load_weights(
     start = time.perf_counter()
     targets = Targets(model)
     mapper = mapper or WeightsMapper()
-    plan = _plan_of(targets, weights, mapper, (*IGNORED, *ignored))
+    plan = plan_of(targets, weights, mapper, (*IGNORED, *ignored))
     missing = targets.missing([target for target, _ in plan.fills])
     ways_to_tie = _ways_to_tie(model)
     problems = _problems(plan, targets, weights, missing, ways_to_tie)
@@ -110,7 +110,7 @@ _Fills = list[tuple[Target, LoadedTensor]]
 
 
 @dataclass
-class _LoadPlan:
+class LoadPlan:
     """The use of each tensor of a checkpoint.
 
     Attributes:
@@ -126,14 +126,14 @@ class _LoadPlan:
     pairs: list[tuple[str, str]] = field(default_factory=list)
 
 
-def _plan_of(
+def plan_of(
     targets: Targets,
     weights: Mapping[str, LoadedTensor],
     mapper: WeightsMapper,
     ignored: Sequence[str],
-) -> _LoadPlan:
+) -> LoadPlan:
     """Decide the use of each tensor."""
-    plan = _LoadPlan()
+    plan = LoadPlan()
     taken: dict[tuple[int, ShardId | None], str] = {}
     for name, loaded in weights.items():
         mapped = targets.spelled(mapper.spellings(name))
@@ -157,7 +157,7 @@ def _plan_of(
 
 
 def _problems(
-    plan: _LoadPlan,
+    plan: LoadPlan,
     targets: Targets,
     weights: Mapping[str, LoadedTensor],
     missing: Sequence[str],

@@ -13,6 +13,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
 from opgraft.engine.core import exceptions_that_fail_a_step
+from opgraft.engine.runner.changed_weights import BY_THE_PROGRAM
 from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.workers.executors import executor_of
@@ -426,8 +427,8 @@ class EmbeddingEngine(RequestEngine):
             faults: the fault by the name of each text.
 
         Returns:
-            A ``PluginError`` if the kernel of a plugin is to blame for a text, else a
-            ``CheckpointError``.
+            A ``PluginError`` if a plugin is named for a text, a ``ModelError`` if the program
+            has changed the model, else a ``CheckpointError``.
         """
         model = self.opgraft_config.model
         texts: dict[str, list[str]] = {}
@@ -444,8 +445,11 @@ class EmbeddingEngine(RequestEngine):
             parts.append(f"for {_listed(texts[kernel])}: {reason}")
         message = f"{model.name} computes numbers that are no embedding (NaN or infinity) "
         message += " And ".join(parts)
-        known = texts.keys() - {UNEXPLAINED}
-        return PluginError(message) if known else CheckpointError(message)
+        known = [fault for kernel, fault in first.items() if kernel != UNEXPLAINED]
+        if not known:
+            return CheckpointError(message)
+        by_the_program = all(fault.endswith(BY_THE_PROGRAM) for fault in known)
+        return ModelError(message) if by_the_program else PluginError(message)
 
     def _unexplained(self, fault: str) -> str:
         """Return the reason of texts for which no kernel is to blame."""

@@ -17,6 +17,7 @@ from opgraft import LLM, OpgraftConfig, SamplingParams, cli, set_config
 from opgraft.binding import comparison
 from opgraft.binding.blame import beside_native_definitions
 from opgraft.binding.provenance import exits_as_errors
+from opgraft.engine.runner.changed_weights import changed_weight
 from opgraft.errors import CheckpointError, ModelError, PluginError
 from opgraft.ops import GELU, Linear, LinearAct, RMSNorm
 from opgraft.plugins.host import load_plugins
@@ -384,7 +385,7 @@ def test_a_weight_that_the_program_changes(site: Site, llama: Path, encoder: Pat
     """Active plugins are named; without one, the program itself is to blame."""
     vectors = LLM(str(encoder), **{"load.progress": False})
     vectors.encoder.executor.worker.runner.model.embeddings.LayerNorm.bias.data[1] = torch.nan
-    with pytest.raises(PluginError, match=rf"{CHANGED} .* No plugin is active, so the program"):
+    with pytest.raises(ModelError, match=rf"{CHANGED} .* No plugin is active, so the program"):
         vectors.embed([[4, 5]])
     site.plugin("acme", kernel("GELU", "forward_oot(self, x)", "return x"))
     opgraft.reset()
@@ -393,6 +394,36 @@ def test_a_weight_that_the_program_changes(site: Site, llama: Path, encoder: Pat
         (output,) = llm.generate([[4, 5, 6]])
     assert f"model.norm.weight {CHANGED}" in str(output)
     assert "Active plugins: acme of acme 1.0. OPGRAFT_PLUGINS= goes without" in str(output)
+
+
+def test_a_weight_that_is_too_large_for_the_dtype(llama: Path, tmp_path: Path) -> None:
+    """Infinity that the conversion of a dtype makes is no change in memory."""
+    folder = copied(llama, tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = 7e4
+    save_file(weights, file, metadata={"format": "pt"})
+    with LLM(str(folder), **SMALL, **{"model.dtype": "float16"}) as llm:
+        (output,) = llm.generate([[4, 5, 6]])
+    assert "weights are damaged" in str(output)
+    assert CHANGED not in str(output)
+
+
+def test_the_weights_that_are_compared_with_files(
+    caplog: pytest.LogCaptureFixture, llama: Path, tmp_path: Path
+) -> None:
+    """Only the first wrong weight is read, after a line of the log, and only if a file has it."""
+    folder = with_nan(copied(llama, tmp_path), "model.layers.0.input_layernorm.weight", 0)
+    with LLM(str(llama), **SMALL) as llm:
+        model = llm.engine.core.executor.worker.runner.model
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(torch.nan)))
+    assert changed_weight(model, str(folder)) == ""
+    assert "compared with the files" not in caplog.text
+    model.model.norm.weight.data[0] = torch.inf
+    assert f"model.norm.weight {CHANGED}" in changed_weight(model, str(folder))
+    assert f"the weight model.norm.weight is compared with the files of {folder}" in caplog.text
+    model.model.layers[0].input_layernorm.weight.data[1] = torch.nan
+    assert changed_weight(model, str(folder)) == ""
 
 
 def test_a_kernel_that_makes_huge_numbers(site: Site, llama: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, AsyncLLM, LoRARequest, SamplingParams
 from opgraft.config import ModelConfig, OpgraftConfig
-from opgraft.errors import CheckpointError, ConfigError, ModelError, PluginError, RequestError
+from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models import find_checkpoint
 from opgraft.models.build import generates
 from opgraft.models.pooling import pooled
@@ -141,10 +141,10 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none_are_an_error() -> None:
-    """A vector with NaN is refused with its text."""
+    """A vector with NaN is refused with its text, and no plugin is accused."""
     llm = LLM("minilm", **QUIET)
     next(llm.encoder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
-    with pytest.raises(PluginError, match=r"no embedding \(NaN or infinity\) for the text"):
+    with pytest.raises(ModelError, match=r"no embedding \(NaN or infinity\) for the text"):
         llm.embed("A cat.")
 
 

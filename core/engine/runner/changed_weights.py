@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
+from opgraft.base.log import logger
+from opgraft.base.text import printable
 from opgraft.binding.blame import replacement_of_layer
 from opgraft.errors import OpgraftError
 from opgraft.models.files import open_weights
-from opgraft.models.lazy import LazyTensor
+from opgraft.models.load import plan_of
+from opgraft.models.model import Model
+from opgraft.models.names import IGNORED, Targets
+from opgraft.ops.weights import LoadedTensor
 from opgraft.registry.state import PluginStatus, host_state
 from torch import Tensor, nn
+
+BY_THE_PROGRAM = "No plugin is active, so the program has changed it itself"
+"""The end of a sentence about a weight that names no plugin."""
 
 _CHUNK = 1 << 24
 """Numbers of a file that are looked at together."""
 
 
-def changed_weight(model: nn.Module, name: str) -> str:
+def changed_weight(model: Model, name: str) -> str:
     """Return a sentence about a weight that holds NaN or infinity, unlike the checkpoint.
 
-    The text is empty if all weights are finite, or if the files are damaged or gone. All files are
-    read, which may take minutes.
+    The text is empty if all weights from the files are finite, if the file holds the same, or a
+    number that is too large for the dtype of the weight, or if the files are gone. Of the files,
+    the tensors of one weight are read.
 
     Args:
         model: the loaded model.
         name: the folder or file of its checkpoint.
     """
-    for path, weight in model.named_parameters():
-        if not _is_finite(weight) and _is_clean(name):
-            layer = model.get_submodule(path.rpartition(".")[0])
-            return (
-                f"the weight {path} holds NaN or infinity, and the files of {name} hold neither: "
-                f"code has changed it in memory. {_suspects(layer)}"
-            )
+    wrong = {path: each for path, each in model.named_parameters() if not _is_finite(each)}
+    if not wrong:
+        return ""
+    sources = _sources(model, name)
+    for path, weight in wrong.items():
+        # Other weights, such as scales of a quantization, are computed and not read.
+        if id(weight) not in sources:
+            continue
+        logger.warning("%s", printable(f"the weight {path} is compared with the files of {name}"))
+        if not _are_finite(sources[id(weight)], weight.dtype):
+            return ""
+        layer = model.get_submodule(path.rpartition(".")[0])
+        return (
+            f"the weight {path} holds NaN or infinity, and the files of {name} hold neither: "
+            f"code has changed it in memory. {_suspects(layer)}"
+        )
     return ""
+
+
+def _sources(model: Model, name: str) -> dict[int, list[LoadedTensor]]:
+    """Return the tensors of the files by the ``id`` of the weight that they fill.
+
+    The result is empty if the files cannot be opened.
+    """
+    try:
+        tensors = open_weights(name).tensors
+    # The files may have been removed or replaced since.
+    except (OpgraftError, OSError):
+        return {}
+    ignored = (*IGNORED, *model.ignored_weights)
+    plan = plan_of(Targets(model), tensors, model.weights_mapper, ignored)
+    sources: dict[int, list[LoadedTensor]] = {}
+    for target, loaded in plan.fills:
+        sources.setdefault(id(target.tensor), []).append(loaded)
+    return sources
 
 
 def _suspects(layer: nn.Module) -> str:
@@ -47,26 +84,24 @@ def _suspects(layer: nn.Module) -> str:
             active.append(f"{record.name} of {record.provider}")
     if active:
         return f"Active plugins: {', '.join(active)}. OPGRAFT_PLUGINS= goes without"
-    return "No plugin is active, so the program has changed it itself"
+    return BY_THE_PROGRAM
 
 
-def _is_clean(name: str) -> bool:
-    """Return True if all tensors of a checkpoint are finite."""
+def _are_finite(tensors: Iterable[LoadedTensor], dtype: torch.dtype) -> bool:
+    """Return True if tensors of files are finite as numbers of a dtype."""
     try:
-        tensors = open_weights(name).tensors.values()
-        return all(_is_finite(part) for tensor in tensors for part in _parts(tensor))
-    # The files may have been removed or replaced since.
+        return all(_is_finite(part.to(dtype)) for each in tensors for part in _parts(each))
     except (OpgraftError, OSError):
         return False
 
 
-def _parts(tensor: LazyTensor) -> Iterator[Tensor]:
+def _parts(tensor: LoadedTensor) -> Iterator[Tensor]:
     """Read a tensor some rows at a time."""
-    if not tensor.ndim:
+    if not len(tensor.shape):
         yield tensor[...]
         return
     rows = tensor.shape[0]
-    step = max(1, _CHUNK * rows // max(1, tensor.numel()))
+    step = max(1, _CHUNK * rows // max(1, math.prod(tensor.shape)))
     for start in range(0, rows, step):
         yield tensor[start : start + step]
 

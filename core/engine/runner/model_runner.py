@@ -703,7 +703,7 @@ class ModelRunner(PluggableClass):
 
     @functools.cached_property
     def _changed_weight(self) -> str:
-        """Return the answer of ``changed_weight``, which reads the whole checkpoint, once."""
+        """Return the answer of ``changed_weight``, which reads files, once."""
         name = self.opgraft_config.model.name
         return changed_weight(self.model, name) if name else ""
 
