@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import io
 import os
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 import click
 from opgraft.base.text import described
 from opgraft.base.version import __version__
+from opgraft.base.watchdog import WATCHDOG
 from opgraft.cli.group import LazyGroup
 from opgraft.errors import OpgraftError, PluginError
 
@@ -82,8 +82,8 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the console script. An error becomes one message on stderr, and an exit code."""
     _open_standard_streams()
-    # Prints the file of a plugin that crashes the process.
-    faulthandler.enable()
+    # Prints the file of a plugin that crashes the process, or keeps Python's lock.
+    WATCHDOG.take()
     # A warning of torch. Nobody here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     for stream in (sys.stdout, sys.stderr):

@@ -20,6 +20,7 @@ from opgraft.base.text import described, printable
 from opgraft.cli.patching import Grafting
 from opgraft.errors import InputError
 from opgraft.plugins.bridges import report_file
+from opgraft.registry.watching import leave_watchdog
 
 SCHEMA = "opgraft.exec/1"
 """The name of the report's format, in the file of ``OPGRAFT_REPORT``."""
@@ -48,6 +49,8 @@ def command(is_module: bool, program: str, arguments: tuple[str, ...]) -> None:
     sys.path[0] = os.path.dirname(os.path.realpath(file)) if file else os.getcwd()
     grafting = Grafting()
     grafting.install()
+    # The program may use the watchdog itself.
+    leave_watchdog()
     code = _run_module(program) if is_module else _run_file(file)
     _tell(grafting, report)
     # The end of a normal command would cut off the threads and functions that the program leaves.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import faulthandler
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 
 from opgraft.base.log import logger as warnings
 from opgraft.base.text import printable
+from opgraft.base.watchdog import WATCHDOG
 from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import PluginError, raised_at
 from opgraft.registry.decision import Provider
@@ -35,9 +35,6 @@ PATIENCE = 5.0
 
 STUCK = 10.0
 """Seconds without a turn for the thread that looks, until Python's watchdog prints the stacks."""
-
-_STDERR = 2
-"""The file descriptor: a plugin may have closed the stream."""
 
 _TICK = 0.25
 """Seconds between two looks at the running code."""
@@ -277,7 +274,6 @@ class _Late:
         self.lock = threading.Lock()
         self.steps: list[_WatchedScope] = []
         self.thread: threading.Thread | None = None
-        self.has_left = False
 
     @contextmanager
     def watched(self, step: _WatchedScope) -> Iterator[None]:
@@ -292,13 +288,14 @@ class _Late:
         with self.lock:
             self.steps.append(step)
             if self.thread is None:
-                self.watchdog(STUCK)
                 # A daemon, as no process waits for it.
                 thread = threading.Thread(target=self._look, name="opgraft-watching", daemon=True)
                 # A process that cannot start threads gets no warnings.
                 with suppress(RuntimeError):
                     thread.start()
                     self.thread = thread
+                    # Code in C that keeps Python's lock stops this thread, and not the watchdog.
+                    WATCHDOG.restart(STUCK)
 
     def _end(self, step: _WatchedScope) -> None:
         with self.lock:
@@ -313,7 +310,7 @@ class _Late:
             with self.lock:
                 if not self.steps:
                     self.thread = None
-                    self.watchdog(0)
+                    WATCHDOG.stop()
                     return
                 steps = list(self.steps)
             # The last step of a thread is the innermost.
@@ -321,26 +318,12 @@ class _Late:
             for step in steps:
                 step.look(now, innermost[step.thread] is step)
             with self.lock:
-                self.watchdog(STUCK)
-
-    def watchdog(self, seconds: float) -> None:
-        """Let Python print all stacks after some seconds without another call; after 0, never.
-
-        Code in C that keeps Python's lock stops the thread that looks, and not this watchdog.
-        """
-        # The command line has enabled it. Another program may use the watchdog itself.
-        if not faulthandler.is_enabled() or self.has_left or LISTENERS:
-            return
-        if seconds:
-            faulthandler.dump_traceback_later(seconds, file=_STDERR)
-        else:
-            faulthandler.cancel_dump_traceback_later()
+                WATCHDOG.restart(STUCK)
 
     def leave_watchdog(self) -> None:
-        """Use Python's watchdog no more: the end of the process does."""
+        """Leave Python's watchdog to others, such as the end of the process."""
         with self.lock:
-            self.watchdog(0)
-            self.has_left = True
+            WATCHDOG.leave()
 
 
 _LATE = _Late()

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import Distribution
@@ -17,6 +18,7 @@ from faults.clock import Clock, eventually
 from faults.planting import GOOD, answer, in_time, of_brix
 from faults.platform_rows import HEAD
 from opgraft import LLM, OpgraftConfig, SamplingParams, load_plugins, set_config
+from opgraft.base.watchdog import WATCHDOG
 from opgraft.binding import provenance
 from opgraft.cli import isolation
 from opgraft.ops import RMSNorm
@@ -95,11 +97,18 @@ def test_plugins(site, caplog, step: str) -> None:
     assert waits(caplog) == [told]
 
 
-def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch) -> None:
-    """Code in C stops every thread of Python, so the watchdog prints the line of the plugin."""
+@pytest.fixture
+def real_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Time passes by itself, without the threads of former tests, and of this one at its end."""
     monkeypatch.setattr(watching, "time", time)
-    # The thread of a former test sets the watchdog, too.
     assert eventually(lambda: watching._LATE.thread is None)
+    yield
+    assert eventually(lambda: watching._LATE.thread is None)
+
+
+def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch, real_time) -> None:
+    """Code in C stops every thread of Python, so the watchdog prints the line of the plugin."""
+    monkeypatch.setattr(WATCHDOG, "is_taken", True)
     monkeypatch.setattr(watching, "STUCK", 0.5)
     site.plugin(
         "acme", f"import ctypes\nctypes.PyDLL(None).sleep(1)\n{HOOK.format('opgraft_veto', 'pass')}"
@@ -110,15 +119,38 @@ def test_code_that_keeps_the_lock_of_python(site, capfd, monkeypatch) -> None:
     assert eventually(lambda: watching._LATE.thread is None)
 
 
-def test_the_watchdog_is_left_at_the_end(capfd, monkeypatch) -> None:
+def test_the_watchdog_is_left_at_the_end(capfd, monkeypatch, real_time) -> None:
     """Once it is left, nobody stops the watchdog that the end of the process has set."""
-    monkeypatch.setattr(watching, "time", time)
-    assert eventually(lambda: watching._LATE.thread is None)
-    late = watching._Late()
-    late.leave_watchdog()
+    monkeypatch.setattr(WATCHDOG, "is_taken", True)
+    watching.leave_watchdog()
     faulthandler.dump_traceback_later(0.2, file=2)
-    late.watchdog(0)
+    WATCHDOG.stop()
     assert eventually(lambda: "Timeout (0:00:00.2" in capfd.readouterr().err)
+
+
+def test_the_watchdog_of_a_program(site, capfd, real_time) -> None:
+    """A program that prints its stacks at a crash keeps its watchdog, too, while plugins are loaded."""
+    assert faulthandler.is_enabled()
+    site.plugin("brix", GOOD)
+    faulthandler.dump_traceback_later(2, file=2)
+    assert of_brix()["class"] == "BrixRMSNorm"
+    assert eventually(lambda: watching._LATE.thread is None)
+    assert eventually(lambda: "Timeout (0:00:02" in capfd.readouterr().err)
+
+
+def test_a_watchdog_without_a_thread_that_looks(capfd, monkeypatch, real_time) -> None:
+    """In a process that can start no thread nobody would stop the watchdog, so nothing sets it."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(WATCHDOG, "is_taken", True)
+    monkeypatch.setattr(watching, "STUCK", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with watching.told_when_late("a step", None):
+            time.sleep(0.3)
+    assert "Timeout" not in capfd.readouterr().err
 
 
 class SlowFinder:
