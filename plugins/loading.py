@@ -402,7 +402,7 @@ def _no_hook(offer: Offer, plugin: object) -> PluginError:
         place = location_of(function)
         return PluginError(f"{text}: {name} at {place} is never called: {hint}", place)
     package = offer.module.partition(".")[0]
-    for module, place in host_state().registry.unapplied.values():
+    for place, module in host_state().registry.unapplied.copy().items():
         if module.partition(".")[0] == package:
             return PluginError(f"{text}: {unapplied_at(place)}", place)
     return PluginError(f"{text}: mark a function named opgraft_register_ops with @opgraft.hookimpl")

@@ -59,18 +59,20 @@ class Replaceable:
         """
         target, replacement = _target_and_replacement(cls, _decorated_op_cls, name)
 
-        unapplied = host_state().registry.unapplied
-
-        def decorate(cls: type) -> type:
-            unapplied.pop(decorate, None)
+        def register(cls: type) -> type:
             named = target if target is not None else getattr(cls, "__name__", "")
             _check_options(cls, named, priority, when)
             _declare(cls, named, priority, when)
             return cls
 
         if replacement is not None:
-            return decorate(replacement)
-        unapplied[decorate] = _caller()
+            return register(replacement)
+        tell_applied = _until_applied(*_caller())
+
+        def decorate(cls: type) -> type:
+            tell_applied()
+            return register(cls)
+
         return decorate
 
     @classmethod
@@ -123,7 +125,31 @@ def _caller() -> tuple[str, str]:
     # PluggableLayer hands the call on to its base.
     if frame.f_code.co_name == "register_oot" and frame.f_back:
         frame = frame.f_back
-    return frame.f_globals["__name__"], f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    # Code that a program executes may have no name.
+    module = str(frame.f_globals.get("__name__", ""))
+    return module, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _until_applied(module: str, location: str) -> Callable[[], None]:
+    """Note a decorator that has no class yet, and return the function that ends the note."""
+    state = host_state()
+    unapplied = state.registry.unapplied
+    note = {location: module}
+
+    def make() -> Callable[[], None]:
+        unapplied.update(note)
+        return take_back
+
+    def take_back() -> None:
+        unapplied.pop(location, None)
+
+    def forget() -> None:
+        note.clear()
+        take_back()
+
+    # The note goes with a plugin that is left out, and comes back with the plugin.
+    state.declare(f"register_oot at {location}", discover().provider_of(module), make)
+    return forget
 
 
 def _is_target(cls: object) -> bool:

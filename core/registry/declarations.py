@@ -143,14 +143,14 @@ class Registry:
         replacements: the replacements of ops and classes.
         owned: by owner, the named declarations of plugins and platforms. These stay if the owner is
             left out: a module is imported once, and would not declare again.
-        unapplied: by decorator of ``register_oot`` without a class, the module and ``file:line``.
+        unapplied: by ``file:line`` of a ``register_oot`` without a class yet, the module.
     """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
     classes: dict[str, OpRecord] = field(default_factory=dict)
     replacements: list[Replacement] = field(default_factory=list)
     owned: dict[Owner, dict[str, Declaration]] = field(default_factory=dict)
-    unapplied: dict[object, tuple[str, str]] = field(default_factory=dict)
+    unapplied: dict[str, str] = field(default_factory=dict)
 
     def add_op(self, name: str, cls: type, provider: Provider) -> Callable[[], None]:
         """Declare an op class. A reloaded definition replaces the former one.

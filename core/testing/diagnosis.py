@@ -302,7 +302,8 @@ def unapplied_registrations() -> Iterator[Finding]:
     """Find calls of ``register_oot`` that make a decorator for no class."""
     discovery = discover()
     reasons = [record.reason for record in host_state().plugins.values()]
-    for module, location in host_state().registry.unapplied.values():
+    # A copy, as another thread may register a class meanwhile.
+    for location, module in host_state().registry.unapplied.copy().items():
         # A plugin that registers nothing else has failed for this reason.
         if any(unapplied_at(location) in reason for reason in reasons):
             continue

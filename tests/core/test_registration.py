@@ -24,6 +24,7 @@ from opgraft.errors import ConfigError, ConflictError, RegistrationError, Unknow
 from opgraft.ops import RotaryEmbedding, SiluAndMul
 from opgraft.registry.signatures import called_with
 from opgraft.registry.state import host_state
+from opgraft.testing.diagnosis import unapplied_registrations
 
 
 def kernel(self, x, bias=None):
@@ -495,3 +496,37 @@ def test_reset_forgets_activation_and_keeps_declarations(scale, fast_scale) -> N
     assert fast_scale in [replacement.cls for replacement in host_state().registry.replacements]
     scale.register_oot(fast_scale)
     assert scale().op_class is fast_scale
+
+
+def test_code_without_a_name_registers(scale) -> None:
+    """A class that a program executes without a module is registered as any other."""
+    source = "@target.register_oot()\nclass Made(target):\n    forward_oot = kernel\n"
+    names = {"target": scale, "kernel": kernel}
+    exec(source, names)  # noqa: S102
+    assert scale().op_class is names["Made"]
+
+
+UNAPPLIED = (
+    "from opgraft.ops import NewGELU, SiLU\nplatforms = 'any'\nSiLU.register_oot(priority=2)\n"
+)
+APPLIED = "@NewGELU.register_oot()\nclass Made(NewGELU): forward_oot = NewGELU.forward_native\n"
+
+
+def test_a_decorator_without_a_class_is_told_while_its_plugin_runs(site) -> None:
+    """The finding goes with a plugin that is left out, and comes back; an applied decorator has none."""
+    site.plugin("acme", UNAPPLIED + APPLIED)
+    for disabled in ((), ("acme",), ()):
+        opgraft.reset()
+        with set_config(OpgraftConfig(plugins_disable=disabled)):
+            load_plugins()
+            places = [str(each.location) for each in unapplied_registrations()]
+        ours = [place for place in places if place.startswith(str(site.folder))]
+        assert ours == ([] if disabled else [f"{site.folder / 'acme.py'}:3"])
+
+
+def test_a_decorator_without_a_class_of_a_plugin_that_fails(site) -> None:
+    """The finding is about plugins that run: another one fails for a reason of its own."""
+    site.plugin("acme", f"{UNAPPLIED}raise OSError('no device')\n")
+    load_plugins()
+    places = [each.location for each in unapplied_registrations()]
+    assert f"{site.folder / 'acme.py'}:3" not in places
