@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ from opgraft.ops import RMSNorm
 from opgraft.plugins.changes import thorough
 from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.process import changes_between, look
+from opgraft.plugins.process import LISTS, OF_IMPORTS, changes_between, look
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
+from support.source_trees import REPOSITORY
 
 POINTS = {"opgraft.plugins": ["acme = acme"]}
 
@@ -333,6 +335,20 @@ def test_a_list_that_the_program_has_put_in_a_place(site, kept_lists) -> None:
     assert sys.path is own
     assert own == expected
     assert "the order of sys.path" in host_state().plugins["acme"].findings[0].message
+
+
+def test_rows_of_imports_in_the_docs() -> None:
+    """The table of the rows that every load compares has all that imports depend on, and the other table none."""
+    names = {row.name.split()[-1] for row in (*LISTS, *OF_IMPORTS)}
+    names = names - {"for"} | {"sys.path_importer_cache"}
+    page = (REPOSITORY / "docs/how-to/operate-plugins.md").read_text("utf-8")
+    _, _, compared = page.partition("Every load compares these rows:")
+    at_every_load, _, others = compared.partition("conformance kit compare more rows")
+    tables = [re.findall(r"^\| (.+?) \|", text, re.MULTILINE) for text in (at_every_load, others)]
+    cells = [set(", ".join(table).replace("`", "").split(", ")) for table in tables]
+    assert len(names) == 5
+    assert names <= cells[0]
+    assert names.isdisjoint(cells[1])
 
 
 def test_readers_of_imports_one_in_another(kept_lists) -> None:
