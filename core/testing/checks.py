@@ -113,7 +113,7 @@ def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
 
 
 def _tensors_of(arguments: Arguments) -> dict[str, Tensor]:
-    """Return the arguments that are tensors."""
+    """Return the tensors among the arguments."""
     return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
 
 

@@ -92,7 +92,7 @@ def forgotten_marks() -> Iterator[Finding]:
 
 
 def unknown_device_type() -> Iterator[Finding]:
-    """Find a device type of the platform that torch cannot use."""
+    """Find a device type of the platform without support in torch."""
     selection = selected_platform()
     platform = selection.platform
     error = why_unusable(platform.device_type)
@@ -299,7 +299,7 @@ def unfinished_constructors() -> Iterator[Finding]:
 
 
 def unapplied_registrations() -> Iterator[Finding]:
-    """Find calls of ``register_oot`` that make a decorator for no class."""
+    """Find calls of ``register_oot`` with a decorator for no class."""
     discovery = discover()
     reasons = [record.reason for record in host_state().plugins.values()]
     # A copy, as another thread may register a class meanwhile.
