@@ -62,9 +62,9 @@ def may_call(cls: type, name: str) -> bool:
 
 
 def may_call_constructor(cls: type) -> bool:
-    """Return False if the code of a constructor shows that nothing calls another ``__init__``.
+    """Return False if a constructor neither calls another ``__init__`` nor code of a plugin.
 
-    A function, a class or a method of the plugin that the constructor names may do that.
+    A function, a class or a method of the plugin may call the constructor of the base.
     """
     constructor = vars(cls)["__init__"]
     # A decorator may call the constructor of the base.
