@@ -393,7 +393,7 @@ def test_a_weight_that_the_program_changes(site: Site, llama: Path, encoder: Pat
         llm.engine.core.executor.worker.runner.model.model.norm.weight.data[0] = torch.nan
         (output,) = llm.generate([[4, 5, 6]])
     assert f"model.norm.weight {CHANGED}" in str(output)
-    assert "Active plugins: acme of acme 1.0. OPGRAFT_PLUGINS= goes without" in str(output)
+    assert "Active plugins: acme of acme 1.0. OPGRAFT_PLUGINS= goes without them" in str(output)
 
 
 def test_a_weight_that_is_too_large_for_the_dtype(llama: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.binding.blame import replacement_of_layer
+from opgraft.config.environment import PLUGINS
 from opgraft.errors import OpgraftError
 from opgraft.models.files import open_weights
 from opgraft.models.load import plan_of
@@ -83,7 +84,7 @@ def _suspects(layer: nn.Module) -> str:
         if record.status is PluginStatus.ACTIVATED:
             active.append(f"{record.name} of {record.provider}")
     if active:
-        return f"Active plugins: {', '.join(active)}. OPGRAFT_PLUGINS= goes without"
+        return printable(f"Active plugins: {', '.join(active)}. {PLUGINS}= goes without them")
     return BY_THE_PROGRAM
 
 
