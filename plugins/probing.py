@@ -80,8 +80,13 @@ class ProbeFailed(Exception):  # noqa: N818  # an outcome for selection, which n
         self.location = location
 
 
-def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evidence:
+def ask(
+    offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT, *, is_late: bool = False
+) -> Evidence:
     """Ask an offered platform's probe for its evidence.
+
+    A probe without an answer goes into quarantine, unless it ``is_late``: other probes have taken a
+    part of the time.
 
     Raises:
         ProbeFailed: the probe raised, crashed, took more than ``time_limit`` seconds or gave no
@@ -95,7 +100,7 @@ def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evide
             "that has a PlatformSpec must not use opgraft.current_platform() or construct ops when "
             "it is imported"
         )
-    return _ask_child(offer, machine, time_limit)
+    return _ask_child(offer, machine, time_limit, is_late)
 
 
 def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Exception]:
@@ -119,7 +124,9 @@ def ask_all(offers: Sequence[Offer], machine: Machine) -> list[Evidence | Except
             try:
                 # Whole seconds, as messages quote the limit.
                 left = math.ceil(deadline - time.monotonic())
-                answers[offer] = ask(offer, machine, min(TIME_LIMIT, max(LEAST_TIME, left)))
+                time_limit = min(TIME_LIMIT, max(LEAST_TIME, left))
+                is_late = time_limit < TIME_LIMIT
+                answers[offer] = ask(offer, machine, time_limit, is_late=is_late)
             except Exception as error:
                 answers[offer] = error
 
@@ -243,7 +250,7 @@ def spec_of(offer: Offer) -> Any:
     return offer.load()
 
 
-def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
+def _ask_child(offer: Offer, machine: Machine, time_limit: float, is_late: bool) -> Evidence:
     # Built-in platforms need not wait for these imports.
     child = importlib.import_module("opgraft.machine.child")
     private = {}
@@ -260,8 +267,8 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         return _evidence(reply, what, offer, private)
     except LostChildError as error:
         what = masked(f"probe {offer.value}: {error}", private)
-        # A probe that began late may be in order, and be stopped for the time that others took.
-        if time_limit < TIME_LIMIT:
+        # It may be in order, and be stopped for the time that others took.
+        if is_late:
             raise ProbeFailed(f"{what}; it began late, behind other probes") from error
         confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
