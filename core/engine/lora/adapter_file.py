@@ -120,7 +120,7 @@ def open_adapter(name: str) -> AdapterFile:
     config = read_json(config_file)
     tensors = open_safetensors(weights_file)
     problems = list(_problems_of_config(config))
-    modules, copies = _sorted_tensors(tensors, config, problems)
+    modules, copies = _read_tensors(tensors, config, problems)
     if not modules and not problems:
         problems.append("it has no matrices of LoRA")
     if problems:
@@ -184,35 +184,26 @@ def _is_positive(value: Any) -> bool:
     return 0 < value <= sys.float_info.max
 
 
-def _sorted_tensors(
+def _read_tensors(
     tensors: Mapping[str, LoadedTensor], config: Mapping[str, Any], problems: list[str]
 ) -> tuple[dict[str, Matrices], dict[str, LoadedTensor]]:
     """Return the matrices and the copies of base weights by module. Append to ``problems``."""
-    found: dict[str, dict[str, LoadedTensor]] = {}
-    embeddings = set()
     copies = {}
+    others = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(_ROOT)
         if inner.endswith(_BASE_COPY):
             copies[inner.removesuffix(_BASE_COPY)] = tensor
-            continue
-        suffix = next((each for each in _MATRICES if inner.endswith(each)), None)
-        if suffix is None or inner == name:
-            problems.append(f"the tensor {name!r:.120} is no matrix of LoRA")
-            continue
-        module = inner.removesuffix(suffix)
-        if len(module) > LONGEST:
-            problems.append(f"the name {module!r:.120} has over {LONGEST} characters")
-        found.setdefault(module, {})[_MATRICES[suffix]] = tensor
-        if "embedding" in suffix:
-            embeddings.add(module)
+        else:
+            others[name] = tensor
+    pairs, embeddings = _pairs_by_module(others, problems)
     patterns = sum(len(config.get(key) or {}) for key in ("rank_pattern", "alpha_pattern"))
-    if not problems and patterns * len(found) > _MOST_MATCHES:
-        problems.append(f"it has {patterns} patterns for {len(found)} modules, which is too many")
+    if not problems and patterns * len(pairs) > _MOST_MATCHES:
+        problems.append(f"it has {patterns} patterns for {len(pairs)} modules, which is too many")
     if problems:
         return {}, copies
     modules = {}
-    for module, pair in found.items():
+    for module, pair in pairs.items():
         fault = _fault_of(module, pair, config)
         if fault:
             problems.append(fault)
@@ -221,6 +212,27 @@ def _sorted_tensors(
         scale = _scale(module, rank, config)
         modules[module] = Matrices(pair["a"], pair["b"], scale, module in embeddings)
     return modules, copies
+
+
+def _pairs_by_module(
+    tensors: Mapping[str, LoadedTensor], problems: list[str]
+) -> tuple[dict[str, dict[str, LoadedTensor]], set[str]]:
+    """Return the matrices A and B by module, and the embeddings. Append to ``problems``."""
+    pairs: dict[str, dict[str, LoadedTensor]] = {}
+    embeddings = set()
+    for name, tensor in tensors.items():
+        inner = name.removeprefix(_ROOT)
+        suffix = next((each for each in _MATRICES if inner.endswith(each)), None)
+        if suffix is None or inner == name:
+            problems.append(f"the tensor {name!r:.120} is no matrix of LoRA")
+            continue
+        module = inner.removesuffix(suffix)
+        if len(module) > LONGEST:
+            problems.append(f"the name {module!r:.120} has over {LONGEST} characters")
+        pairs.setdefault(module, {})[_MATRICES[suffix]] = tensor
+        if "embedding" in suffix:
+            embeddings.add(module)
+    return pairs, embeddings
 
 
 def _fault_of(module: str, pair: Mapping[str, LoadedTensor], config: Mapping[str, Any]) -> str:
