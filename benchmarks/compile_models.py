@@ -10,8 +10,6 @@ from typing import Any
 import opgraft
 import torch
 from clocks import Seconds, taken
-from compilation.exchanges import communication
-from compilation.traffic import traffic_of
 from opgraft import CompilationConfig
 from opgraft.distributed import get_tp_group
 from opgraft.ops import (
@@ -23,6 +21,8 @@ from opgraft.ops import (
     ScaledDotProductAttention,
     SiluAndMul,
 )
+from support.exchanges import communication
+from support.traffic import traffic_of
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 

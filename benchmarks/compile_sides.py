@@ -198,7 +198,7 @@ def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
             if asked["number"]:
                 found = taken(lambda ids=ids: runs[0](ids), asked["number"])  # type: ignore[misc]
             else:
-                from compilation.traffic import traffic_of
+                from support.traffic import traffic_of
 
                 found = {"bytes": traffic_of(runs[0], ids)}
             print(json.dumps(found), file=answers)

@@ -1,4 +1,4 @@
-"""Benchmark of detection on a large machine: ``opgraft detect`` on the fixture machines of tests/machines."""
+"""Benchmark of detection on a large machine: ``opgraft detect`` on the fixture machines of tests/support/machines."""
 
 from __future__ import annotations
 

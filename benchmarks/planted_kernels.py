@@ -25,11 +25,11 @@ import opgraft
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from conftest import Site
 from opgraft.testing.conformance import FAILED, Conformance, alone
-from planted.cheats import CHEATS
-from planted.corners import CORNERS
-from planted.correct import CORRECT
-from planted.plant import Plant
-from planted.subtle import SUBTLE
+from support.planted.cheats import CHEATS
+from support.planted.corners import CORNERS
+from support.planted.correct import CORRECT
+from support.planted.plant import Plant
+from support.planted.subtle import SUBTLE
 from timing import machine
 
 KINDS = {"corner": CORNERS, "cheat": CHEATS, "subtle": SUBTLE, "correct": CORRECT}

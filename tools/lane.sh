@@ -73,7 +73,7 @@ if [ "$lane" = gpu ]; then # its opgraft comes from build/gpu-bundle, as on the 
         "$environment/bin/python" -m zipfile -e "$wheel" "$copy/site"
     done
     PYTHONPATH=$copy/site "$environment/bin/python" -m pytest --quiet --numprocesses 2 --dist worksteal \
-        -o filterwarnings=default tests/kernels/test_compiled.py
+        -o filterwarnings=default tests/ops/triton/test_compiled.py
     exit
 fi
 
@@ -106,9 +106,9 @@ PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane"*.py # the variab
 # The second and third are about the main environment; the others need clients of the server and libcst, which no stack
 # has.
 tests=(tests)
-for folder in lanes packaging docs server porting; do tests+=(--ignore "tests/$folder"); done
+for folder in lanes packaging docs serving/server porting; do tests+=(--ignore "tests/$folder"); done
 if [ "$lane" = triton ]; then # on the torch of the main environment: where it matters that Triton is there
-    tests=(tests/kernels tests/ops tests/layers tests/platforms tests/compilation)
+    tests=(tests/ops tests/platforms tests/compilation)
 fi
 echo "==> Of the suite of the main environment, on this torch: ${tests[*]}"
 "${pytest[@]}" --quiet --numprocesses 2 --dist worksteal -m 'not types and not slow and not faults' "${tests[@]}"

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
-from machines.build import Tree, build, machines
 from opgraft.cli import cli as command_line
 from opgraft.errors import InputError, OpgraftError
 from opgraft.machine.machine import RECORD, Machine
 from opgraft.machine.recording import RecordingMachine
 from opgraft.machine.scrubbing import Scrubber
+from support.machines.build import Tree, build, machines
 
 CARD = str(uuid.uuid4())
 SERIAL = "SN1324099876"

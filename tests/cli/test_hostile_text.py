@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machines.build import build
 from opgraft.base.text import described, printable
 from opgraft.machine.machine import RECORD
+from support.machines.build import build
 
 HOSTILE = "\x1b]0;owned\x07\x9b2Jev\u202eil\u2066\u2028x\r\nFORGED: nothing wrong\udcff"
 IN_A_NAME = "ev\x1b[31m\u202eil"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines.build import build
 from opgraft.machine.machine import RECORD, Machine
 from opgraft.machine.recording import RecordingMachine
 from opgraft.machine.scrubbing import Scrubber
 from opgraft.platforms.cuda.probe import probe as probe_cuda
 from opgraft.platforms.rocm.probe import probe as probe_rocm
+from support.machines.build import build
 
 PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "/sys/c")
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import anthropic
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, NEXT, QUESTION, TOKENS, City, Pet, get_weather
+from support.client_questions import (
+    CALL_TOKENS,
+    MODEL,
+    NEXT,
+    QUESTION,
+    TOKENS,
+    City,
+    Pet,
+    get_weather,
+)
 
 GREEDY = {"temperature": 0}
 GIVEN: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "extra_body": GREEDY}

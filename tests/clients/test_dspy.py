@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import dspy
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS
 
 
 class Kind(dspy.Signature):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, City, Pet, get_weather
 from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.tools import Tool
 from haystack.utils import Secret
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, City, Pet, get_weather
 
 QUESTION = ChatMessage.from_user(TEXT)
 

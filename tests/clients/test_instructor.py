@@ -7,7 +7,7 @@ from typing import Any
 import instructor
 import openai
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, NEXT, QUESTION, Pet
+from support.client_questions import CALL_TOKENS, MODEL, NEXT, QUESTION, Pet
 
 GIVEN: dict[str, Any] = {
     "model": MODEL,

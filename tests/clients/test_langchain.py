@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 
 
 @pytest.fixture

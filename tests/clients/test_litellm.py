@@ -7,7 +7,16 @@ from typing import Any
 
 import litellm
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, NEXT, QUESTION, TOKENS, TOOL, Pet, get_weather
+from support.client_questions import (
+    CALL_TOKENS,
+    MODEL,
+    NEXT,
+    QUESTION,
+    TOKENS,
+    TOOL,
+    Pet,
+    get_weather,
+)
 
 
 @pytest.fixture

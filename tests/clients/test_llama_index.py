@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 
 
 @pytest.fixture

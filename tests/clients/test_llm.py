@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from clients.questions import MODEL, TEXT, TOKENS, Pet
+from support.client_questions import MODEL, TEXT, TOKENS, Pet
 
 OPTIONS = ("-o", "max_tokens", str(TOKENS), "-o", "temperature", "0")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from clients.questions import MODEL
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
+from support.client_questions import MODEL
 
 TEXTS = ("The capital of France is", "Two and two")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from clients.questions import (
+from support.client_questions import (
     CALL_TOKENS,
     MODEL,
     NEXT,

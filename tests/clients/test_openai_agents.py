@@ -8,7 +8,7 @@ from typing import Any
 import agents
 import openai
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 
 SHORT = agents.ModelSettings(max_tokens=TOKENS, temperature=0)
 LONG = agents.ModelSettings(max_tokens=CALL_TOKENS, temperature=0)

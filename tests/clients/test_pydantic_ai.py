@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 
 import pytest
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 from pydantic_ai import Agent, NativeOutput, ToolOutput, capture_run_messages
 from pydantic_ai.exceptions import UsageLimitExceeded
 from pydantic_ai.messages import ToolCallPart
@@ -14,6 +13,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.usage import UsageLimits
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet, get_weather
 
 SHORT = ModelSettings(max_tokens=TOKENS, temperature=0)
 LONG = ModelSettings(max_tokens=CALL_TOKENS, temperature=0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from clients.questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet
 from smolagents import OpenAIServerModel, tool
 from smolagents.models import ChatMessage, MessageRole
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet
 
 QUESTION = {"role": "user", "content": [{"type": "text", "text": TEXT}]}
 

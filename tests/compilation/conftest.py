@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
+from support.blocks import WIDTH, Block
 from support.ranks import Ranks
 from torch import fx
 

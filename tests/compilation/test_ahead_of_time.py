@@ -14,7 +14,7 @@ import torch
 from opgraft import CompilationConfig
 from opgraft.compat.ahead_of_time import trusting_processor
 from opgraft.ops.linear import packed as packed_linear
-from ops.packing import needs_onednn, use_tables
+from support.packing import needs_onednn, use_tables
 from torch import nn
 
 pytestmark = [

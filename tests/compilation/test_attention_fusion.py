@@ -7,9 +7,9 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.providers import CALLS, provide
 from opgraft import CompilationConfig
 from opgraft.ops import QuantFP8, ScaledDotProductAttention
+from support.providers import CALLS, provide
 from torch import Tensor, nn
 
 HEADS, HEAD_SIZE = 4, 8

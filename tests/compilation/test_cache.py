@@ -18,13 +18,13 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
 from opgraft.compilation import key as keys
 from opgraft.compilation.bundles import export_entries, import_entries
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.packages import temporary
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
+from support.blocks import WIDTH, Block
 from torch import Tensor, nn
 
 A, B, C, D, E = (keys.digest(number) for number in range(5))
@@ -319,7 +319,7 @@ def test_a_folder_that_takes_no_lock_is_a_warning(
 CHILD = """
 import sys, torch, opgraft
 from pathlib import Path
-from compilation.blocks import Block, WIDTH
+from support.blocks import Block, WIDTH
 from compilation.test_cache import kept
 model = Block().eval().requires_grad_(False)
 print(kept(model, Path(sys.argv[1]), torch.randn(3, 5, WIDTH)).decision.reason)

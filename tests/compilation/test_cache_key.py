@@ -17,7 +17,6 @@ import opgraft
 import pytest
 import torch
 import torch._inductor.config as inductor
-from compilation.blocks import WIDTH, Block
 from compilation.test_cache import Failing
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.compilation import key as keys
@@ -29,6 +28,7 @@ from opgraft.config import ShadowConfig
 from opgraft.errors import CompilationError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.selection import current_platform
+from support.blocks import WIDTH, Block
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 

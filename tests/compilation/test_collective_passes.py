@@ -10,7 +10,6 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.exchanges import communication, counts, names
 from opgraft import CompilationConfig, OpgraftConfig, functional
 from opgraft.compilation.example import Example
 from opgraft.compilation.key import key_of
@@ -27,6 +26,7 @@ from opgraft.ops import (
     RowParallelLinear,
 )
 from opgraft.ops.quantization.fp4 import fp4_numbers
+from support.exchanges import communication, counts, names
 from support.ranks import Ranks
 from torch import Tensor, nn
 

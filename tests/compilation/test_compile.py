@@ -10,11 +10,11 @@ import numpy
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, functional
 from opgraft.compilation.description import modules_of
 from opgraft.errors import CompilationError, ConfigError, RecompilationError
 from opgraft.ops import RMSNorm
+from support.blocks import WIDTH, Block
 from torch import fx, nn
 
 EAGER = CompilationConfig(backend="eager")

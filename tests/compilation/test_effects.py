@@ -8,17 +8,17 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
-from compilation.providers import provide
 from compilation.test_attention_fusion import Attending as Heads
 from compilation.test_attention_fusion import drawn as heads
 from compilation.test_fusions import ROW, Quantizing
 from compilation.test_passes import CopyingFirst
 from compilation.test_rotary_fusion import Attending as Rotating
 from compilation.test_rotary_fusion import drawn as rotated
-from compilation.traffic import traffic_of
 from opgraft import CompilationConfig
 from opgraft.ops import QuantFP4, QuantFP8, RMSNorm, RotaryEmbedding, SiluAndMul
+from support.blocks import WIDTH, Block
+from support.providers import provide
+from support.traffic import traffic_of
 from torch import Tensor, nn
 
 

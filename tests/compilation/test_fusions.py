@@ -9,12 +9,12 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH
-from compilation.providers import CALLS, provide
 from opgraft import CompilationConfig, functional
 from opgraft.errors import CompilationError
 from opgraft.ops import Linear, QuantFP4, QuantFP8, RMSNorm, SiluAndMul
 from opgraft.ops.quantization.fp4 import fp4_numbers
+from support.blocks import WIDTH
+from support.providers import CALLS, provide
 from torch import Tensor, nn
 
 ROW = 4 * WIDTH  # of which a half is whole groups of 32

@@ -9,11 +9,11 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.compilation.passes import BUILT_IN
 from opgraft.config import config_from_fields, read_file, resolve
 from opgraft.errors import ConfigError
+from support.blocks import WIDTH, Block
 from torch import Tensor, fx, nn
 
 

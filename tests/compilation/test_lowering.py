@@ -7,12 +7,12 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.blocks import Block
 from opgraft import CompilationConfig, FunctionalKernels, functional
 from opgraft.config import ShadowConfig
 from opgraft.ops import RMSNorm
 from opgraft.ops.linear import packed as packed_linear
-from ops.packing import DTYPES, needs_onednn, use_tables
+from support.blocks import Block
+from support.packing import DTYPES, needs_onednn, use_tables
 from torch import Tensor, fx, nn
 
 

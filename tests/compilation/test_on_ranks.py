@@ -10,11 +10,11 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.exchanges import names
 from opgraft import CompilationConfig
 from opgraft.compilation.cache import ENTRY
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.models import load_model
+from support.exchanges import names
 from support.random_decoders import DECODERS, written
 from support.ranks import Ranks
 from torch import Tensor, nn

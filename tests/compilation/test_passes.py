@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import opgraft
 import pytest
 import torch
-from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
 from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.compilation.passes import BUILT_IN
 from opgraft.config import text_of
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops import RMSNorm
+from support.blocks import WIDTH, Block
 from torch import Tensor, fx, nn
 
 EAGER = CompilationConfig(backend="eager")

@@ -9,13 +9,13 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from compilation.providers import CALLS, provide
-from engine.engines import settings
 from engine.test_compiled_step import tokens
 from opgraft import CompilationConfig
 from opgraft.compilation.compiled import compile
 from opgraft.engine.core import EngineCore
 from opgraft.ops import ApplyRotaryEmb, RMSNorm, RotaryEmbedding
+from support.engines import settings
+from support.providers import CALLS, provide
 from support.random_decoders import DECODERS, written
 from torch import Tensor, nn
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from cpu_kernels.building import CACHE, compiler, copy_of_sources, install, kept
 from opgraft.ops.spec import OpSpec
+from support.built_kernels import CACHE, compiler, copy_of_sources, install, kept
 
 
 @pytest.fixture(scope="session")

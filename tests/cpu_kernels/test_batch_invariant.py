@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.engines import engine, prompts, recorded, serve, settings
 from opgraft.compat import packed_linear
 from opgraft.config import CacheConfig
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError
+from support.engines import engine, prompts, recorded, serve, settings
 from support.random_decoders import THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Gemma3": {"sliding_window": 20}, "smollm3": {}}

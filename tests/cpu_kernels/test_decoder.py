@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, recorded, serve, settings
 from opgraft.config import CacheConfig, CompilationConfig, QuantizationSettings
 from opgraft.engine.core import EngineCore
 from opgraft.ops.decoder_plan import DecoderPlan
+from support.engines import prompts, recorded, serve, settings
 from support.random_decoders import LLAMA3, written
 from torch import Tensor, nn
 

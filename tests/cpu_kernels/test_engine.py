@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import copies_of, plain_logits, prompts, recorded, serve, settings
 from opgraft.config import CacheConfig
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from support.engines import copies_of, plain_logits, prompts, recorded, serve, settings
 from support.random_decoders import written
 
 BLOCK, LONGEST, NEW = 16, 96, 16

@@ -8,10 +8,10 @@ from pathlib import Path
 import opgraft
 import pytest
 from conftest import Site
-from engine.engines import prompts, replaced, settings
 from opgraft import SamplingParams
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from support.engines import prompts, replaced, settings
 from support.random_decoders import written
 
 HANGING = """

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, recorded, serve, settings
 from opgraft.config import CacheConfig, CompilationConfig, OpgraftConfig, set_config
 from opgraft.engine.core import EngineCore
 from opgraft.ops import RMSNorm
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.composites.composite import call_uncompiled
+from support.engines import prompts, recorded, serve, settings
 from support.random_decoders import written
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Site
-from cpu_kernels.building import PLUGIN, copy_of_sources, install
 from opgraft import ops
 from opgraft.ops import RMSNorm
-from plugins.own_tests import own_tests
+from support.built_kernels import PLUGIN, copy_of_sources, install
+from support.own_tests import own_tests
 
 needs_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="no g++ to build the kernels with"

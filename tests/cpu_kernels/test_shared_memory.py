@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, recorded, replaced, serve, settings
 from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
 from opgraft.engine.core import EngineCore
 from opgraft.testing.contracts import check_attention_layout, check_communicator
+from support.engines import prompts, recorded, replaced, serve, settings
 from support.random_decoders import written
 from support.ranks import Ranks
 

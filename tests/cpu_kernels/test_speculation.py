@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, replaced, settings
 from opgraft import SamplingParams
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.compat import packed_linear
@@ -21,6 +20,7 @@ from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import ConfigError
 from opgraft.kernels.engine import Proposer
 from opgraft.serving.llm import LLM
+from support.engines import prompts, replaced, settings
 from support.random_decoders import (
     THROUGH_TRANSFORMERS,
     hybrid,

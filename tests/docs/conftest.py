@@ -23,9 +23,9 @@ import opgraft.ops  # before the host is first reset: what is imported during a 
 import opgraft.serving.llm
 import pytest
 import tomllib
-from cpu_kernels.building import compiler
 from opgraft.base.log import logger
 from opgraft.plugins import discovery
+from support.built_kernels import compiler
 from support.makefile import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]

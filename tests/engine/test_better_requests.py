@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.scheduling import counts, prioritised, step
-from engine.simulated import make_scheduler
+from support.scheduling import counts, prioritised, step
+from support.simulated_runner import make_scheduler
 
 
 def test_a_better_request_takes_the_place_of_a_worse_one() -> None:

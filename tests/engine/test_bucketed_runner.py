@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import copies_of, engine, expect_empty, news, prompts, replaced, serve, settings
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
@@ -21,6 +20,16 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.padded import PaddedAttention
+from support.engines import (
+    copies_of,
+    engine,
+    expect_empty,
+    news,
+    prompts,
+    replaced,
+    serve,
+    settings,
+)
 from support.random_decoders import DECODERS, hybrid, written
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 40}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Site
-from engine.engines import engine, plain_logits, prompts, recorded, serve, settings
 from opgraft.config import CacheConfig
 from opgraft.engine.core import EngineCore
 from opgraft.engine.runner.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
+from support.engines import engine, plain_logits, prompts, recorded, serve, settings
 from support.random_decoders import DECODERS, written
 
 ERRORS = {"int8": 0.02, "fp8": 0.1}

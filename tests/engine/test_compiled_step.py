@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import news, prompts, recorded, serve, settings
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.engine.core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import AttentionNodes
+from support.engines import news, prompts, recorded, serve, settings
 from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = (

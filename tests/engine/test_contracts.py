@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOY_NPU
-from engine.engines import replaced, settings
 from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
 from opgraft.ops.attention import Attention
 from opgraft.testing.contracts import check_attention_layout, check_communicator, check_engine
+from support.engines import replaced, settings
 from support.random_decoders import written
 from support.ranks import Ranks
 

@@ -13,15 +13,14 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from graft.test_transformers import build, inputs
+from grafting.test_transformers import build, inputs
 from opgraft import CustomOp
 from opgraft.ops import Linear
 from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
-from server import processes
-from server.processes import serving
-from support import counting_plugin
+from support import counting_plugin, servers
 from support.random_decoders import DECODERS, written
+from support.servers import serving
 from support.small_words import word_llama, word_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -134,7 +133,7 @@ def test_worker_processes(site, cli, tmp_path: Path) -> None:
 
 def test_a_server(site, tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions, metrics and the table at the start of a server agree with the counts of its requests."""
-    monkeypatch.setattr(processes, "PYTHON", [warm_python])
+    monkeypatch.setattr(servers, "PYTHON", [warm_python])
     site.plugin("counting", PLUGIN)
     file = tmp_path / "counts.json"
     variables = {"PYTHONPATH": str(site.folder), "COUNTING_FILE": str(file)}

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine.scheduling import step
-from engine.simulated import Traffic, make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from opgraft import SamplingParams
@@ -28,6 +26,8 @@ from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.schedule.scheduler import Scheduler
 from opgraft.errors import ConfigError, RequestError
 from opgraft.testing.part_contracts import check_proposer
+from support.scheduling import step
+from support.simulated_runner import Traffic, make_scheduler
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=4)
 

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from engine.engines import engine, news, prompts, replaced, settings
 from opgraft.distributed import get_world_group
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import Step, StepResult
+from support.engines import engine, news, prompts, replaced, settings
 from support.random_decoders import written
 from support.ranks import Ranks
 

@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine.engines import add, expect_empty, settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import FINISH_REASONS
 from opgraft.errors import OpgraftError
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
+from support.engines import add, expect_empty, settings
 from support.held import ROUNDS, rounds
 from support.random_decoders import written
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import news, prompts, recorded, replaced, serve, settings
 from opgraft.distributed import get_ep_group
 from opgraft.engine.core import EngineCore
 from opgraft.errors import ConfigError
 from opgraft.ops import FusedMoE
+from support.engines import news, prompts, recorded, replaced, serve, settings
 from support.random_decoders import written
 from support.ranks import Ranks
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import opgraft
 import pytest
-from engine.engines import engine, prompts, recorded, serve
 from opgraft import CustomOp
 from opgraft.binding import functional
 from opgraft.binding.explaining import Explanation
 from opgraft.engine.core import EngineCore
 from opgraft.engine.sampling import Sampler
 from opgraft.ops.attention import Attention
+from support.engines import engine, prompts, recorded, serve
 from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 from torch import nn
 

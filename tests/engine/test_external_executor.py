@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import news, prompts, replaced, settings
 from engine.test_worker_process import IN_ITS_PROCESS, folder
 from opgraft import LLM, SamplingParams
 from opgraft.config.environment import Launch, read_launch
@@ -21,6 +20,7 @@ from opgraft.engine.workers.executors import _places_of_launch
 from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.errors import ConfigError, DistributedError, EngineError
 from opgraft.ops import RMSNorm
+from support.engines import news, prompts, replaced, settings
 from support.ranks import Ranks
 
 __all__ = ["folder"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import engine, prompts, recorded, serve
 from opgraft.engine.request import Request
 from opgraft.errors import ModelError
+from support.engines import engine, prompts, recorded, serve
 from support.random_decoders import through_transformers, written
 
 LONGROPE = {

@@ -6,14 +6,14 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from engine.interrupting import InterruptAt
-from engine.simulated import EOS, Runner, expected_output, make_scheduler
 from opgraft import OpgraftConfig, SamplingParams
 from opgraft.engine.core import EngineCore
 from opgraft.engine.lora.held import HeldAdapters
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.step import Step, StepResult
+from support.interrupting import InterruptAt
+from support.simulated_runner import EOS, Runner, expected_output, make_scheduler
 
 WATCHED = (
     "engine/core.py",

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts
 from opgraft import LLM, DeviceMemory, SamplingParams, current_platform, functional
 from opgraft.engine.runner.largest_step import largest_step
 from opgraft.engine.workers.worker import DEVICE_SHARE
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import paged
+from support.engines import prompts
 from support.quantized_files import write_layers
 from support.quantized_formats import FORMATS
 from support.random_decoders import DECODERS, written

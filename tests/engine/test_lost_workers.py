@@ -15,14 +15,14 @@ from typing import Any
 import opgraft
 import pytest
 from conftest import Site
-from engine.engines import replaced
 from engine.test_worker_process import IN_ITS_PROCESS, executor, folder, process_of
 from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
 from opgraft.engine.workers import process_executor
 from opgraft.engine.workers.process_executor import LocalProcess
 from opgraft.errors import EngineError
 from opgraft.plugins.locking import write_rows
-from plugins.locks import PLUGIN, lock
+from support.engines import replaced
+from support.locks import PLUGIN, lock
 from support.warm import interpreter
 
 __all__ = ["folder"]

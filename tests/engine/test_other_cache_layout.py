@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine.engines import engine, expect_right, prompts, recorded, serve
 from opgraft import current_platform
 from opgraft.ops.attention import Attention
+from support.engines import engine, expect_right, prompts, recorded, serve
 from support.random_decoders import DECODERS, written
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import prompts
 from opgraft import LLM, SamplingParams
 from opgraft.engine.core import EngineCore
 from opgraft.engine.step import Step
+from support.engines import prompts
 from support.random_decoders import written
 
 pytestmark = pytest.mark.usefixtures("warm_workers")

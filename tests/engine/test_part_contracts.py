@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import engine, replaced, settings
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.runner.memory_query import MemoryQuery
@@ -29,6 +28,7 @@ from opgraft.testing.part_contracts import (
     check_step_graph,
     check_worker,
 )
+from support.engines import engine, replaced, settings
 from support.random_decoders import hybrid, written
 
 

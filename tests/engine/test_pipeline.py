@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import engine, news, prompts, replaced, settings
 from opgraft.engine.core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
+from support.engines import engine, news, prompts, replaced, settings
 from support.random_decoders import written
 
 SIZES: dict[str, Any] = {

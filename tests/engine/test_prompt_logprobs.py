@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import engine, news, prompts
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.runner.largest_step import largest_step
 from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE, token_logprobs
 from opgraft.engine.sampling_params import SamplingParams
+from support.engines import engine, news, prompts
 from support.random_decoders import written
 from torch.utils._python_dispatch import TorchDispatchMode
 

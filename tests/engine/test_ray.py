@@ -23,13 +23,14 @@ from support.random_decoders import written
 from support.small_tokenizers import trained_tokenizer
 
 PATIENCE = 240
+SCENES = Path(__file__).parents[1] / "support" / "ray_scenes.py"
 
 
 def seen_in(scenes: str, folder: Path) -> Any:
     pytest.importorskip("ray")
     written("Llama", folder, vocab_size=400, max_position_embeddings=128)
     trained_tokenizer().save(str(folder / "tokenizer.json"))
-    command = [sys.executable, str(Path(__file__).with_name("ray_scenes.py")), str(folder), scenes]
+    command = [sys.executable, str(SCENES), str(folder), scenes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -18,8 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine.engines import replaced, settings
-from engine.interrupting import InterruptAt
 from engine.test_lost_workers import left
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.workers import worker_link
@@ -30,6 +28,8 @@ from opgraft.engine.workers.worker_link import WorkerLink
 from opgraft.engine.workers.worker_process import _answer
 from opgraft.errors import ConfigError, EngineError
 from opgraft.machine.channel import Channel, PipeSender, encoded
+from support.engines import replaced, settings
+from support.interrupting import InterruptAt
 from support.small_tokenizers import trained_tokenizer
 from support.warm.interpreter import process_of
 

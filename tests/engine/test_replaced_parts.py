@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Site
-from engine.engines import engine, expect_empty, news, prompts
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import StepResult
+from support.engines import engine, expect_empty, news, prompts
 from support.random_decoders import written
 
 LENGTHS = (3, 9, 1, 6, 12, 4, 2, 7)

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import (
+from opgraft.engine.core import EngineCore
+from opgraft.engine.request import Request
+from opgraft.engine.sampling_params import SamplingParams
+from support.engines import (
     BLOCK,
     copies_of,
     engine,
@@ -19,9 +22,6 @@ from engine.engines import (
     recorded,
     serve,
 )
-from opgraft.engine.core import EngineCore
-from opgraft.engine.request import Request
-from opgraft.engine.sampling_params import SamplingParams
 from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 FAMILIES = (*DECODERS, *THROUGH_TRANSFORMERS)

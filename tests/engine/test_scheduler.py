@@ -6,11 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
-from engine.scheduling import adapted, counts, distinct, request, step
-from engine.simulated import make_scheduler
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.errors import RequestError
+from support.scheduling import adapted, counts, distinct, request, step
+from support.simulated_runner import make_scheduler
 
 
 def test_a_prompt_comes_in_chunks_beside_decodes() -> None:

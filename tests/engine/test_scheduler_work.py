@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine.scheduling import counts, distinct, request, step
-from engine.simulated import make_scheduler
 from opgraft.engine.schedule.kv_cache import LayerKind
+from support.scheduling import counts, distinct, request, step
+from support.simulated_runner import make_scheduler
 
 
 class Calls:

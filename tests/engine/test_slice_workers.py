@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.slice_scenes import SETTINGS, answers
 from opgraft import LLM
 from opgraft.platforms.tpu.slices import FIRST_PORT
 from support.random_decoders import written
+from support.slice_scenes import SETTINGS, answers
 from support.small_tokenizers import trained_tokenizer
 from support.torch_tpu_stand_in import installed
 
 TENSOR = """
 import json, sys
-from engine.slice_scenes import SETTINGS, answers
+from support.slice_scenes import SETTINGS, answers
 from opgraft import LLM
 
 llm = LLM(sys.argv[1], **SETTINGS, **{"parallel.tensor": 2})
@@ -119,7 +119,7 @@ def test_two_chips_of_a_host(
 def test_two_hosts_of_two_chips(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Ray places a worker on each chip, the first host's first; a part of the slice is refused."""
     pytest.importorskip("ray")
-    script = str(Path(__file__).with_name("slice_scenes.py"))
+    script = str(Path(__file__).parents[1] / "support" / "slice_scenes.py")
     chips = free_chips(4)
     seen = run_on_slice([script, str(folder), *chips], tmp_path)
     assert seen["answers"] == expected

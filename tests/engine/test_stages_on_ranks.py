@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.engines import engine, expect_empty, news, prompts, recorded, replaced, settings
 from opgraft.config import CompilationMode
 from opgraft.distributed import get_pp_group
 from opgraft.engine.core import EngineCore
@@ -18,6 +17,7 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import DistributedError
 from opgraft.models import load_model
 from opgraft.models.stages import evenly
+from support.engines import engine, expect_empty, news, prompts, recorded, replaced, settings
 from support.random_decoders import (
     DECODERS,
     HYBRIDS,

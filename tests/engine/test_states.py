@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine import engines
-from engine.engines import engine, expect_right, news, plain_logits, prompts, recorded, serve
 from opgraft.engine.core import EngineCore
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.schedule.state_slots import StateSlots
@@ -18,6 +16,8 @@ from opgraft.models import load_model
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
+from support import engines
+from support.engines import engine, expect_right, news, plain_logits, prompts, recorded, serve
 from support.random_decoders import HYBRIDS, hybrid
 
 

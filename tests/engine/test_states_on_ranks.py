@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import engine, prompts, recorded, serve, settings
 from opgraft.errors import LayerError
 from opgraft.models import load_model
+from support.engines import engine, prompts, recorded, serve, settings
 from support.random_decoders import HYBRIDS, hybrid
 from support.ranks import Ranks
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import add
-from engine.simulated import make_scheduler
 from opgraft import SamplingParams
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.stats import PARTS, Counters, EngineStats
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
+from support.engines import add
 from support.random_decoders import written
+from support.simulated_runner import make_scheduler
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 64, "block_size": 4, "cache.num_blocks": 40, "load.progress": False,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from statistics import median
 
 import pytest
-from engine.simulated import Traffic, make_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opgraft.engine.schedule.kv_cache import LayerKind
 from support.held import ROUNDS, rounds
+from support.simulated_runner import Traffic, make_scheduler
 
 KINDS = st.lists(st.sampled_from([None, 1, 3, 8, 13]), min_size=1, max_size=3, unique=True)
 

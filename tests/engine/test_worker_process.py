@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import prompts, replaced, settings
 from opgraft import LLM, SamplingParams
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
@@ -34,6 +33,7 @@ from opgraft.errors import (
 )
 from opgraft.machine.channel import Channel, encoded
 from opgraft.ops import RMSNorm
+from support.engines import prompts, replaced, settings
 from support.random_decoders import written
 from support.ranks import Ranks
 from support.small_tokenizers import trained_tokenizer

@@ -15,9 +15,9 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 pytest.importorskip("transformers")
 
-from families.embedders import build, cases, embedded, opened, save
-from families.sweep import NotRun
 from opgraft.errors import OpgraftError
+from support.families.embedders import build, cases, embedded, opened, save
+from support.families.sweep import NotRun
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

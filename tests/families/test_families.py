@@ -14,10 +14,10 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 pytest.importorskip("transformers")
 
-from families.registry import families
-from families.sweep import NotRun, build, floats, forward, gradients
 from opgraft import CustomOp, graft, ungraft
 from opgraft.ops import ApplyRotaryEmb
+from support.families.registry import families
+from support.families.sweep import NotRun, build, floats, forward, gradients
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ from typing import Any
 import opgraft
 import pytest
 from conftest import Site
-from faults.planting import GOOD, of_brix
+from support.faults.planting import GOOD, of_brix
 from support.small_words import word_tokenizer
 
 _seen: dict[str, Any] = {}

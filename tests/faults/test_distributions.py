@@ -6,8 +6,14 @@ import sys
 
 import opgraft
 import pytest
-from faults.distribution_rows import ROWS
-from faults.planting import answer, doctor_finds, in_time, others_are_as_they_were, status_of
+from support.faults.distribution_rows import ROWS
+from support.faults.planting import (
+    answer,
+    doctor_finds,
+    in_time,
+    others_are_as_they_were,
+    status_of,
+)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 from conftest import Site
-from faults.doctor_rows import ENDS, FINDINGS, NATIVE, PLACELESS, POINTS, WITH_A_PLACE, kernel
-from faults.planting import GOOD, others_are_as_they_were
-from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
+from support.faults.doctor_rows import (
+    ENDS,
+    FINDINGS,
+    NATIVE,
+    PLACELESS,
+    POINTS,
+    WITH_A_PLACE,
+    kernel,
+)
+from support.faults.planting import GOOD, others_are_as_they_were
+from support.faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 
 LIMITS = ("--time-limit", "20", "--memory-limit", "2.5")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from faults.process_rows import PLUGIN
+from support.faults.process_rows import PLUGIN
 
 LIMIT = 60.0  # seconds, where a busy machine takes 20 for the answer and 5 for patience
 

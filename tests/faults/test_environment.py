@@ -10,8 +10,8 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from faults.environment_rows import COMMANDS, LIMITS, ROWS, STREAMS
-from faults.planting import PLUGIN
+from support.faults.environment_rows import COMMANDS, LIMITS, ROWS, STREAMS
+from support.faults.planting import PLUGIN
 
 pytestmark = pytest.mark.faults
 TIME_LIMIT = 60.0  # seconds, where a busy machine takes five

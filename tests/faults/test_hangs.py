@@ -14,9 +14,6 @@ from importlib.metadata import Distribution
 import opgraft
 import pytest
 import torch
-from faults.clock import Clock, eventually
-from faults.planting import GOOD, answer, in_time, of_brix
-from faults.platform_rows import HEAD
 from opgraft import LLM, OpgraftConfig, SamplingParams, load_plugins, set_config
 from opgraft.base.watchdog import WATCHDOG
 from opgraft.binding import provenance
@@ -24,6 +21,9 @@ from opgraft.cli import isolation
 from opgraft.ops import RMSNorm
 from opgraft.plugins.metadata import Problem, distributions
 from opgraft.registry import watching
+from support.faults.clock import Clock, eventually
+from support.faults.planting import GOOD, answer, in_time, of_brix
+from support.faults.platform_rows import HEAD
 from support.small_words import word_llama
 
 LONG = "from opgraft.registry import watching; watching.time.passing(6).acquire()"

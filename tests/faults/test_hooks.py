@@ -7,11 +7,11 @@ import time
 
 import opgraft
 import pytest
-from faults.hook_rows import ROWS
-from faults.planting import TooSlowError, in_time, others_are_as_they_were
 from opgraft.base.text import printable
 from opgraft.plugins.outcomes import findings_of
 from opgraft.registry.state import host_state
+from support.faults.hook_rows import ROWS
+from support.faults.planting import TooSlowError, in_time, others_are_as_they_were
 
 pytestmark = pytest.mark.faults
 

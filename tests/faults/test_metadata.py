@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults.metadata_rows import ROWS
-from faults.planting import doctor_finds, tried
+from support.faults.metadata_rows import ROWS
+from support.faults.planting import doctor_finds, tried
 
 pytestmark = pytest.mark.faults
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import click
 import opgraft
 import pytest
-from faults.model_rows import (
+from opgraft.base.text import printable
+from opgraft.cli import chat, plan, run, verify
+from opgraft.errors import OpgraftError
+from support.faults.model_rows import (
     CHAT,
     CONFIGS,
     CONTENTS,
@@ -26,10 +29,7 @@ from faults.model_rows import (
     SETTINGS,
     VERIFY,
 )
-from faults.planting import in_time
-from opgraft.base.text import printable
-from opgraft.cli import chat, plan, run, verify
-from opgraft.errors import OpgraftError
+from support.faults.planting import in_time
 from support.small_words import word_llama
 
 COMMANDS = {

@@ -6,9 +6,12 @@ import logging
 
 import opgraft
 import pytest
-from faults.doctor_rows import FINDINGS
-from faults.planting import in_time, others_are_as_they_were
-from faults.process_rows import (
+from opgraft.plugins.changes import thorough
+from opgraft.plugins.outcomes import findings_of
+from opgraft.registry.state import host_state
+from support.faults.doctor_rows import FINDINGS
+from support.faults.planting import in_time, others_are_as_they_were
+from support.faults.process_rows import (
     IMPORTS,
     OF_BRIX,
     PLUGIN,
@@ -16,9 +19,6 @@ from faults.process_rows import (
     WITHOUT_AN_IMPORT,
     comparing,
 )
-from opgraft.plugins.changes import thorough
-from opgraft.plugins.outcomes import findings_of
-from opgraft.registry.state import host_state
 
 SOURCES = {kind: source for kind, (source, _, _) in FINDINGS.items()} | {
     change: f"{IMPORTS}{change}{PLUGIN.format('pass')}" for change in SET_BACK

@@ -11,11 +11,11 @@ import opgraft
 import pytest
 import torch
 from conftest import Site
-from faults.planting import in_time
-from faults.platform_rows import METHODS, NEVER_CALLED, method, stated
 from opgraft import LLM, cli, current_platform
 from opgraft.plugins import guarded_methods
 from opgraft.testing import diagnosis
+from support.faults.planting import in_time
+from support.faults.platform_rows import METHODS, NEVER_CALLED, method, stated
 from support.small_words import word_llama
 
 FEW = ("--max-tokens", "1", "--cache.num_blocks", "300")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from conftest import Site, platform_source
-from faults.planting import GOOD, answer, doctor_finds, in_time, of_brix
-from faults.platform_rows import LATER, REFUSED
-from faults.process_rows import IMPORTS, SET_BACK, comparing
 from opgraft import current_platform
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins import kept_properties
 from opgraft.plugins.process import changes_between, look
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
+from support.faults.planting import GOOD, answer, doctor_finds, in_time, of_brix
+from support.faults.platform_rows import LATER, REFUSED
+from support.faults.process_rows import IMPORTS, SET_BACK, comparing
 
 pytestmark = pytest.mark.faults
 

@@ -10,8 +10,6 @@ import sys
 
 import opgraft
 import pytest
-from faults.planting import doctor_finds, in_time
-from faults.probe_rows import ROWS, SECRETS
 from opgraft.base.text import printable
 from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import discover
@@ -20,6 +18,8 @@ from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.decision import Candidate
 from opgraft.registry.state import host_state
+from support.faults.planting import doctor_finds, in_time
+from support.faults.probe_rows import ROWS, SECRETS
 
 HEAD = "from opgraft import Device, Fact\n    "
 LONGEST = 4000  # characters of a line that anybody reads

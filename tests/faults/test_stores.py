@@ -11,8 +11,6 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from faults.planting import PLUGIN, in_time
-from faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
 from opgraft import CompilationConfig, OpgraftConfig, set_config
 from opgraft.base.text import printable
 from opgraft.binding.measurements import OpMeasurement, ProfileFile, TimedChoice
@@ -23,6 +21,8 @@ from opgraft.ops import ReLUSquaredActivation
 from opgraft.plugins import locking, quarantine
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
+from support.faults.planting import PLUGIN, in_time
+from support.faults.store_rows import ALL, NO_FILES, SIGNED, WRITERS
 
 WHOLE = 100_000
 

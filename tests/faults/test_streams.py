@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from faults.planting import GOOD
-from faults.process_rows import PLUGIN
+from support.faults.planting import GOOD
+from support.faults.process_rows import PLUGIN
 
 CLOSES = {
     "sys.stdout.close()": "whether sys.stdout is closed from False to True",

@@ -11,7 +11,6 @@ import opgraft
 import pytest
 import torch
 from conftest import Site
-from faults.model_rows import CONTENTS
 from faults.test_models import copied
 from opgraft import LLM, OpgraftConfig, SamplingParams, cli, set_config
 from opgraft.binding import comparison
@@ -29,6 +28,7 @@ from opgraft.testing.diagnosis import (
     wrong_results_of_layers,
 )
 from safetensors.torch import load_file, save_file
+from support.faults.model_rows import CONTENTS
 from support.small_words import word_llama
 from torch import nn
 

@@ -14,7 +14,7 @@ pytest.importorskip(
     "triton", reason="Triton is not installed here; make test-triton runs this test"
 )
 
-KERNELS = Path(__file__).parents[1] / "kernels"
+KERNELS = Path(__file__).parents[1] / "ops" / "triton"
 
 
 FILES = (

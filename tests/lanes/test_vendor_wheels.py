@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes.vllm_source import CACHE
+from support.vllm_source import CACHE
 
 WHEELS = {"pace-vllm": "1.3.0"}
 """Distributions, with the versions that are tested."""

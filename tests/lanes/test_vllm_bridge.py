@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lanes.vllm_source import INSTALLED, SITE, definition, needs_vllm, parameters
-from plugins.vllm_plugin import BRIDGE, install_acme
+from support.vllm_plugin import BRIDGE, install_acme
+from support.vllm_source import INSTALLED, SITE, definition, needs_vllm, parameters
 
 sys.path.insert(0, str(BRIDGE / "src"))
 try:

@@ -11,8 +11,8 @@ import inspect
 import runpy
 
 import pytest
-from lanes.vllm_source import definition, needs_vllm, parameters
-from plugins.vllm_plugin import BRIDGE
+from support.vllm_plugin import BRIDGE
+from support.vllm_source import definition, needs_vllm, parameters
 
 # The file is run by itself: an import would leave the bridge's package to every other test of this process.
 _TABLES = runpy.run_path(str(BRIDGE / "src/opgraft_vllm_bridge/counterparts.py"))

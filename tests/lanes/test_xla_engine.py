@@ -12,12 +12,12 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from engine.engines import prompts, replaced, serve, settings
 from opgraft import current_platform, set_config
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.ops.attention.padded import PaddedAttention
+from support.engines import prompts, replaced, serve, settings
 from support.random_decoders import written
 
 if os.environ.get("PJRT_DEVICE") != "CPU":

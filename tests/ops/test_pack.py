@@ -17,7 +17,7 @@ from opgraft.ops import Linear
 from opgraft.ops.freezing import PackedLinear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.packed import PACKED, RowRange
-from ops.packing import (
+from support.packing import (
     DTYPES,
     REFERENCES,
     Calls,

@@ -19,7 +19,7 @@ from opgraft.ops.composites.composite import served_by
 from opgraft.ops.freezing import PackedLinear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.weight_cache import declaration
-from ops.packing import Calls, check, make, needs_onednn, record_calls, use_tables
+from support.packing import Calls, check, make, needs_onednn, record_calls, use_tables
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 

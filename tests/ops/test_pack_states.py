@@ -12,7 +12,7 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from ops.packing import DTYPES, check, make, needs_onednn, packed, record_calls, same_bits
+from support.packing import DTYPES, check, make, needs_onednn, packed, record_calls, same_bits
 from torch import Tensor, nn
 
 pytestmark = needs_onednn

@@ -16,7 +16,7 @@ from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear import weight_cache
 from opgraft.ops.linear.functional import linear as form
-from ops.packing import (
+from support.packing import (
     DTYPES,
     REFERENCES,
     TOLERANCES,

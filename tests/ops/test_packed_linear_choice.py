@@ -12,7 +12,7 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.functional import linear
-from ops.packing import (
+from support.packing import (
     DTYPES,
     Calls,
     check,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import weight_cache
-from ops.packing import Calls, check, needs_onednn, record_calls
+from support.packing import Calls, check, needs_onednn, record_calls
 from torch import nn
 
 pytestmark = needs_onednn
@@ -287,7 +287,7 @@ COLLECTIVES = """
 import sys
 import pytest, torch
 from opgraft.ops import GatedMLP, Linear
-from ops.packing import check, record_calls
+from support.packing import check, record_calls
 from torch import distributed
 
 rank, name, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]

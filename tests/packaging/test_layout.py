@@ -14,6 +14,21 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgraft.plugins"}
+TESTS = REPOSITORY / "tests"
+OF_OTHERS = {
+    "benchmarks": "the programs of benchmarks/",
+    "clients": "clients that others wrote, against one server",
+    "cpu_kernels": "the reference plugin opgraft-cpu-kernels",
+    "docs": "the pages of docs/",
+    "families": "every family of transformers, a target of its own",
+    "faults": "the matrix of planted faults, through all parts",
+    "gpu_runs": "the programs of tools/on_gpu/",
+    "lanes": "other stacks, in environments of their own",
+    "packaging": "the repository as a whole",
+    "porting": "the porting of the reference plugin opgraft-vllm-bridge",
+    "support": "helpers of tests",
+}
+"""Folders of tests without a folder of the package, each with its subject."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +51,23 @@ def test_folders_map_to_packages(pyproject: dict[str, Any]) -> None:
     """The folders that this file and the house-style tests walk are those that setuptools maps."""
     mapped = pyproject["tool"]["setuptools"]["package-dir"]
     assert mapped == {package: folder for folder, package in FOLDERS.items()}
+
+
+def test_tests_mirror_the_package() -> None:
+    """Each folder of tests has the name of a folder of the package, or stands in the table with its subject."""
+    mirrored = {path.parent.name for path in (REPOSITORY / "core").glob("*/__init__.py")}
+    mirrored |= FOLDERS.keys() - {"core"}
+    folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
+    assert sorted(folders - mirrored - OF_OTHERS.keys()) == []
+    assert sorted(OF_OTHERS.keys() & mirrored) == []
+
+
+def test_helpers_of_tests_live_in_one_folder() -> None:
+    """Beside tests and fixtures, modules of tests lie in tests/support."""
+    found = {path.relative_to(TESTS) for path in TESTS.rglob("*.py")}
+    helpers = [path for path in found if not path.name.startswith("test_")]
+    others = [path for path in helpers if path.name != "conftest.py"]
+    assert [str(path) for path in sorted(others) if path.parts[0] != "support"] == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from machines.build import build
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, scan
+from support.machines.build import build
 
 Probe = Callable[[Machine], Evidence]
 

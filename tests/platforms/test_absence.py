@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from machines.build import Tree
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.machine.recording import RecordingMachine
@@ -17,6 +16,7 @@ from opgraft.platforms.pci import FOLDER
 from opgraft.platforms.rocm.probe import probe as rocm
 from opgraft.platforms.tpu.probe import probe as tpu
 from opgraft.platforms.xpu.probe import probe as xpu
+from support.machines.build import Tree
 
 Probe = Callable[[Machine], Evidence]
 PROBES = {

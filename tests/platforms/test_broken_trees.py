@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines.build import machines
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.machine.recording import RecordingMachine
+from support.machines.build import machines
 
 DEADLINE = 1.0  # seconds of a processor
 PATIENCE = 60.0  # seconds, on a machine that may be busy

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines.build import Tree
-from machines.nvidia import H100, add_driver, add_gpus, add_mig, h100, uuid
 from opgraft.machine.evidence import Device
 from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda import nvml
 from opgraft.platforms.cuda.chips import BLOCKS, chip
 from opgraft.platforms.cuda.platform import CudaPlatform
 from opgraft.platforms.cuda.probe import probe, visible_count
+from support.machines.build import Tree
+from support.machines.nvidia import H100, add_driver, add_gpus, add_mig, h100, uuid
 
 
 def machine(folder: Path, build, **environ: str) -> Machine:

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from machines.build import Tree, machines
-from machines.google import UNASSIGNED, V4
 from opgraft.machine.machine import Machine
 from opgraft.machine.recording import RecordingMachine
 from opgraft.plugins.discovery import PLATFORM_GROUP, scan
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.registry.decision import Decision
+from support.machines.build import Tree, machines
+from support.machines.google import UNASSIGNED, V4
 
 SPECS = [offer.load() for offer in scan().of_group(PLATFORM_GROUP) if offer.built_in]
 (sightings,) = [spec.sightings for spec in SPECS if spec.sightings]

@@ -1,4 +1,4 @@
-"""What ``opgraft detect`` says about each fixture machine, compared with the files in tests/machines/snapshots.
+"""What ``opgraft detect`` says about each fixture machine, compared with the files in tests/support/machines/snapshots.
 
 After a change that is meant to be seen: ``UPDATE_SNAPSHOTS=1 pytest tests/platforms/test_machines.py``, and read the
 difference as a user would.
@@ -15,13 +15,13 @@ from pathlib import Path
 import opgraft
 import pytest
 from click.testing import CliRunner
-from machines.build import build, machines
 from opgraft.cli import cli as command_line
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.machine.recording import RecordingMachine
+from support.machines.build import build, machines
 
-SNAPSHOTS = Path(__file__).parents[1] / "machines" / "snapshots"
+SNAPSHOTS = Path(__file__).parents[1] / "support" / "machines" / "snapshots"
 UPDATE = os.environ.get("UPDATE_SNAPSHOTS") == "1"
 each_machine = pytest.mark.parametrize("name", sorted(machines()))
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from machines.amd import GIB, MI300X, add_card, add_gpu_node, mi300x
-from machines.build import Tree
 from opgraft.machine.evidence import Device
 from opgraft.machine.machine import Machine
 from opgraft.platforms.rocm.kfd import Node
 from opgraft.platforms.rocm.platform import RocmPlatform
 from opgraft.platforms.rocm.probe import probe, visible_count
+from support.machines.amd import GIB, MI300X, add_card, add_gpu_node, mi300x
+from support.machines.build import Tree
 
 
 def machine(folder: Path, build, **environ: str) -> Machine:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines.build import Tree
-from machines.google import UNASSIGNED, V2_OR_V3, V4, V6E, V7X, add_vfio_chips, add_vm
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine, TorchBuild
 from opgraft.platform import DeviceMemory, effective_chain
@@ -24,6 +22,8 @@ from opgraft.platforms.tpu.platform import TpuPlatform
 from opgraft.platforms.tpu.probe import probe
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
+from support.machines.build import Tree
+from support.machines.google import UNASSIGNED, V2_OR_V3, V4, V6E, V7X, add_vfio_chips, add_vm
 
 TORCH_XLA = {"torch_xla": "2.9.0", "libtpu": "0.0.21"}
 TORCH_TPU = {"torch_tpu": "0.2.0", "libtpu": "0.0.50"}

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import opgraft
 import pytest
 import torch
-from machines.build import Tree
-from machines.intel import ALDER_LAKE, ARC_A770, ARC_B580, MAX_1550, OTHER_DISPLAY, add_gpu
 from opgraft.machine.machine import Machine, TorchBuild
 from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.platform import DeviceMemory, effective_chain
 from opgraft.platforms.xpu.cards import CARDS
 from opgraft.platforms.xpu.platform import XpuPlatform
 from opgraft.platforms.xpu.probe import probe
+from support.machines.build import Tree
+from support.machines.intel import ALDER_LAKE, ARC_A770, ARC_B580, MAX_1550, OTHER_DISPLAY, add_gpu
 
 XPU_BUILD = TorchBuild("2.8.0+xpu", {"xpu": "20250100"})
 

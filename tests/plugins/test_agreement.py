@@ -20,9 +20,8 @@ from opgraft.ops import RMSNorm
 from opgraft.plugins import quarantine
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
-from plugins.locks import lock
-
-from plugins import worker_ways
+from support import worker_ways
+from support.locks import lock
 
 PARENT = """
 import json, multiprocessing, sys

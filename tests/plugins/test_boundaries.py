@@ -10,7 +10,6 @@ import sys
 import opgraft
 import pytest
 import torch
-from faults.planting import GOOD, PLUGIN, in_time
 from opgraft import OpgraftConfig, load_plugins, set_config
 from opgraft.base.installed import version_of
 from opgraft.config import resolve
@@ -22,6 +21,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_platform
 from opgraft.registry.state import host_state
+from support.faults.planting import GOOD, PLUGIN, in_time
 
 ODD = """
 import opgraft

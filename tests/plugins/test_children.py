@@ -16,10 +16,10 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from machines.build import Tree, build
 from opgraft.errors import ChildError
 from opgraft.machine.child import ask_child, child_command, run_child
 from opgraft.machine.machine import RECORD, Machine
+from support.machines.build import Tree, build
 
 TELLS = (
     "import json, os; return Evidence(False, json.dumps([machine.environ.get('DEVICE'), sorted(machine.environ), "

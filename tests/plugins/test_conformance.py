@@ -17,7 +17,7 @@ from opgraft.registry.state import host_state
 from opgraft.testing import isolated_host
 from opgraft.testing.check_table import CHECKS, OP, PLATFORM, PLUGIN, SUMMARIES, Answer, together
 from opgraft.testing.conformance import CheckOutcome, Conformance, alone
-from plugins.own_tests import PLUGINS, own_tests
+from support.own_tests import PLUGINS, own_tests
 
 
 @pytest.mark.parametrize(

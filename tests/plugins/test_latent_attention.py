@@ -7,8 +7,8 @@ from pathlib import Path
 import opgraft
 import pytest
 from conftest import Site
-from engine.engines import engine, expect_right, prompts, recorded, serve
 from opgraft import current_platform
+from support.engines import engine, expect_right, prompts, recorded, serve
 from support.random_decoders import DECODERS, written
 
 HEAD = """

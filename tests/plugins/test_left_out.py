@@ -16,7 +16,7 @@ from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import host_state
-from plugins.vllm_plugin import OPS, PLATFORM, imports_forgotten, install_acme, install_bridge
+from support.vllm_plugin import OPS, PLATFORM, imports_forgotten, install_acme, install_bridge
 
 DECLARES = """
 import os

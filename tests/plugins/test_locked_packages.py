@@ -11,7 +11,7 @@ from opgraft.config.environment import read_environment
 from opgraft.errors import ConfigError
 from opgraft.plugins.admission import check_admission
 from opgraft.plugins.discovery import PLUGIN_GROUP
-from plugins.locks import PLUGIN, lock, reason, settings_of
+from support.locks import PLUGIN, lock, reason, settings_of
 
 HELPED = {"brix/__init__.py": PLUGIN, "brix/helper.py": "", "brix/inner/__init__.py": ""}
 

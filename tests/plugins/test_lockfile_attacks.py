@@ -20,7 +20,7 @@ from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.registry.state import PluginStatus, host_state
-from plugins.locks import PLUGIN, lock, reason
+from support.locks import PLUGIN, lock, reason
 
 PARTS = {
     "acme.py": f"import acme_parts.helper, vendor.helper\n{PLUGIN}",

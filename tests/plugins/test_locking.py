@@ -21,7 +21,7 @@ from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.locking import lock_installed, read_rows, write_rows
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import PluginStatus, host_state
-from plugins.locks import PLUGIN, lock, reason
+from support.locks import PLUGIN, lock, reason
 
 EDITABLE = '{"url": "file:///source", "dir_info": {"editable": true}}'
 

@@ -11,7 +11,7 @@ import torch
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.testing.conformance import Conformance, alone
-from plugins.planted import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
+from support.defective_plugins import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 

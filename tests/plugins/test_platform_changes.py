@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 from conftest import platform_source
-from faults.process_rows import IMPORTS
 from opgraft import current_platform, load_plugins
 from opgraft.errors import PlatformError
 from opgraft.plugins.process import changes_between, look
 from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
+from support.faults.process_rows import IMPORTS
 
 AVAILABLE = "return Evidence(True, 'here')"
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from faults.process_rows import IMPORTS, PLUGIN, REBOUND, SET_BACK, comparing
 from opgraft import load_plugins
 from opgraft.ops import RMSNorm
 from opgraft.plugins.changes import thorough
@@ -26,6 +25,7 @@ from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.process import LISTS, OF_IMPORTS, changes_between, look
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
+from support.faults.process_rows import IMPORTS, PLUGIN, REBOUND, SET_BACK, comparing
 from support.source_trees import REPOSITORY
 
 POINTS = {"opgraft.plugins": ["acme = acme"]}

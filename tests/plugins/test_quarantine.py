@@ -9,7 +9,6 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from faults.store_rows import huge, with_digest
 from opgraft import OpgraftConfig, load_plugins, set_config
 from opgraft.errors import PlatformError, PluginError
 from opgraft.machine.machine import Machine
@@ -21,6 +20,7 @@ from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
+from support.faults.store_rows import huge, with_digest
 
 PLUGIN = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 ACME = Provider("acme", "1.0")

@@ -22,8 +22,8 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
-from plugins.vllm_plugin import BRIDGE, ENTRY, imports_forgotten, install_acme, install_bridge
 from safetensors.torch import save_file
+from support.vllm_plugin import BRIDGE, ENTRY, imports_forgotten, install_acme, install_bridge
 
 GENERAL = {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from opgraft import LLM, SamplingParams
 from opgraft.errors import ModelError, PluginError
-from plugins.vllm_plugin import imports_forgotten, install_bridge
 from support.small_words import word_llama
+from support.vllm_plugin import imports_forgotten, install_bridge
 
 ENTRY = """
 def register():

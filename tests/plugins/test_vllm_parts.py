@@ -20,8 +20,8 @@ from opgraft import OpgraftConfig, ops, set_config
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.quantization import quantization_named
-from plugins.vllm_plugin import imports_forgotten, install_bridge
 from support.small_words import word_llama
+from support.vllm_plugin import imports_forgotten, install_bridge
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import libcst as cst
 import pytest
 from opgraft.plugins.bridges import Ported
-from plugins.vllm_plugin import BRIDGE
+from support.vllm_plugin import BRIDGE
 
 _PACKAGE = "opgraft_vllm_bridge"
 

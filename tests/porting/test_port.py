@@ -19,7 +19,7 @@ from opgraft import load_plugins, ops
 from opgraft.errors import InputError
 from opgraft.plugins import discovery
 from opgraft.plugins.bridges import Ported
-from plugins.vllm_plugin import install_bridge
+from support.vllm_plugin import install_bridge
 
 Port = Callable[[Path], Ported]
 SCHEMA = Path(__file__).parents[2] / "docs/reference/schemas/opgraft.new.1.json"

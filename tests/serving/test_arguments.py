@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import expect_empty
 from opgraft import AsyncLLM, SamplingParams
 from opgraft.errors import ConfigError, EngineError, InputError, ModelError, RequestError
 from opgraft.serving.llm import LLM
-from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model
+from support.engines import expect_empty
+from support.small_models import CONTEXT, VOCABULARY, open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [9, 8, 7, 6, 5]

@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-from engine.engines import expect_empty
 from opgraft import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.async_llm import AsyncLLM
+from support.engines import expect_empty
 from support.held import ROUNDS, rounds
 from support.random_decoders import written
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families.embedders import PROTEINS, build, embedded, opened, save
 from opgraft import LLM, AsyncLLM, LoRARequest, SamplingParams
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
@@ -17,6 +16,7 @@ from opgraft.models import find_checkpoint
 from opgraft.models.build import generates
 from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
+from support.families.embedders import PROTEINS, build, embedded, opened, save
 from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import expect_empty
-from engine.interrupting import InterruptAt
 from opgraft import SamplingParams
-from serving.small_models import open_llm, write_model
+from support.engines import expect_empty
+from support.interrupting import InterruptAt
+from support.small_models import open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 FILES = ("serving/llm.py", "serving/replicas.py", "serving/engine_thread.py")

@@ -10,7 +10,6 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from engine.engines import add
 from opgraft import LLM, SamplingParams
 from opgraft.config import LoadConfig, OpgraftConfig
 from opgraft.engine.runner.model_runner import ModelRunner
@@ -19,6 +18,7 @@ from opgraft.errors import ConfigError
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.serving.text_engine import TextEngine
+from support.engines import add
 from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import add, expect_empty
 from opgraft import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.llm import LLM
-from serving.small_models import open_llm, write_model
+from support.engines import add, expect_empty
+from support.small_models import open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [9, 8, 7, 6, 5]

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import add, expect_empty
 from opgraft import OpgraftConfig, SamplingParams
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
 from opgraft.ops import RMSNorm
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM, Interrupted
-from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model
+from support.engines import add, expect_empty
 from support.random_decoders import saved, transformers
+from support.small_models import CONTEXT, VOCABULARY, open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [9, 8, 7, 6, 5]
@@ -451,7 +451,7 @@ INTERRUPTED = """
 import json, sys
 from opgraft import SamplingParams
 from opgraft.serving.llm import Interrupted
-from serving.small_models import open_llm
+from support.small_models import open_llm
 
 PROMPT = [9, 8, 7, 6, 5]
 

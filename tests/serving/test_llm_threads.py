@@ -13,7 +13,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from engine.engines import expect_empty
 from opgraft import SamplingParams
 from opgraft.cli.answer import expect_answers
 from opgraft.engine.core import EngineCore
@@ -23,7 +22,8 @@ from opgraft.serving.engine_thread import QueuedReader
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
-from serving.small_models import open_llm, write_model
+from support.engines import expect_empty
+from support.small_models import open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

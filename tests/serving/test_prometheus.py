@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.engines import add
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
 from opgraft.serving.prometheus import PrometheusExporter
+from support.engines import add
 from support.random_decoders import written
 
 prometheus = pytest.importorskip("prometheus_client")

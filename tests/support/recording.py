@@ -9,8 +9,7 @@ from typing import Any
 
 import opgraft
 import torch
-from engine.engines import engine, prompts, recorded, serve
-from graft.test_transformers import FAMILIES, build, inputs
+from grafting.test_transformers import FAMILIES, build, inputs
 from opgraft import OpgraftConfig, set_config
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.recorded_calls import FORWARD, RecordedCall
@@ -19,6 +18,7 @@ from opgraft.serving.llm import LLM  # its parts are registered before the recor
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from support import counting_plugin
+from support.engines import engine, prompts, recorded, serve
 from support.quantized_files import logits_of, write
 from support.quantized_formats import FORMATS
 from support.random_decoders import (

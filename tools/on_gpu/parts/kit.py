@@ -17,7 +17,7 @@ from on_gpu.device import DEVICE, ON_GPU
 from on_gpu.rows import FAILED, Row, Rows, expect_equal
 
 REPOSITORY = Path(__file__).parents[3]
-TESTS = ("tests/kernels/test_gpu.py", "tests/platforms/test_torch_cuda.py")
+TESTS = ("tests/ops/triton/test_gpu.py", "tests/platforms/test_torch_cuda.py")
 ANOTHER_PART = "not test_values and not test_strides"
 """Leaves out the tests that the part ``kernels`` stands for."""
 
