@@ -9,20 +9,6 @@ from dataclasses import dataclass
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 
-ADMITTED_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/pooling",
-    "/classify",
-    *("/score", "/v1/score"),
-    *("/rerank", "/v1/rerank", "/v2/rerank"),
-)
-"""Paths with work for the model. Such requests may have to wait."""
-
-
 @dataclass
 class Slot:
     """The share of a request in the waiting work, from admission to the first token."""

@@ -45,13 +45,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-router = APIRouter(
-    route_class=BodyRoute,
-    responses={
-        "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
-        "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
-    },
-)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
+    "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
+}
+work = APIRouter(route_class=BodyRoute, responses=_ERRORS)
+"""Routes with work for the model. Such requests may have to wait."""
+
+router = APIRouter(route_class=BodyRoute, responses=_ERRORS)
+"""All other routes."""
 
 
 def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
@@ -66,10 +68,12 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.service = service
+    app.include_router(work)
     app.include_router(router)
     for kind in (OpgraftError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(Gate, service=service, api_keys=api_keys)
+    admitted = frozenset(route.path for route in work.routes if isinstance(route, BodyRoute))
+    app.add_middleware(Gate, service=service, admitted=admitted, api_keys=api_keys)
     if service.settings.cors_origins:
         origins = list(service.settings.cors_origins)
         app.add_middleware(
@@ -103,19 +107,19 @@ async def show_page() -> Response:
     return page()
 
 
-@router.post("/v1/completions")
+@work.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue a prompt, or each of several prompts."""
     return await Completion(_service(request), body, _passing(request)).respond()
 
 
-@router.post("/v1/chat/completions")
+@work.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     return await Chat(_service(request), body, _passing(request)).respond()
 
 
-@router.post("/v1/responses")
+@work.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation with items, and keep the response."""
     service = _service(request)
@@ -143,7 +147,7 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/messages")
+@work.post("/v1/messages")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat of Anthropic's interface."""
     return await Message(_service(request), body, _passing(request)).respond()
@@ -155,34 +159,34 @@ async def count_message_tokens(body: CountRequest, request: Request) -> JSONResp
     return JSONResponse(await count_tokens(_service(request), body, _passing(request)))
 
 
-@router.post("/v1/embeddings")
+@work.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
     """Return the vectors of texts."""
     return JSONResponse(await embed(_service(request), body, _passing(request)))
 
 
-@router.post("/pooling")
+@work.post("/pooling")
 async def create_pooled(body: PoolingRequest, request: Request) -> JSONResponse:
     """Return a vector for each text."""
     return JSONResponse(await _scoring(request).pool(body))
 
 
-@router.post("/classify")
+@work.post("/classify")
 async def create_labels(body: ClassifyRequest, request: Request) -> JSONResponse:
     """Return the labels of texts with their probabilities."""
     return JSONResponse(await _scoring(request).classify(body))
 
 
-@router.post("/score")
-@router.post("/v1/score")
+@work.post("/score")
+@work.post("/v1/score")
 async def create_scores(body: ScoreRequest, request: Request) -> JSONResponse:
     """Return the scores of pairs of texts."""
     return JSONResponse(await _scoring(request).score(body))
 
 
-@router.post("/rerank")
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@work.post("/rerank")
+@work.post("/v1/rerank")
+@work.post("/v2/rerank")
 async def create_order(body: RerankRequest, request: Request) -> JSONResponse:
     """Return documents by their relevance for a query."""
     return JSONResponse(await _scoring(request).rerank(body))

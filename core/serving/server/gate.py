@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from ipaddress import ip_address
 
 from opgraft.errors import HTTPError
-from opgraft.serving.server.admission import ADMITTED_PATHS, Bodies
+from opgraft.serving.server.admission import Bodies
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.service import Flight, Service
 from starlette.datastructures import Headers
@@ -26,12 +26,20 @@ class Gate:
     Args:
         app: answers admitted requests.
         service: has the limits.
+        admitted: paths with work for the model. Such requests may have to wait.
         api_keys: a client must send one of these. Without keys, every client may ask.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        admitted: Collection[str],
+        api_keys: Sequence[str] = (),
+    ) -> None:
         self._app = app
         self._service = service
+        self._admitted = admitted
         self._bodies = Bodies(service.settings.max_total_body_bytes)
         self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
@@ -49,7 +57,7 @@ class Gate:
             with self._bodies.held() as hold:
                 body = await self._body(scope, receive, hold, flight)
                 # Before any work on the body, so that a refusal is cheap.
-                if scope["path"] in ADMITTED_PATHS:
+                if scope["path"] in self._admitted:
                     self._service.admission.take(passing.slot, 1, 0)
                 await self._pass(passing, body, receive, flight)
         except asyncio.CancelledError:
@@ -61,7 +69,7 @@ class Gate:
         finally:
             self._service.flights.discard(flight)
             self._service.admission.begun(passing.slot)
-            passing.finish(self._service.http_metrics)
+            passing.finish(self._service.http_metrics, self._admitted)
 
     def _expect_host(self, scope: Scope) -> None:
         """Refuse a request under a foreign name.

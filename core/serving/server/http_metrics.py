@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from opgraft.serving.server.admission import ADMITTED_PATHS, Admission
+from opgraft.serving.server.admission import Admission
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
@@ -42,11 +41,8 @@ class HTTPMetrics:
         gauge = Gauge(f"opgraft:{name}", text, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(value)
 
-    def count(self, method: str, path: str, route: Any, status: int) -> None:
-        """Count an answer. A path without a route counts as "other"."""
-        # Strangers may ask for any path and method, and each new one would be a new series.
-        if path not in ADMITTED_PATHS:
-            path = getattr(route, "path", "other")
+    def count(self, method: str, path: str, status: int) -> None:
+        """Count an answer. ``path`` is one of few."""
         if method not in _METHODS:
             method = "other"
         self._answers.labels(self._model_name, method, path, status).inc()

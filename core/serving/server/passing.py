@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -110,12 +110,19 @@ class Passing:
         name = "error" if path.startswith(faults.MESSAGES_PATH) else ""
         return event(faults.content(error, path), name)
 
-    def finish(self, metrics: HTTPMetrics) -> None:
-        """Write the line of the request, and count the answer."""
+    def finish(self, metrics: HTTPMetrics, admitted: Collection[str]) -> None:
+        """Write the line of the request, and count the answer.
+
+        Args:
+            metrics: count the answer.
+            admitted: paths that are counted by name, even if the request reached no route.
+        """
         # 499: the client has left before an answer.
         status = self.record.setdefault("status", 499)
         path = self.record["path"]
-        metrics.count(self.record["method"], path, self.scope.get("route"), status)
+        # Strangers may ask for any path, and each new one would be a new series.
+        counted = path if path in admitted else getattr(self.scope.get("route"), "path", "other")
+        metrics.count(self.record["method"], counted, status)
         seconds = time.monotonic() - self.started
         self.record["seconds"] = round(seconds, 6)
         unexpected = self._failure
