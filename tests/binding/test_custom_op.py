@@ -326,7 +326,7 @@ def test_the_decision_tells_the_whole_story(op) -> None:
     for word in (
         "FastScale.forward_oot",
         "Scale.forward_cpu",
-        "conftest.py:",
+        "scale.py:",
         "platform: cpu",
         "OPGRAFT_CUSTOM_OPS",
     ):

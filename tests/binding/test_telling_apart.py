@@ -18,7 +18,7 @@ def test_a_narrower_method_is_told_from_the_line_of_the_method(scale) -> None:
     CustomOp.register("wide_scale")(Wide)
     line = inspect.getsourcelines(scale.forward_native)[1]
     with pytest.raises(
-        RegistrationError, match=rf"Wide\.forward_native at \S+conftest\.py:{line}: the call"
+        RegistrationError, match=rf"Wide\.forward_native at \S+scale\.py:{line}: the call"
     ):
         Wide.register_oot(type("Narrow", (Wide,), {"forward_oot": lambda self, x: x}))
 

@@ -43,7 +43,7 @@ def test_an_existing_op_keeps_its_class_whatever_is_chosen(scale, fast_scale) ->
     """A provider that is chosen for what is constructed does not keep an op that was saved before from loading."""
     saved = pickle.dumps(scale())
     scale.register_oot(fast_scale)
-    with set_config(OpgraftConfig(providers={"scale": "tests"})):
+    with set_config(OpgraftConfig(providers={"scale": "support"})):
         assert scale().op_class is fast_scale
         assert pickle.loads(saved).op_class is scale  # noqa: S301  # its own bytes
 
