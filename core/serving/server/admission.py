@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 
+
 @dataclass
 class Slot:
     """The share of a request in the waiting work, from admission to the first token."""
