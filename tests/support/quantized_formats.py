@@ -163,11 +163,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]},
         lambda weight: fp8(weight, (64, 64), name="weight_scale_inv"),
     ),
-    "fp8 powers of two": (
+    "fp8 blocks, powers of two": (
         UE8M0,
         lambda weight: fp8_powers(weight, torch.float8_e8m0fnu),
     ),
-    "fp8 powers of two in float32": (UE8M0, lambda weight: fp8_powers(weight, torch.float32)),
+    "fp8 blocks, powers of two in float32": (
+        UE8M0,
+        lambda weight: fp8_powers(weight, torch.float32),
+    ),
     "fp8 large blocks": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         lambda weight: fp8(weight, (128, 128), name="weight_scale_inv"),
