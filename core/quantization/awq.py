@@ -13,7 +13,9 @@ from opgraft.quantization.checkpoint import (
     CheckpointConfig,
     GroupLinearMethod,
     codes_of,
+    create_group_scales,
     create_parameter,
+    cut_of_groups,
     expect_groups,
     expect_settings,
     expect_words,
@@ -46,9 +48,8 @@ class AWQConfig(CheckpointConfig):
     """
 
     def __init__(self, group_size: int, ignore: Sequence[str] = (), *, head: bool = False) -> None:
-        super().__init__(ignore)
+        super().__init__(ignore, head=head)
         self.group_size = group_size
-        self.head = head
 
     def get_name(self) -> str:
         return "awq"
@@ -84,9 +85,6 @@ class AWQConfig(CheckpointConfig):
         ignore = parts_not_converted("awq", config)
         return cls(inputs, ignore, head=head_is_quantized("awq", config))
 
-    def quantizes_head(self, prefix: str) -> bool:
-        return self.head
-
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         method: QuantizeMethodBase = AWQLinearMethod(self.group_size)
         return method
@@ -118,20 +116,11 @@ class AWQLinearMethod(GroupLinearMethod):
         rows = sum(output_partition_sizes)
         words_of_row = rows // IN_WORD
         words = {"output_dim": 1, "packed_dim": 1, "packed_factor": IN_WORD, **extra_weight_attrs}
-        # One group of all inputs is the same on every rank.
-        cut = {} if self.group_size == -1 else {"input_dim": 0, "input_unit": self.group_size}
+        cut = cut_of_groups(self.group_size)
         shape = (input_size_per_partition, words_of_row)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, **words)
         create_parameter(layer, "qzeros", (groups, words_of_row), torch.int32, **cut, **words)
-        create_parameter(
-            layer,
-            "scales",
-            (groups, rows),
-            torch.float32,
-            output_dim=1,
-            **cut,
-            **extra_weight_attrs,
-        )
+        create_group_scales(layer, groups, rows, self.group_size, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         numbers = _unpacked(layer.qweight.data)

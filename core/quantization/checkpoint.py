@@ -34,15 +34,17 @@ class CheckpointConfig(QuantizationConfig):
 
     Args:
         ignore: patterns of plain layers in the checkpoint.
+        head: True if the settings quantize the head.
 
     Attributes:
         stored: name of a layer in the checkpoint, as in the model → True if the weight is
             quantized. Empty if no weights are read.
     """
 
-    def __init__(self, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, ignore: Sequence[str] = (), *, head: bool = False) -> None:
         super().__init__()
         self.ignore = Patterns(ignore)
+        self.head = head
         self.stored: Mapping[str, bool] = {}
 
     @abstractmethod
@@ -52,10 +54,6 @@ class CheckpointConfig(QuantizationConfig):
     def is_plain(self, prefix: str) -> bool:
         """Return True if the settings leave the linear layer ``prefix`` plain."""
         return self.ignore.match(prefix, self.packed_modules_mapping)
-
-    def quantizes_head(self, prefix: str) -> bool:
-        """Return True if the settings quantize the head ``prefix``."""
-        return False
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
@@ -105,7 +103,7 @@ class CheckpointConfig(QuantizationConfig):
     def _of_head(self, prefix: str) -> QuantizeMethodBase | None:
         is_quantized = self._is_quantized_in_checkpoint(prefix)
         if is_quantized is None:
-            is_quantized = self.quantizes_head(prefix)
+            is_quantized = self.head
         return self.linear_method(prefix) if is_quantized else None
 
     def _is_quantized_in_checkpoint(self, prefix: str) -> bool | None:
@@ -260,6 +258,27 @@ def create_parameter(
     parameter = nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
     set_weight_attrs(parameter, attributes)
     layer.register_parameter(name, parameter)
+
+
+def create_group_scales(
+    layer: nn.Module, groups: int, outputs: int, group_size: int, **attributes: Any
+) -> None:
+    """Give ``layer`` the parameter ``scales`` ``[groups, outputs]``."""
+    create_parameter(
+        layer,
+        "scales",
+        (groups, outputs),
+        torch.float32,
+        output_dim=1,
+        **cut_of_groups(group_size),
+        **attributes,
+    )
+
+
+def cut_of_groups(group_size: int) -> dict[str, int]:
+    """Return the attributes of a parameter with a row for each group of inputs."""
+    # One group of all inputs is the same on every rank.
+    return {} if group_size == -1 else {"input_dim": 0, "input_unit": group_size}
 
 
 def replace(layer: nn.Module, gone: Sequence[str], tensors: Mapping[str, Tensor | None]) -> None:

@@ -14,10 +14,10 @@ from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.quantized import functional
-from opgraft.ops.weights import LoadedTensor, set_weight_attrs
+from opgraft.ops.weights import LoadedTensor
 from opgraft.quantization.codes import Codes, stored
 from opgraft.quantization.gguf_blocks import FORMATS
-from opgraft.quantization.online import LooksUpCodes, put
+from opgraft.quantization.online import LooksUpCodes, create_deferred_weight, put
 from opgraft.quantization.patterns import names_of
 from torch import Tensor, nn
 
@@ -120,13 +120,9 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
                     "reads its blocks as numbers"
                 )
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        empty = torch.empty(shape, dtype=params_dtype, device="meta")
-        weight = nn.Parameter(empty, requires_grad=False)
         loader = extra_weight_attrs.pop("weight_loader")
         loading = _BlockLoader(layer, loader, torch.get_default_device())
-        attributes = {"input_dim": 1, "output_dim": 0, "weight_loader": loading}
-        set_weight_attrs(weight, {**attributes, **extra_weight_attrs})
-        layer.register_parameter("weight", weight)
+        create_deferred_weight(layer, shape, params_dtype, loading, **extra_weight_attrs)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)

@@ -16,7 +16,9 @@ from opgraft.quantization.checkpoint import (
     CheckpointConfig,
     GroupLinearMethod,
     codes_of,
+    create_group_scales,
     create_parameter,
+    cut_of_groups,
     expect_groups,
     expect_settings,
     expect_words,
@@ -170,9 +172,8 @@ class GPTQConfig(CheckpointConfig):
     """
 
     def __init__(self, rules: Rules, ignore: Sequence[str] = (), *, head: bool = False) -> None:
-        super().__init__(ignore)
+        super().__init__(ignore, head=head)
         self.rules = rules
-        self.head = head
 
     def get_name(self) -> str:
         return "gptq"
@@ -195,9 +196,6 @@ class GPTQConfig(CheckpointConfig):
 
     def is_plain(self, prefix: str) -> bool:
         return super().is_plain(prefix) or self._form(prefix) is None
-
-    def quantizes_head(self, prefix: str) -> bool:
-        return self.head
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         # If the tensors of a plain layer are quantized, they are so in the usual form.
@@ -260,21 +258,13 @@ class GPTQLinearMethod(GroupLinearMethod):
         expect_words(layer, output_partition_sizes, in_word, "outputs")
         expect_words(layer, [inputs], in_word, "inputs")
         words = {"packed_factor": in_word, "output_dim": 1, **extra_weight_attrs}
-        cut = {"input_dim": 0, "input_unit": self.group_size} if has_groups else {}
+        cut = cut_of_groups(self.group_size)
         shape = (inputs // in_word, rows)
         create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, packed_dim=0, **words)
         create_parameter(
             layer, "qzeros", (groups, rows // in_word), torch.int32, packed_dim=1, **cut, **words
         )
-        create_parameter(
-            layer,
-            "scales",
-            (groups, rows),
-            torch.float32,
-            output_dim=1,
-            **cut,
-            **extra_weight_attrs,
-        )
+        create_group_scales(layer, groups, rows, self.group_size, **extra_weight_attrs)
         _create_index(layer, len(output_partition_sizes), inputs, extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:

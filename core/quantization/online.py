@@ -65,14 +65,10 @@ class OnlineLinearMethod(LinearMethodBase):
         """
         self.expect_fits(layer.prefix or type(layer).__name__, input_size_per_partition)
         shape = (sum(output_partition_sizes), input_size_per_partition)
-        empty = torch.empty(shape, dtype=params_dtype, device="meta")
-        weight = nn.Parameter(empty, requires_grad=False)
         loader = extra_weight_attrs.pop("weight_loader")
         parts = len(output_partition_sizes)
         loading = _QuantizingLoader(self, layer, loader, parts, torch.get_default_device())
-        attributes = {"input_dim": 1, "output_dim": 0, "weight_loader": loading}
-        set_weight_attrs(weight, {**attributes, **extra_weight_attrs})
-        layer.register_parameter("weight", weight)
+        create_deferred_weight(layer, shape, params_dtype, loading, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check for a complete weight.
@@ -132,6 +128,21 @@ class _QuantizingLoader:
         # The plain weight is released on return.
         self.plain = None
         put(self.layer, self.method.quantize(plain.data))
+
+
+def create_deferred_weight(
+    layer: nn.Module,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    loading: Callable[..., None],
+    **attributes: Any,
+) -> None:
+    """Give ``layer`` a ``weight`` without memory. ``loading`` puts another one in its place."""
+    empty = torch.empty(shape, dtype=dtype, device="meta")
+    weight = nn.Parameter(empty, requires_grad=False)
+    known = {"input_dim": 1, "output_dim": 0, "weight_loader": loading}
+    set_weight_attrs(weight, {**known, **attributes})
+    layer.register_parameter("weight", weight)
 
 
 def put(layer: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
