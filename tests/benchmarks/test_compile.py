@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from benchmarks.test_engine import BENCHMARKS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
 
 @pytest.fixture

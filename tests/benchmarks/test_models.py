@@ -12,7 +12,7 @@ import torch
 from opgraft.ops import GatedMLP, RMSNorm
 from torch import nn
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Load = Callable[[str], ModuleType]
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 # Torch compiles its forward-mode rules by torch.jit.script, of which it warns.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 class Squared(CustomOp):

@@ -19,7 +19,7 @@ from torch import nn
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*script_method.*"),
 ]
 
 

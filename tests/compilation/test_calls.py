@@ -19,7 +19,7 @@ from torch.export import Dim
 
 EAGER = CompilationConfig(backend="eager")
 WIDTH = 16
-SCRIPT_METHOD = "ignore:.*script_method.*:DeprecationWarning"  # torch's own, where inductor starts
+SCRIPT_METHOD = "ignore:.*script_method.*"  # torch's own, where inductor starts
 
 
 def expect_alike(found: Any, expected: Any) -> None:

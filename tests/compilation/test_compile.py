@@ -67,7 +67,7 @@ def test_ops_made_after_a_capture_are_of_the_same_classes(
     assert "assigned to" not in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 def test_inductor_generates_code_for_every_size(block: Block, x: torch.Tensor) -> None:
     """Inductor is given the whole graph at once, and its code serves any size of the batch."""
     compiled = opgraft.compile(block, CompilationConfig(backend="inductor"), args=(x,))

@@ -53,7 +53,7 @@ def model_of(family: str) -> Any:
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.parametrize(
     "level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))]
 )

@@ -228,7 +228,7 @@ def test_a_size_is_not_exchanged(counting: list[Any]) -> None:
         compiled(Sized().eval(), splitting_ops=(SDPA,))
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.slow
 def test_pieces_by_inductor(decoder: Decoder) -> None:
     """Generated code of pieces serves any size of the batch."""
@@ -237,7 +237,7 @@ def test_pieces_by_inductor(decoder: Decoder) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"splitting_ops": (SDPA,)}, {"graph_mode": "full", "capture_sizes": (1, 4)}]
@@ -265,7 +265,7 @@ def test_code_of_pieces_is_kept(
         assert len(written) == number
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.slow
 def test_what_returns_a_size_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A package would return a size as a tensor, so the code of such a model is not kept."""

@@ -146,7 +146,7 @@ def test_ranges_within_dynamic_shapes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 def test_ranges_are_kept(tmp_path: Path) -> None:
     """The cache has the code of each range apart from that for any size, and finds both again."""
     settings: Any = {

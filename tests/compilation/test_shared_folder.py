@@ -86,9 +86,7 @@ def names(url: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method.*:DeprecationWarning"
-)  # torch's own, where inductor starts
+@pytest.mark.filterwarnings("ignore:.*script_method.*")  # torch's own, where inductor starts
 def test_what_one_machine_compiles_others_take(
     machine: Callable[..., opgraft.Compiled], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

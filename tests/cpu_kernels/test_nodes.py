@@ -138,9 +138,7 @@ def by_plan(core: EngineCore) -> tuple[int, int]:
     return int(computed), int(calls)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*script_method.*:DeprecationWarning"
-)  # torch's own, where inductor starts
+@pytest.mark.filterwarnings("ignore:.*script_method.*")  # torch's own, where inductor starts
 @pytest.mark.parametrize(
     ("level", "compilation", "planned"),
     [

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with"),
     # Torch compiles its forward-mode rules by torch.jit.script, of which it warns.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
 ]
 
 

@@ -71,7 +71,7 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.parametrize(("family", "level"), LEVELS)
 def test_at_a_level(family: str, level: int, tmp_path: Path) -> None:
     """The graph that opgraft captures, with its passes and kernels, serves any number of tokens as the modules do."""

@@ -270,9 +270,7 @@ def test_where_something_else_runs_is_said(calls: Calls) -> None:
         assert calls.count("linear") == 5
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)  # torch's rules, by itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's rules, by itself
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_tangents(calls: Calls, whole: bool) -> None:
     """Compiled code keeps the tangents of forward-mode differentiation, for a weight that is held packed only too."""

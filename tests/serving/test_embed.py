@@ -77,7 +77,7 @@ def test_vectors_are_those_of_transformers(reference: torch.Tensor, batch: dict[
     torch.testing.assert_close(torch.tensor(alone.embedding), expected[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method.*")
 @pytest.mark.parametrize(
     "level", [1, *(pytest.param(level, marks=pytest.mark.slow) for level in (2, 3))]
 )
