@@ -206,6 +206,8 @@ class _Source:
         is_package = specs[-1].submodule_search_locations is not None
         source._bind(tree.body, module if is_package else module.rpartition(".")[0])
         source._forget_changed(tree)
+        if _has_late_import(tree.body):
+            source.stored.update(PROPERTIES)
         return source
 
     def has(self, name: str) -> bool:
@@ -282,12 +284,15 @@ def _fault_of_import(tree: ast.Module, module: str) -> str | None:
 
 def _runs_code_of_others(statement: ast.stmt) -> bool:
     """Return True if a statement may run code outside of the standard library, torch and opgraft."""
-    if isinstance(statement, ast.ImportFrom) and statement.level:
+    return _imports_others(statement) or any(map(_may_make_a_module, ast.walk(statement)))
+
+
+def _imports_others(node: ast.AST) -> bool:
+    """Return True for an import outside of the standard library, torch and opgraft."""
+    if isinstance(node, ast.ImportFrom) and node.level:
         return True
-    packages = {imported.partition(".")[0] for imported in _imports_of(statement)}
-    if packages - _HARMLESS - sys.stdlib_module_names:
-        return True
-    return any(map(_may_make_a_module, ast.walk(statement)))
+    packages = {imported.partition(".")[0] for imported in _imports_of(node)}
+    return bool(packages - _HARMLESS - sys.stdlib_module_names)
 
 
 def _may_make_a_module(node: ast.AST) -> bool:
@@ -295,13 +300,23 @@ def _may_make_a_module(node: ast.AST) -> bool:
     return is_entry or isinstance(node, ast.Call)
 
 
-def _imports_of(statement: ast.stmt) -> list[str]:
+def _imports_of(node: ast.AST) -> list[str]:
     """Return the modules that a statement imports by absolute names."""
-    if isinstance(statement, ast.Import):
-        return [alias.name for alias in statement.names]
-    if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-        return [statement.module]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
     return []
+
+
+def _has_late_import(statements: Sequence[ast.stmt]) -> bool:
+    """Return True if a module imports others behind a class. The others may change the class."""
+    is_behind_class = False
+    for node in _scope(statements):
+        is_behind_class = is_behind_class or isinstance(node, ast.ClassDef)
+        if is_behind_class and _imports_others(node):
+            return True
+    return False
 
 
 def _bindings_of(node: ast.AST, package: str) -> Iterator[tuple[str, _Binding]]:

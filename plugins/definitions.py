@@ -46,7 +46,7 @@ _OF_PYTHON = (
     *("importlib", "importlib.util", "inspect", "os", "os.path", "pathlib", "shutil", "tempfile"),
     *("io", "json", "pickle", "copy", "re", "time", "math", "random", "hashlib", "platform"),
     *("subprocess", "ctypes", "types", "typing", "collections", "contextlib", "dataclasses"),
-    *("functools", "itertools", "operator", "abc"),
+    *("functools", "itertools", "operator", "abc", "threading", "socket", "ssl", "signal"),
 )
 """Further modules of Python that plugins and their libraries call."""
 
@@ -163,12 +163,14 @@ class Definitions:
 
     Args:
         things: returns the modules with their classes and objects.
-        prefixes: of the names of all modules that ``things`` looks at.
+        is_looked_at: returns True for the name of a module that ``things`` looks at.
     """
 
-    def __init__(self, things: Callable[[], Iterable[Any]], prefixes: tuple[str, ...]) -> None:
+    def __init__(
+        self, things: Callable[[], Iterable[Any]], is_looked_at: Callable[[str], bool]
+    ) -> None:
         self._things_now = things
-        self._prefixes = prefixes
+        self._is_looked_at = is_looked_at
         # Threads of an engine may construct ops of a plugin at the same time.
         self._lock = threading.RLock()
         self._imports: tuple[str, ...] = ()
@@ -209,7 +211,7 @@ class Definitions:
         # A tuple, as another thread may import meanwhile.
         imported = tuple(sys.modules)
         if imported != self._imports:
-            modules = tuple(name for name in imported if name.startswith(self._prefixes))
+            modules = tuple(filter(self._is_looked_at, imported))
             if modules != self._found.modules:
                 self._found = _Things.sorted(modules, self._things_now())
             # Last, as another thread may ask meanwhile.
@@ -238,9 +240,9 @@ class Definitions:
 
     @contextmanager
     def imports_read(self) -> Iterator[None]:
-        """Read the definitions of opgraft and of torch's layers at the end of each import."""
+        """Read the definitions of these modules at the end of each import."""
         # In front of all finders, so that no other finder serves an import first.
-        reader = _Reader(self._note)
+        reader = _Reader(self._is_looked_at, self._note)
         finders = sys.meta_path  # a plugin may put another list in its place
         finders.insert(0, reader)
         try:
@@ -260,19 +262,24 @@ class Definitions:
 
 
 class _Reader(MetaPathFinder):
-    """Calls ``note`` at the end of an import, with all modules of the import.
+    """Calls ``note`` at the end of an import, with all modules of the package in the import.
 
-    Modules may change others on the way. No plugin's code runs meanwhile.
+    Modules may change others of their package on the way.
+
+    Args:
+        is_read: returns True for the name of a module to note.
+        note: called with the modules.
     """
 
-    def __init__(self, note: Any) -> None:
+    def __init__(self, is_read: Callable[[str], bool], note: Any) -> None:
+        self._is_read = is_read
         self._note = note
         self._local = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith((f"{_OPGRAFT}.", f"{_LAYERS}.")):
+        if not self._is_read(fullname):
             return None
         # One reader notes for all: two would ask each other without end.
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Reader)]
@@ -297,17 +304,18 @@ class _Reader(MetaPathFinder):
             loader.exec_module = exec_module
 
     def _execute(self, execute: Any, module: ModuleType) -> None:
-        # By thread, as two threads may import at the same time.
-        outermost = not hasattr(self._local, "modules")
-        if outermost:
-            self._local.modules = []
+        # By thread, as two threads may import at the same time, and by package, as a module of one
+        # plugin may import and patch another plugin.
+        running = vars(self._local)
+        package = _home_of(module).partition(".")[0]
+        outermost = package not in running
+        modules: list[ModuleType] = running.setdefault(package, [])
         try:
             execute(module)
-            self._local.modules.append(module)
+            modules.append(module)
         finally:
             if outermost:
-                modules = self._local.modules
-                del self._local.modules
+                del running[package]
                 self._note(modules)
 
 
@@ -407,8 +415,14 @@ def _is_own_doing(owner: _Owner, old: Any, new: Any) -> bool:
         if _defined_in(old) == _TRACER:
             return _defined_in(new) == owner.home
         return _defined_in(new).startswith("torch._") or _defined_in(new) == _TRACER
-    package = str(getattr(new, "__module__", "")).partition(".")[0]
-    return isinstance(new, ModuleType) or package == owner.home.partition(".")[0]
+    discovery = discover()
+    home = discovery.provider_of(owner.home)
+    maker = discovery.provider_of(module_of(new))
+    if isinstance(new, ModuleType) or maker == home:
+        return True
+    # A wrapper passes for a function of its module. The maker may be a library, such as a compiler.
+    stated = discovery.provider_of(str(_attribute(new, "__module__", None) or ""))
+    return stated == home and maker not in discovery.distributions
 
 
 def _defined_in(function: Any) -> str:
@@ -478,10 +492,29 @@ def _things_of_everybody() -> Iterator[Any]:
     yield from _things_of(_imported(_OF_METADATA))
 
 
+def _is_of_everybody(module: str) -> bool:
+    return module.startswith((f"{_OPGRAFT}.", f"{_LAYERS}.", *_OF_METADATA))
+
+
+def _things_of_plugins() -> Iterator[Any]:
+    """Yield the modules of plugins, with their classes."""
+    # A tuple, as another thread may import meanwhile.
+    yield from _things_of(_imported(filter(_is_of_plugins, tuple(sys.modules))))
+
+
+def _is_of_plugins(module: str) -> bool:
+    return module.partition(".")[0] in discover().packages
+
+
 def _things_of_others() -> Iterator[Any]:
-    """Yield further modules of Python, and those of plugins with their classes."""
+    """Yield further modules of Python, and those of other hosts' plugins with their classes."""
     yield from _imported(_OF_PYTHON)
-    yield from _things_of(_imported(modules_of_plugins()))
+    others = [name for name in modules_of_plugins() if not _is_of_plugins(name)]
+    yield from _things_of(_imported(others))
+
+
+def _is_of_others(module: str) -> bool:
+    return not _is_of_plugins(module)
 
 
 def _imported(names: Iterable[str]) -> Iterator[ModuleType]:
@@ -564,8 +597,11 @@ def _place_of(thing: Any) -> str:
     return f"{_OPGRAFT}'s {getattr(thing, '__qualname__', 'native definitions')}"
 
 
-DEFINITIONS = Definitions(_things_of_everybody, (_OPGRAFT, _LAYERS, "importlib"))
+DEFINITIONS = Definitions(_things_of_everybody, _is_of_everybody)
 """The aspect that every load compares. There is one, as it also hears of imports."""
 
-OF_OTHERS = Definitions(_things_of_others, ("",))
-"""The aspect of Python's modules and of plugins, for the doctor."""
+OF_PLUGINS = Definitions(_things_of_plugins, _is_of_plugins)
+"""The aspect of the modules of plugins, which every load compares. It hears of imports, too."""
+
+OF_OTHERS = Definitions(_things_of_others, _is_of_others)
+"""The aspect of Python's modules and of plugins of other hosts, for the doctor."""

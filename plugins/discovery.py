@@ -155,6 +155,12 @@ class Discovery:
     sections: dict[Provider, Offer] = field(default_factory=dict)
     settings: dict[str, Field] = field(default_factory=dict)
 
+    @functools.cached_property
+    def packages(self) -> frozenset[str]:
+        """The top-level packages of plugins and platforms that are made for opgraft."""
+        own = [offer for offer in self.offers if not offer.built_in and offer.bridge is None]
+        return frozenset(offer.package for offer in own)
+
     def of_group(self, group: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == group]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.plugins.changes import Change
-from opgraft.plugins.definitions import DEFINITIONS, module_of
+from opgraft.plugins.definitions import DEFINITIONS, OF_PLUGINS, module_of
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.outcomes import may_patch_torch
 from opgraft.plugins.process import (
@@ -62,7 +62,7 @@ class Guard:
             self._seen = look()
         before = self._seen
         try:
-            with DEFINITIONS.imports_read():
+            with DEFINITIONS.imports_read(), OF_PLUGINS.imports_read():
                 yield
         finally:
             kept, told = list[Change](), list[str]()
@@ -114,7 +114,9 @@ def _is_installed(provider: Provider) -> bool:
 
 
 class LatePatches:
-    """Puts back functions of opgraft and torch that plugins replace after they were loaded.
+    """Puts back functions that plugins replace after they were loaded.
+
+    The functions are those of opgraft, of torch and of other plugins.
 
     Only functions and classes of plugins and platforms count, as other code runs meanwhile.
     """
@@ -122,7 +124,8 @@ class LatePatches:
     def __init__(self) -> None:
         # A process without plugins does not wait for any look.
         is_alone = all(offer.built_in for offer in discover().offers)
-        self._before = None if is_alone else DEFINITIONS.read(takes_imports=False)
+        aspects = () if is_alone else (DEFINITIONS, OF_PLUGINS)
+        self._before = {each: each.read(takes_imports=False) for each in aspects}
         self._calls = 0
         self._next_look = 1
 
@@ -145,12 +148,13 @@ class LatePatches:
         except Exception as error:
             logger.warning("the look for patches %s ended: %s", when, described(error))
 
+    def _changes(self) -> Iterator[Change]:
+        for aspect, before in self._before.items():
+            yield from aspect.changes(before, aspect.read(takes_imports=False))
+
     def _put_back(self, when: str) -> None:
-        if self._before is None:
-            return
         undone = list[tuple[Provider, Change, str]]()
-        now = DEFINITIONS.read(takes_imports=False)
-        for change in DEFINITIONS.changes(self._before, now):
+        for change in self._changes():
             provider = discover().provider_of(module_of(change.new))
             may_stay = change.patch and may_patch_torch(provider)
             if _is_installed(provider) and not may_stay:

@@ -44,7 +44,7 @@ from opgraft.plugins.changes import (
     value,
     very_same,
 )
-from opgraft.plugins.definitions import DEFINITIONS, OF_OTHERS
+from opgraft.plugins.definitions import DEFINITIONS, OF_OTHERS, OF_PLUGINS
 from opgraft.registry.state import host_state
 
 
@@ -111,7 +111,7 @@ OF_IMPORTS: tuple[Aspect, ...] = (
 )
 """The other rows that imports depend on. Each load of plugins compares them next."""
 
-AT_EVERY_LOAD: tuple[Aspect, ...] = (
+OF_PROCESS: tuple[Aspect, ...] = (
     # Results of all models depend on these.
     value("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     value("the default device", torch.get_default_device, of_torch.set_default_device),
@@ -169,6 +169,10 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
     # All libraries of a process share one of each.
     value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     value("the working folder", os.getcwd, os.chdir),
+    value("the mask of new files", python.mask_of_files, os.umask, oct),
+    Row("the limit", python.limits, python.set_limit, str, python.is_not_lowered),
+    *python.processors(),
+    Row("the timer", python.timers, python.stop_timer, str, equal),
     entries("the environment variable", os.environ, _stays, equal),
     Row("the handler of", python.signal_handlers, python.set_signal_handler),
     Row(
@@ -217,11 +221,11 @@ AT_EVERY_LOAD: tuple[Aspect, ...] = (
     _registered("the class registered as", lambda: host_state().registry.classes),
     _registered("the functional form", _forms),
     DEFINITIONS,
+    OF_PLUGINS,
 )
 """The other rows that each load of plugins compares."""
 
-THOROUGH: tuple[Aspect, ...] = (
-    *AT_EVERY_LOAD,
+RARELY_CHANGED: tuple[Aspect, ...] = (
     value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, python.scope_in_words),
     value("the locale", _locale, _locale),
     value("the start method of processes", python.start_method, python.set_start_method),
@@ -245,7 +249,7 @@ THOROUGH: tuple[Aspect, ...] = (
     value("the thresholds of the garbage collector", gc.get_threshold, python.set_thresholds),
     value("the time after which threads take turns", sys.getswitchinterval, sys.setswitchinterval),
 )
-"""All other rows, which the doctor and the conformance kit compare."""
+"""Further rows, which only the doctor and the conformance kit compare."""
 
 Look = tuple[tuple[Aspect, Any], ...]
 """Aspects, each as it was at one time."""
@@ -276,7 +280,7 @@ def look_at_imports() -> Look:
 def look_at_others() -> Look:
     """Return the other part of ``look``, which takes imports to read."""
     # Each start of a process waits for the look: the rest is left to the doctor.
-    return _look_at(THOROUGH if is_thorough() else AT_EVERY_LOAD)
+    return _look_at((*OF_PROCESS, *RARELY_CHANGED) if is_thorough() else OF_PROCESS)
 
 
 def _look_at(aspects: Iterable[Aspect]) -> Look:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import logging
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -15,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 from opgraft.base.text import described
@@ -64,6 +67,66 @@ def signal_handlers() -> dict[str, Any]:
 
 def set_signal_handler(name: str, handler: Any) -> None:
     signal.signal(signal.Signals[name], handler)
+
+
+def timers() -> dict[str, bool]:
+    """Return, for each timer that interrupts this process, whether it runs."""
+    names = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    return {name: any(signal.getitimer(getattr(signal, name))) for name in names}
+
+
+def stop_timer(name: str, ran: bool) -> None:
+    """Stop a timer that a plugin has set.
+
+    Raises:
+        RuntimeError: the plugin has stopped a timer.
+    """
+    if ran:
+        raise RuntimeError("nothing tells how long it would have run")
+    signal.setitimer(getattr(signal, name), 0)
+
+
+def mask_of_files() -> int:
+    """Return the mask of new files.
+
+    Raises:
+        OSError: the system does not tell. To ask by ``os.umask`` would change the mask.
+    """
+    for line in (
+        Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
+    ):
+        name, _, text = line.partition(":")
+        if name == "Umask":
+            return int(text, 8)
+    raise OSError("this system does not tell the mask of new files")
+
+
+def processors() -> Iterator[Row]:
+    """Yield the row of the processors that this thread may run on, if the system tells them."""
+    if hasattr(os, "sched_getaffinity"):
+        get, write = partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)
+        yield value("the processors of this thread", get, write, _numbers)
+
+
+def _numbers(processors: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(processors)))
+
+
+def limits() -> dict[str, tuple[int, int]]:
+    """Return the limits of the system's resources for this process, lower and upper ones."""
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+
+
+def set_limit(name: str, limit: tuple[int, int]) -> None:
+    resource.setrlimit(getattr(resource, name), limit)
+
+
+def is_not_lowered(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Return True if no limit became lower. A plugin may need more files, or locked memory."""
+    unlimited = resource.RLIM_INFINITY
+    pairs = zip(before, after, strict=True)
+    return all(now == unlimited or (was != unlimited and now >= was) for was, now in pairs)
 
 
 def filters() -> list[Any]:
@@ -195,9 +258,55 @@ def _is_finder(found: Any) -> bool:
     return callable(getattr(found, "find_spec", None)) or hasattr(found, "find_module")
 
 
+class OpenFile:
+    """The open file behind a descriptor, kept open by a copy of the descriptor."""
+
+    def __init__(self, number: int) -> None:
+        self.copy = os.dup(number)
+        state = os.fstat(self.copy)
+        self.identity = (state.st_dev, state.st_ino)
+
+    def __del__(self) -> None:
+        # Without a copy if too many files are open.
+        if hasattr(self, "copy"):
+            os.close(self.copy)
+
+
+def _open_file(number: int) -> OpenFile | None:
+    """Return the open file behind a descriptor, ``None`` if the descriptor is closed.
+
+    Raises:
+        OSError: too many files are open.
+    """
+    try:
+        return OpenFile(number)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            return None
+        raise
+
+
+def _is_same_file(before: Any, after: Any) -> bool:
+    if not isinstance(before, OpenFile) or after is ABSENT:
+        return True
+    return after is not None and before.identity == after.identity
+
+
+def _put_file_back(number: int, former: OpenFile) -> None:
+    os.dup2(former.copy, number, inheritable=True)
+
+
 def streams() -> Iterator[Row]:
-    """Yield rows of the standard streams: the object, and whether the object was closed."""
-    for name in _STREAMS:
+    """Yield rows of the standard streams: the file, the object, and whether it was closed."""
+    for name, number in _STREAMS.items():
+        # Behind a closed descriptor, the next file to be opened would take the output.
+        yield value(
+            f"the file behind sys.{name}",
+            partial(_open_file, number),
+            partial(_put_file_back, number),
+            None,
+            _is_same_file,
+        )
         yield attribute(sys, name, type_of, is_)
         # A stream may be closed in place, which leaves the object as it was.
         closed = f"whether sys.{name} is closed"

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 import transformers
 from opgraft.serving.tokenizer_parts import parts_of, tokens_around
+from opgraft.serving.tokenizer_settings import scheme_of
 from transformers.convert_slow_tokenizer import SLOW_TO_FAST_CONVERTERS
 from transformers.models.auto import configuration_auto, tokenization_auto
 
@@ -65,6 +66,7 @@ def _other_names() -> list[str]:
 def _steps(cls: Any) -> dict[str, Any]:
     """Return the steps that a class makes in place of those of ``tokenizer.json``, if it makes any.
 
+    ``scheme`` tells before which pieces of a text the class puts a space, if the class decides that.
     ``around`` has the names of the tokens before and behind a text; it is missing if the class takes
     the tokens from ``tokenizer.json``. ``parts`` is missing if the class takes all other steps from
     there, and empty if they are unknown, or the class puts tokens around a text that have no name.
@@ -91,7 +93,11 @@ def _parts(cls: Any, backend: Any) -> dict[str, Any]:
     arguments = inspect.signature(cls.__init__).parameters
     takes_characters = _CHARACTERS in arguments
     defaults = {name: arguments[name].default for name in SETTINGS if name in arguments}
+    scheme = scheme_of(backend)
+    # The setting "legacy" decides in place of the class.
+    fixed = {} if scheme is None or "legacy" in arguments else {"scheme": scheme}
     return {
+        **fixed,
         "defaults": {name: value for name, value in defaults.items() if value is not None},
         "characters": takes_characters,
         "parts": parts_of(backend, without_characters=takes_characters),

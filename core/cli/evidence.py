@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular, replace_file
+from opgraft.base.installed import version_of
 from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError
 from opgraft.plugins.discovery import normalized
 from opgraft.registry.decision import Provider
+from opgraft.registry.state import host_state
 
 SCHEMA = "opgraft.conformance/1"
 SHIPPED = "conformance.json"
@@ -29,7 +32,7 @@ LARGEST = 1 << 26
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 """Fields that must be the same for a run to go on with earlier evidence."""
 
-_FURTHER = ("ops", "checks", "date")
+_FURTHER = ("ops", "checks", "date", "code")
 
 _ABOUT = {
     "provider": dict,
@@ -39,7 +42,11 @@ _ABOUT = {
     "ops": dict,
     "checks": dict,
     "date": str,
+    "code": str,
 }
+_CODE = (".py", ".so", ".cpp", ".cu", ".h")
+"""The ends of files with code."""
+
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
 Key = tuple[str, str, str | None]
@@ -50,7 +57,8 @@ class ConformanceEvidence:
     """The answers about a plugin.
 
     Attributes:
-        about: plugin, provider, platform, device, versions, day, ops and checks, as plain data.
+        about: plugin, provider, platform, device, versions, day, digest of the code, ops and
+            checks, as plain data.
         cases: the number of questions.
         outcomes: the answers so far, by question.
     """
@@ -108,7 +116,8 @@ class ConformanceEvidence:
         Raises:
             InputError: the subject is another one.
         """
-        changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
+        fields = [name for name in (*_SUBJECT, "code") if name in self.about]
+        changed = [name for name in fields if self.about[name] != about.get(name)]
         if not changed:
             return
         changes = []
@@ -206,14 +215,34 @@ def shipped(module: str, installed: Provider) -> dict[str, Any] | None:
     """Return a summary of the evidence in a plugin's package; ``None`` if there is none.
 
     Nothing of the package is imported. ``problem`` of the summary is about unreadable evidence,
-    ``outdated`` about evidence for another version than the installed one.
+    ``outdated`` about evidence for other versions or other code than the installed ones. If a
+    platform was chosen, ``outdated`` is about another platform or device, too.
     """
-    found = importlib.util.find_spec(module.partition(".")[0])
-    for place in (found and found.submodule_search_locations) or ():
-        file = Path(place) / SHIPPED
+    for place in _places_of(module):
+        file = place / SHIPPED
         if file.is_file():
-            return _summary(file, installed)
+            return _summary(file, module, installed)
     return None
+
+
+def digest_of_code(module: str) -> str:
+    """Return a digest of the code in the package of a module, which is not imported."""
+    digest = hashlib.sha256()
+    for place in _places_of(module):
+        files = [place] if place.is_file() else sorted(place.rglob("*"))
+        for file in files:
+            if file.suffix in _CODE:
+                digest.update(f"{file.relative_to(place)}\0".encode())
+                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _places_of(module: str) -> list[Path]:
+    """Return the folders of the package of a module, or the file of a single module."""
+    found = importlib.util.find_spec(module.partition(".")[0])
+    if found is None:
+        return []
+    return list(map(Path, found.submodule_search_locations or filter(None, [found.origin])))
 
 
 def keep(name: str, data: Mapping[str, Any]) -> Path | None:
@@ -230,10 +259,10 @@ def keep(name: str, data: Mapping[str, Any]) -> Path | None:
     return file
 
 
-def kept(name: str, installed: Provider) -> dict[str, Any] | None:
+def kept(name: str, module: str, installed: Provider) -> dict[str, Any] | None:
     """Return a summary of the kept evidence about a name, as ``shipped`` does."""
     file = kept_file(name)
-    return _summary(file, installed) if file is not None and file.is_file() else None
+    return _summary(file, module, installed) if file is not None and file.is_file() else None
 
 
 def kept_file(name: str) -> Path | None:
@@ -244,21 +273,39 @@ def kept_file(name: str) -> Path | None:
     return None
 
 
-def _summary(file: Path, installed: Provider) -> dict[str, Any]:
+def _summary(file: Path, module: str, installed: Provider) -> dict[str, Any]:
     try:
         evidence = read(file)
     except InputError as error:
         return {"file": str(file), "problem": str(error)}
-    judged = evidence.about["provider"]
-    same_name = normalized(str(judged["name"])) == normalized(installed.name)
-    same = same_name and judged["version"] == installed.version
-    told = f"it is about {judged['name']} {judged['version']}, and {installed} is installed"
     shown = ("provider", "platform", "device", "versions", "date")
     return {
         "file": str(file),
         **{name: evidence.about.get(name) for name in shown},
         "complete": evidence.complete,
         "counts": evidence.counted(),
-        "outdated": None if same else told,
+        "outdated": "; ".join(_differences(evidence.about, module, installed)) or None,
         "problem": None,
     }
+
+
+def _differences(about: Mapping[str, Any], module: str, installed: Provider) -> Iterator[str]:
+    """Yield words for each part of the subject of evidence that is another one here."""
+    judged = about["provider"]
+    same_name = normalized(str(judged["name"])) == normalized(installed.name)
+    if not same_name or judged["version"] != installed.version:
+        yield f"it is about {judged['name']} {judged['version']}, and {installed} is installed"
+    elif about.get("code", "") not in ("", digest_of_code(module)):
+        yield f"the code of {installed} has changed since"
+    for name in ("opgraft", "torch"):
+        made_with, now = about["versions"].get(name), version_of(name)
+        if made_with != now:
+            yield f"it was made with {name} {made_with}, and {name} {now} is installed"
+    selection = host_state().selection
+    if selection is None:
+        return
+    platform = selection.platform
+    here = {"platform": platform.name, "device": platform.capability().name}
+    for name, value in here.items():
+        if about.get(name) != value:
+            yield f"its {name} is {about.get(name)}, and the {name} here is {value}"

@@ -181,7 +181,7 @@ def _evidence_in_words(shown: dict[str, Any]) -> str:
     day = f", {shown['date']}" if shown["date"] else ""
     provider = _in_words(shown["provider"])
     device = f"{shown['platform']} ({shown['device']})"
-    outdated = f"of another version ({shown['outdated']}): " if shown["outdated"] else ""
+    outdated = f"not of what is here ({shown['outdated']}): " if shown["outdated"] else ""
     return f"{outdated}{counts}{whole}; {provider} on {device}, {versions}{day}"
 
 
@@ -200,7 +200,7 @@ def _metadata(offer: Offer) -> dict[str, Any]:
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
         "evidence": None if offer.built_in else evidence.shipped(offer.module, offer.provider),
-        "judged": evidence.kept(kept_as, offer.provider),
+        "judged": evidence.kept(kept_as, offer.module, offer.provider),
         "status": status,
         "reason": reason,
     }

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
 from opgraft.base.files import read_regular, replacing
 from opgraft.base.text import described
 from opgraft.base.version import __version__
@@ -82,6 +81,9 @@ def environment() -> dict[str, str]:
 
     No plugin is imported, except for the class of the platform.
     """
+    # A bundle that cannot be read is refused without torch, which takes seconds to import.
+    import torch
+
     chosen = current_platform()
     known = {str(offer.provider) for offer in discover().offers if not offer.built_in}
     return {

@@ -66,6 +66,8 @@ class Form:
         by_activation = setting("gptq", config, "desc_act", (False, True), False)
         symmetric = setting("gptq", config, "sym", (None, False, True))
         setting("gptq", config, "pack_dtype", ("int32", "torch.int32"), "int32")
+        # AutoGPTQ names the layout of Marlin by a setting of its own.
+        setting("gptq", config, "is_marlin_format", (False,), False)
         # The name is "format" since transformers 5.0, which prefers the older name.
         older = config.get("checkpoint_format") is not None
         key = "checkpoint_format" if older else "format"

@@ -97,7 +97,7 @@ def _has_other_steps(backend: Any, settings: Mapping[str, Any], steps: Mapping[s
     if "parts" in steps:
         takes_characters = steps.get("characters", False)
         found = parts_of(backend, without_characters=takes_characters)
-        if found != steps["parts"]:
+        if found != steps["parts"] or _has_other_scheme(backend, steps):
             return True
     if "around" not in steps:
         return False
@@ -107,6 +107,14 @@ def _has_other_steps(backend: Any, settings: Mapping[str, Any], steps: Mapping[s
         tokens = [_text_of_token(named.get(name)) for name in names]
         expected.append(tokens)
     return tokens_around(backend) != expected
+
+
+def _has_other_scheme(backend: Any, steps: Mapping[str, Any]) -> bool:
+    """Return True if the class puts a space before other pieces of a text, such as each one.
+
+    If the class has settings for that, these are compared instead.
+    """
+    return "scheme" in steps and scheme_of(backend) not in (None, "never", steps["scheme"])
 
 
 def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
@@ -199,6 +207,11 @@ def _scheme(parts: list[dict[str, Any]]) -> str | None:
         if part.get("type") == "Prepend":
             return "each"
     return None
+
+
+def scheme_of(backend: Any) -> str | None:
+    """Return the pieces of a text that a ``tokenizers.Tokenizer`` puts a space before."""
+    return _scheme(list(_components(backend)))
 
 
 def _components(backend: Any) -> Iterator[dict[str, Any]]:

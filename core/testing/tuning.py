@@ -34,9 +34,6 @@ from opgraft.testing.catalogue import SPECS
 from opgraft.testing.checks import by_module, check_values
 from opgraft.testing.side_by_side import seconds_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that may be timed."""
-
 ROWS = (1, 16, 512)
 """Rows of inputs, if an op takes rows: a token of one sequence, of sixteen, and a prompt."""
 

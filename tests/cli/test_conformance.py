@@ -8,10 +8,13 @@ import runpy
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from opgraft import __version__, current_platform
+from opgraft.base.installed import version_of
 from opgraft.cli import evidence, plugins_show
 from opgraft.cli.conformance import Run, report
 from opgraft.errors import InputError
@@ -193,6 +196,40 @@ def test_evidence_that_cannot_be_kept(cli, site, tmp_path: Path) -> None:
     )
 
 
+def outdated(changes: dict[str, Any]) -> str | None:
+    """What ``plugins show`` says of evidence for the plugin acme with other values in some fields."""
+    about = {
+        "plugin": "acme",
+        "provider": {"name": "acme", "version": "1.0"},
+        "platform": "cpu",
+        "device": current_platform().capability().name,
+        "versions": {"opgraft": __version__, "torch": version_of("torch"), "python": "3.11.7"},
+        "code": evidence.digest_of_code("acme"),
+        "brief": False,
+    }
+    file = evidence.kept_file("acme")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    evidence.write(file, evidence.ConformanceEvidence({**about, **changes}, cases=0).to_dict())
+    told: str | None = evidence.kept("acme", "acme", Provider("acme", "1.0"))["outdated"]
+    return told
+
+
+def test_evidence_of_another_subject(site) -> None:
+    """Another torch, platform or device, and changed code of the same version are told."""
+    site.install("acme", {"acme/__init__.py": "", "acme/kernel.py": "fast = 1"}, {})
+    assert outdated({}) is None
+    versions = {"opgraft": __version__, "torch": "1.0", "python": "3.11.7"}
+    here = version_of("torch")
+    assert outdated({"versions": versions}) == (
+        f"it was made with torch 1.0, and torch {here} is installed"
+    )
+    assert outdated({"platform": "cuda"}) == "its platform is cuda, and the platform here is cpu"
+    assert str(outdated({"device": "A GPU"})).startswith("its device is A GPU, and the device here")
+    before = {"code": evidence.digest_of_code("acme")}
+    (site.folder / "acme/kernel.py").write_text("fast = 2", encoding="utf-8")
+    assert outdated(before) == "the code of acme 1.0 has changed since"
+
+
 def test_evidence_in_a_package_is_shown(site) -> None:
     """A summary of what was asked, of which versions and where, without importing the plugin; damage is told of."""
     about = {
@@ -201,7 +238,7 @@ def test_evidence_in_a_package_is_shown(site) -> None:
         "platform": "cpu",
         "device": "A CPU",
     }
-    versions = {"opgraft": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+    versions = {"opgraft": "0.1.0", "torch": str(version_of("torch")), "python": "3.11.7"}
     found = evidence.ConformanceEvidence(
         {**about, "versions": versions, "brief": False, "date": "2026-11-24"}, cases=2
     )
@@ -226,7 +263,8 @@ def test_evidence_in_a_package_is_shown(site) -> None:
         "problem": None,
     }
     text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
-    told = "acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch 2.13.0, python 3.11.7, 2026-11-24"
+    torch = versions["torch"]
+    told = f"acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch {torch}, python 3.11.7, 2026-11-24"
     assert f"evidence: 1 passed, 1 failed, 0 skipped; {told}\n" in text
     told = "it is about acme 0.9, and acme 1.0 is installed"
     old = {**found.to_dict(), "provider": {"name": "acme", "version": "0.9"}}
@@ -239,7 +277,7 @@ def test_evidence_in_a_package_is_shown(site) -> None:
     assert offer["evidence"]["outdated"] == offer["judged"]["outdated"] == told
     text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
     for words in ("evidence", "judged on this machine"):
-        assert f"{words}: of another version ({told}): 1 passed" in text
+        assert f"{words}: not of what is here ({told}): 1 passed" in text
     evidence.write(file, {**found.to_dict(), "provider": {}})
     assert "its provider has no name" in CliRunner().invoke(plugins_show.command, ["acme"]).stdout
     file.write_text("{")

@@ -16,7 +16,6 @@ from support.faults.process_rows import (
     OF_BRIX,
     PLUGIN,
     SET_BACK,
-    WITHOUT_AN_IMPORT,
     comparing,
 )
 
@@ -50,12 +49,10 @@ def test_a_plugin_that_harms_another_one(site, alone, change: str, when: str) ->
     """Who does it is told, and nobody else, be that plugin loaded before the other one or behind it."""
     loading = when == "while it was loaded"
     source = (change, "pass") if loading else ("", change)
-    # Nobody has seen what brix was if the plugin before it imports brix itself.
-    first = ("acme",) if not loading or change in WITHOUT_AN_IMPORT else ()
-    for plugin in (*first, "cedar"):
+    for plugin in ("acme", "cedar"):
         site.plugin(plugin, f"{IMPORTS}{source[0]}{PLUGIN.format(source[1])}")
     opgraft.reset()
-    with in_time(), thorough():
+    with in_time():
         others_are_as_they_were(alone)
     records = host_state().plugins.values()
     told = {record.name: [*map(str, findings_of(record))] for record in records}

@@ -359,6 +359,7 @@ def test_a_name_counts_more_than_an_expression_and_an_expression_more_than_all(
         ("gptq", {"dynamic": {"+:(": {}}}, r"has dynamic '\+:\(', which is no regular expression"),
         ("gptq", {"dynamic": ["a"]}, r"has dynamic \['a'\], expected regular expressions"),
         ("gptq", {"format": "marlin"}, r"gptq has format 'marlin'"),
+        ("gptq", {"is_marlin_format": True}, r"gptq has is_marlin_format True"),
         ("gptq", {"sym": "yes"}, r"gptq has sym 'yes'"),
         ("gptq", {"lm_head": "yes"}, r"gptq has lm_head 'yes'"),
         ("gptq", {"pack_dtype": "int16"}, r"gptq has pack_dtype 'int16'"),

@@ -165,6 +165,8 @@ UNKNOWABLE = {
     "    def __new__(cls):\n        return object.__new__(Other)\n",
     "a name that another class sets": f"class Named:\n    def __set_name__(self, owner, name):\n"
     f"        type.__setattr__(owner, 'name', 'acme')\n{ACNE}    named = Named()\n",
+    "renamed by a later import": f"{ACNE}import acme_late\n",
+    "renamed by a later import under a condition": f"{ACNE}if True:\n    import acme_late\n",
     "renamed in a loop": f"{ACNE}for each in [Device]:\n    each.name = 'acme'\n",
     "renamed by an alias": f"{ACNE}D = Device\nD.name = 'acme'\n",
     "changed by a call, by an alias": f"from acme_members import fix\n{ACNE}D = Device\nfix(D)\n",
@@ -221,6 +223,9 @@ def test_a_class_that_its_source_does_not_show(site: Site, form: str) -> None:
     site.platform("acme", probe=AVAILABLE, platform=UNKNOWABLE[form])
     (site.folder / "acme_kernels.py").write_text(FINE["derived"])
     (site.folder / "acme_faults.py").write_text(FAULTS["no base"][0])
+    (site.folder / "acme_late.py").write_text(
+        "import sys\nsys.modules['acme_platform'].Device.name = 'acme'\n"
+    )
     (site.folder / "acme_members.py").write_text(
         f"name = 'acme'\ndef fix(it):\n    it.name = 'acme'\n{textwrap.dedent(METHODS)}"
     )

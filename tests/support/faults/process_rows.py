@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -9,7 +10,7 @@ from opgraft.plugins.changes import thorough
 
 IMPORTS = """
 import builtins, gc, importlib.metadata, importlib_metadata, io, locale, logging.config, multiprocessing, os
-import random, signal, sys, threading, torch, types, warnings
+import random, resource, signal, sys, threading, torch, types, warnings
 import opgraft
 from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.platforms.cpu.platform import CpuPlatform
@@ -28,6 +29,14 @@ AT_EVERY_LOAD = {
     "torch.overrides.BaseTorchFunctionMode().__enter__()": "the modes of torch from none to BaseTorchFunction",
     "sys.setrecursionlimit(9999)": "the recursion limit from ",
     "os.chdir('/')": "the working folder from ",
+    "os.umask(0o123)": "the mask of new files from ",
+    "resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))": (
+        "the limit RLIMIT_CORE from "
+    ),
+    "signal.setitimer(signal.ITIMER_VIRTUAL, 3600)": "the timer ITIMER_VIRTUAL from False to True",
+    "os.close(1)": "the file behind sys.stdout while",
+    "os.dup2(os.open(os.devnull, os.O_RDWR), 2)": "the file behind sys.stderr while",
+    "os.close(0); os.open('/dev/zero', os.O_RDONLY)": "the file behind sys.stdin while",
     "sys.stdout = io.StringIO()": "sys.stdout from ",
     "sys.stdin = None": "sys.stdin from ",
     "sys.stderr = io.StringIO()": "sys.stderr from ",
@@ -145,6 +154,13 @@ if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
         "torch.backends.fp32_precision = 'tf32'": "the precision of float32 from the usual one to tf32 of all, ",
     }
 
+if len(os.sched_getaffinity(0)) > 1:
+    AT_EVERY_LOAD |= {
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})": (
+            "the processors of this thread from "
+        )
+    }
+
 BROKEN = "type('Broken', (), {'find_spec': lambda *_: 1 / 0})()"
 REBOUND = {
     f"sys.meta_path = [{BROKEN}, *sys.meta_path]": (
@@ -189,12 +205,11 @@ OF_BRIX: dict[str, tuple[str, ...]] = {
     "import brix; del brix.opgraft_register_ops": ("brix, taking opgraft_register_ops away",),
     "import brix; brix.opgraft_register_ops = id": ("brix.opgraft_register_ops",),
     "import brix; brix.BrixRMSNorm = None": ("brix.BrixRMSNorm",),
+    "import brix, functools; f = brix.opgraft_register_ops; "
+    "brix.opgraft_register_ops = functools.wraps(f)(lambda: f())": ("brix.opgraft_register_ops",),
     "import brix; brix.BrixRMSNorm.forward_oot = id": ("brix's BrixRMSNorm.forward_oot",),
     "import brix; del brix.BrixRMSNorm.forward_oot": (
         "brix's BrixRMSNorm, taking forward_oot away",
     ),
 }
 """Source of a plugin that harms the plugin brix, and the ways in which it is told."""
-
-WITHOUT_AN_IMPORT = (*[*OF_BRIX][:2], "import brix; vars(brix).clear()")
-"""Those of ``OF_BRIX`` that are seen although brix was not there before."""
