@@ -22,7 +22,8 @@ if __name__ != "opgraft":
 from opgraft.base import upward
 from opgraft.base.version import __version__ as __version__
 
-# Ported plugins import opgraft.custom_op, opgraft.logger and opgraft.torch_library.
+# Ported plugins import opgraft.custom_op, opgraft.logger and opgraft.torch_library. Type checkers
+# find them as stubs in this folder.
 __path__.append(f"{__path__[0]}/binding/ported")
 
 if TYPE_CHECKING:

@@ -294,7 +294,8 @@ def raised_at(error: BaseException) -> str:
 def raised_in(package: str, error: BaseException) -> str | None:
     """Return ``file:line`` of the innermost code of a ``package`` below a caught ``error``.
 
-    For a file without valid Python, return the place of the parser. ``None``: no such code ran.
+    For a file without valid Python, return the place of the parser. Return ``None`` if no code of
+    the package ran.
     """
     # A file without valid Python has no frame.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:

@@ -116,9 +116,8 @@ def _is_installed(provider: Provider) -> bool:
 class LatePatches:
     """Puts back functions that plugins replace after they were loaded.
 
-    The functions are those of opgraft, of torch and of other plugins.
-
-    Only functions and classes of plugins and platforms count, as other code runs meanwhile.
+    The functions are those of opgraft, of torch and of other plugins. Only replacements by plugins
+    and platforms count, as other code runs meanwhile.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,8 @@ def _parts(cls: Any, backend: Any) -> dict[str, Any]:
     defaults = {name: arguments[name].default for name in SETTINGS if name in arguments}
     scheme = scheme_of(backend)
     # The setting "legacy" decides in place of the class.
-    fixed = {} if scheme is None or "legacy" in arguments else {"scheme": scheme}
+    is_fixed = scheme not in (None, "never") and "legacy" not in arguments
+    fixed = {"scheme": scheme} if is_fixed else {}
     return {
         **fixed,
         "defaults": {name: value for name, value in defaults.items() if value is not None},

@@ -39,18 +39,18 @@ _ENDS = frozenset(
 )
 """Texts of tokens that end an answer in any case."""
 
-_ENDS_OF_FILES = MappingProxyType(
+_FILL_IN_TOKENS = MappingProxyType(
     {
         "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
         "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
         "fim_sep": ("<|file_sep|>",),
     }
 )
-"""By the part of a key that the file may have, the texts of tokens that end an answer without it."""
+"""By a part of a key: the texts of tokens that end an answer if the file lacks the key."""
 
-_KEYS = ("eot", "eom", *_ENDS_OF_FILES)
+_KEYS = ("eot", "eom", *_FILL_IN_TOKENS)
 
-_GOES_ON_WITH = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
+_CHANNEL_TOKENS = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
 """Vocabularies with such a pair end a message with ``<|end|>``, and the answer goes on."""
 
 
@@ -75,12 +75,12 @@ def with_control_tokens(metadata: Mapping[str, Any], types: list[int], control: 
 
 def _ids_by_text(metadata: Mapping[str, Any]) -> list[int]:
     ids: dict[str, int] = {}
-    wanted = _ENDS.union(*_ENDS_OF_FILES.values())
+    wanted = _ENDS.union(*_FILL_IN_TOKENS.values())
     for index, token in enumerate(metadata.get(TOKENS, ())):
         if token in wanted:
             ids[token] = index
     found = [ids[text] for text in ids if text in _ENDS and not _goes_on(text, ids)]
-    for key, texts in _ENDS_OF_FILES.items():
+    for key, texts in _FILL_IN_TOKENS.items():
         present = [ids[text] for text in texts if text in ids]
         if present and f"tokenizer.ggml.{key}_token_id" not in metadata:
             found.append(present[0])
@@ -90,4 +90,4 @@ def _ids_by_text(metadata: Mapping[str, Any]) -> list[int]:
 def _goes_on(text: str, ids: Mapping[str, int]) -> bool:
     if text != "<|end|>":
         return False
-    return any(first in ids and second in ids for first, second in _GOES_ON_WITH)
+    return any(first in ids and second in ids for first, second in _CHANNEL_TOKENS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.base.text import described
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, RequestError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
@@ -98,10 +98,21 @@ class Tokenizer:
         return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, by default with tokens at its beginning and end."""
+        """Return the token ids of a text, by default with tokens at its beginning and end.
+
+        Raises:
+            RequestError: the text has a gap to fill.
+        """
         return list(self._encoding(text, add_special_tokens).ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        gap = self.special_tokens.get("fill_token")
+        # CodeLlama's class in transformers would put the parts around the gap in another order.
+        if gap and gap in text:
+            raise RequestError(
+                f"the text has {gap!r}, the gap between two parts of a code, which is not read "
+                "here: give token ids, with the model's tokens before each part"
+            )
         if len(text) < _LONG:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -23,6 +23,15 @@ GUIDES = [
 
 # That of 'make check', which has read opgraft and torch: each guide takes a second then.
 CACHE = REPOSITORY / ".mypy_cache"
+PORTED = """
+from opgraft.custom_op import op_registry
+from opgraft.logger import init_logger
+from opgraft.torch_library import direct_register_custom_op
+
+logger = init_logger(__name__)
+logger.info("%s %s", op_registry, direct_register_custom_op)
+"""
+"""Names that a ported plugin imports."""
 
 
 @pytest.mark.types
@@ -42,6 +51,7 @@ def test_the_examples_of_the_guides_are_typed(tmp_path: Path, blocks_of) -> None
         (examples / f"{re.sub('[-/]', '_', guide)}.py").write_text(
             "\n\n".join(module), encoding="utf-8"
         )
+    (examples / "ported.py").write_text(PORTED, encoding="utf-8")
     for file in (REPOSITORY / "reference_plugins/opgraft-toy-npu").glob(
         "src/*/*.py"
     ):  # those that no guide shows

@@ -83,6 +83,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     template = [path for path in (REPOSITORY / "core/template").rglob("*") if path.is_file()]
     data = [
         *(REPOSITORY / "core").rglob("proof.json"),
+        *(REPOSITORY / "core").glob("*.pyi"),
         *template,
         *(REPOSITORY / "core/serving/server/vendored").iterdir(),
         REPOSITORY / "core/registry/recorded_calls.json",

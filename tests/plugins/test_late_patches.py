@@ -133,6 +133,35 @@ def test_a_patch_by_a_distribution_without_a_plugin(caplog, site) -> None:
     assert [each for each in caplog.messages if "acme-dist 1.0 changed opgraft." in each]
 
 
+BRIX = """
+platforms = 'any'
+import acme
+import opgraft
+def fake(x):
+    return x * 0
+@opgraft.hookimpl
+def opgraft_register_ops(): ...
+def patch():
+    acme.zero = fake
+"""
+
+
+def test_a_patch_of_another_plugin(caplog, site) -> None:
+    """The function of the other plugin is put back, and a plugin is free to replace its own."""
+    site.plugin("acme", f"{PLUGIN}def other(x):\n    return x\n")
+    site.plugin("brix", BRIX)
+    acme, patches = loaded("acme")
+    former = acme.zero
+    sys.modules["brix"].patch()
+    patches.look_after_call()
+    assert acme.zero is former
+    (told,) = [each for each in caplog.messages if "changed acme.zero" in each]
+    assert told.startswith("brix 1.0 changed")
+    acme.zero = acme.other
+    patches.look("again")
+    assert acme.zero is acme.other
+
+
 def test_a_patch_by_a_script(site) -> None:
     """It stays, as no plugin has made it."""
     site.plugin("acme", PLUGIN)

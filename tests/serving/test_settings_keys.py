@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import LLM
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, RequestError
 from opgraft.models.files import Weights
 from opgraft.models.settings_keys import (
     CONFIG_SENTENCE_TRANSFORMERS,
@@ -276,6 +276,20 @@ def test_a_tokenizer_as_its_class_makes_it_is_read_without_transformers(tmp_path
     for kind, (content, settings) in rows.items():
         folder = folder_with(tmp_path / kind, content, kind, settings)
         assert _from_folder(folder) is not None, kind
+
+
+def test_a_class_that_decides_on_the_space_before_each_piece(tmp_path: Path) -> None:
+    """CodeLlama puts a space before a text and not behind a special token; a gap to fill is refused."""
+    row = json.loads(tokenizer_classes.FILE.read_text())["CodeLlamaTokenizer"]
+    content = made_by(transformers.CodeLlamaTokenizer, row["tokens"]) or {}
+    content["pre_tokenizer"]["prepend_scheme"] = "always"
+    settings = {"tokenizer_class": "CodeLlamaTokenizer", "additional_special_tokens": ["<im>"]}
+    folder = folder_with(tmp_path, json.dumps(content), "llama", settings)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = open_tokenizer(Weights(folder, {}))
+    assert ours.encode("the<im>cat") == theirs("the<im>cat")["input_ids"]
+    with pytest.raises(RequestError, match="the text has '<FILL_ME>', the gap between two parts"):
+        ours.encode("the <FILL_ME> cat")
 
 
 def test_a_folder_without_settings_is_read_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A replaced sampler: its answer is checked, or else the next op would be blamed for it."""
+"""Checks of the answer of a replaced sampler, so that no error blames the next op."""
 
 from __future__ import annotations
 

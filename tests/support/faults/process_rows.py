@@ -205,8 +205,10 @@ OF_BRIX: dict[str, tuple[str, ...]] = {
     "import brix; del brix.opgraft_register_ops": ("brix, taking opgraft_register_ops away",),
     "import brix; brix.opgraft_register_ops = id": ("brix.opgraft_register_ops",),
     "import brix; brix.BrixRMSNorm = None": ("brix.BrixRMSNorm",),
-    "import brix, functools; f = brix.opgraft_register_ops; "
-    "brix.opgraft_register_ops = functools.wraps(f)(lambda: f())": ("brix.opgraft_register_ops",),
+    "import brix, functools; "
+    "brix.opgraft_register_ops = functools.wraps(brix.opgraft_register_ops)(lambda: 0)": (
+        "brix.opgraft_register_ops",
+    ),
     "import brix; brix.BrixRMSNorm.forward_oot = id": ("brix's BrixRMSNorm.forward_oot",),
     "import brix; del brix.BrixRMSNorm.forward_oot": (
         "brix's BrixRMSNorm, taking forward_oot away",

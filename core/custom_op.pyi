@@ -1,0 +1,1 @@
+from opgraft.binding.ported.custom_op import *

@@ -1,0 +1,1 @@
+from opgraft.binding.ported.torch_library import *
