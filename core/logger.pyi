@@ -1,1 +1,1 @@
-from opgraft.binding.ported.logger import *
+from opgraft.binding.ported.logger import *  # noqa: F403  # the names of that module

@@ -1,1 +1,1 @@
-from opgraft.binding.ported.torch_library import *
+from opgraft.binding.ported.torch_library import *  # noqa: F403  # the names of that module
