@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import io
 import logging
@@ -262,7 +263,8 @@ class OpenFile:
     """The open file behind a descriptor, kept open by a copy of the descriptor."""
 
     def __init__(self, number: int) -> None:
-        self.copy = os.dup(number)
+        # Above the standard streams, since one of their numbers may be free.
+        self.copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, len(_STREAMS))
         state = os.fstat(self.copy)
         self.identity = (state.st_dev, state.st_ino)
 

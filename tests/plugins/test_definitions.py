@@ -209,7 +209,7 @@ def test_an_import_by_another_thread_during_a_look(monkeypatch: pytest.MonkeyPat
 
     def is_looked_at(name: str) -> bool:
         monkeypatch.setitem(sys.modules, "imported_meanwhile", threading)
-        return False
+        return name == "threading"
 
     assert Definitions(lambda: (threading,), is_looked_at).read().now
     assert "imported_meanwhile" in sys.modules

@@ -30,9 +30,8 @@ AT_EVERY_LOAD = {
     "sys.setrecursionlimit(9999)": "the recursion limit from ",
     "os.chdir('/')": "the working folder from ",
     "os.umask(0o123)": "the mask of new files from ",
-    "resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))": (
-        "the limit RLIMIT_CORE from "
-    ),
+    "files = resource.RLIMIT_NOFILE; low, high = resource.getrlimit(files); "
+    "resource.setrlimit(files, (low - 1, high))": ("the limit RLIMIT_NOFILE from "),
     "signal.setitimer(signal.ITIMER_VIRTUAL, 3600)": "the timer ITIMER_VIRTUAL from False to True",
     "os.close(1)": "the file behind sys.stdout while",
     "os.dup2(os.open(os.devnull, os.O_RDWR), 2)": "the file behind sys.stderr while",
