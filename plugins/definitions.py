@@ -32,7 +32,7 @@ _OPGRAFT = "opgraft"
 _TORCH = "torch"
 _LAYERS = "torch.nn"
 _OF_TORCH = (
-    *(torch, torch.Tensor, torch.linalg, torch.fft, torch.special),
+    *(torch, torch.Tensor, torch.linalg, torch.fft, torch.special, torch.distributed),
     *intervening.modules_of_c(),
 )
 

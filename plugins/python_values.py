@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from operator import is_
 from pathlib import Path
@@ -265,13 +266,22 @@ class OpenFile:
     def __init__(self, number: int) -> None:
         # Above the standard streams, since one of their numbers may be free.
         self.copy = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, len(_STREAMS))
-        state = os.fstat(self.copy)
-        self.identity = (state.st_dev, state.st_ino)
+        self.identity = _identity_of_file(self.copy)
+
+    def is_kept(self) -> bool:
+        """Return True unless somebody has closed the copy. Another file may have the number now."""
+        with suppress(AttributeError, OSError):
+            return _identity_of_file(self.copy) == self.identity
+        return False
 
     def __del__(self) -> None:
-        # Without a copy if too many files are open.
-        if hasattr(self, "copy"):
+        if self.is_kept():
             os.close(self.copy)
+
+
+def _identity_of_file(number: int) -> tuple[int, int]:
+    state = os.fstat(number)
+    return state.st_dev, state.st_ino
 
 
 def _open_file(number: int) -> OpenFile | None:
@@ -295,6 +305,13 @@ def _is_same_file(before: Any, after: Any) -> bool:
 
 
 def _put_file_back(number: int, former: OpenFile) -> None:
+    """Put a file behind a descriptor again.
+
+    Raises:
+        RuntimeError: the copy was closed, too.
+    """
+    if not former.is_kept():
+        raise RuntimeError("all copies of the descriptor were closed")
     os.dup2(former.copy, number, inheritable=True)
 
 

@@ -48,7 +48,15 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
         check: returns the reason why the kernel cannot run here, such as ``"needs AVX-512"``, or
             ``None``. Each binding of an op calls the check. A kernel with a reason is not chosen,
             and the decision shows the reason.
+
+    Raises:
+        RegistrationError: the check is no function.
     """
+    if not callable(check):
+        raise RegistrationError(
+            f"opgraft.needs has the check {check!r:.80}: use a function without parameters that "
+            "returns the reason why the kernel cannot run, or None"
+        )
 
     def decorate(kernel: Function) -> Function:
         setattr(kernel, NEEDS, check)

@@ -10,7 +10,7 @@ import pytest
 from opgraft import OpgraftConfig, set_config
 from opgraft.config import OpgraftConfig as Config
 from opgraft.config import parse_text
-from opgraft.errors import ConflictError, PlatformConflictError
+from opgraft.errors import ConflictError, PlatformConflictError, RegistrationError
 from opgraft.ops import Llama3RotaryEmbedding, RMSNorm, RotaryEmbedding
 from opgraft.registry.decision import Decision
 from opgraft.testing import inventory
@@ -179,6 +179,12 @@ def test_a_check_of_needs_that_raises_is_logged_once(
         == f"Acme.forward_oot at {file}:9 is not used: its needs() check raised {said} at {file}:{number}"
     )
     assert f"{said} at {file}:{number}" in str(first.decision)
+
+
+def test_a_check_of_needs_that_is_no_function() -> None:
+    """It is refused where it is written: a call would fail far away."""
+    with pytest.raises(RegistrationError, match="has the check 'acme_sdk': use a function"):
+        opgraft.needs("acme_sdk")  # type: ignore[arg-type]
 
 
 def test_the_inventory_tells_which_kernel_was_passed_over(site) -> None:

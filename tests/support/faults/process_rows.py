@@ -68,6 +68,7 @@ AT_EVERY_LOAD = {
     ),
     "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
     "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
+    "torch.distributed.all_reduce = print": "torch.distributed.all_reduce while",
     "del torch.nn.functional.gelu": "torch.nn.functional, taking gelu away while",
     "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
     "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
