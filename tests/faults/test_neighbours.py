@@ -6,7 +6,6 @@ import logging
 
 import opgraft
 import pytest
-from opgraft.plugins.changes import thorough
 from opgraft.plugins.outcomes import findings_of
 from opgraft.registry.state import host_state
 from support.faults.doctor_rows import FINDINGS
