@@ -164,13 +164,19 @@ class Definitions:
     Args:
         things: returns the modules with their classes and objects.
         is_looked_at: returns True for the name of a module that ``things`` looks at.
+        is_owned: returns True for the name of a module whose functions count. The modules may hold
+            functions of others.
     """
 
     def __init__(
-        self, things: Callable[[], Iterable[Any]], is_looked_at: Callable[[str], bool]
+        self,
+        things: Callable[[], Iterable[Any]],
+        is_looked_at: Callable[[str], bool],
+        is_owned: Callable[[str], bool] = bool,
     ) -> None:
         self._things_now = things
         self._is_looked_at = is_looked_at
+        self._is_owned = is_owned
         # Threads of an engine may construct ops of a plugin at the same time.
         self._lock = threading.RLock()
         self._imports: tuple[str, ...] = ()
@@ -235,7 +241,7 @@ class Definitions:
         if after.code is before.code:
             return
         for module, change in changes_of_code({**after.imported_code, **before.code}):
-            if not is_of_running_plugin(module):
+            if self._is_owned(module) and not is_of_running_plugin(module):
                 yield change
 
     @contextmanager
@@ -561,8 +567,10 @@ def _inside(module: ModuleType) -> tuple[Any, ...]:
 def _is_defined_in(module: ModuleType, value: Any) -> bool:
     if issubclass(type(value), type):
         return value.__module__ == _home_of(module) and not vars(value).get("__specialisation__")
+    # A module of a plugin may hold an object of opgraft, which counts where opgraft defines it.
     kind = type(value)
-    return kind is SimpleNamespace or hasattr(kind, "DEFINED_BY")
+    is_object = kind is SimpleNamespace or hasattr(kind, "DEFINED_BY")
+    return is_object and _is_below(_home_of(module), _OPGRAFT)
 
 
 def _is_object(thing: Any) -> bool:
@@ -600,7 +608,7 @@ def _place_of(thing: Any) -> str:
 DEFINITIONS = Definitions(_things_of_everybody, _is_of_everybody)
 """The aspect that every load compares. There is one, as it also hears of imports."""
 
-OF_PLUGINS = Definitions(_things_of_plugins, _is_of_plugins)
+OF_PLUGINS = Definitions(_things_of_plugins, _is_of_plugins, _is_of_plugins)
 """The aspect of the modules of plugins, which every load compares. It hears of imports, too."""
 
 OF_OTHERS = Definitions(_things_of_others, _is_of_others)

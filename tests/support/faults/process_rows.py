@@ -69,6 +69,16 @@ AT_EVERY_LOAD = {
     "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
     "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
     "torch.distributed.all_reduce = print": "torch.distributed.all_reduce while",
+    # Of opgraft, and held by the module of the plugin.
+    "from opgraft.binding.derivation import NATIVE; NATIVE.rms_norm = abs": (
+        "opgraft's native definitions.rms_norm while"
+    ),
+    "own = RMSNorm.forward_native; own.__kwdefaults__['functional'] = None": (
+        "opgraft.ops.layernorm.modules.RMSNorm.forward_native.__kwdefaults__ while"
+    ),
+    "own = RMSNorm.forward_native; own.__code__ = (lambda *_: None).__code__": (
+        "opgraft.ops.layernorm.modules.RMSNorm.forward_native.__code__ while"
+    ),
     "del torch.nn.functional.gelu": "torch.nn.functional, taking gelu away while",
     "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
     "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
