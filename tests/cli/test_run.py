@@ -16,6 +16,8 @@ import pytest
 import torch
 from opgraft.cli.neighbours import nearest
 from opgraft.cli.run import read_lines
+from opgraft.compat.python_device import why_not
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError, ModelError, OpgraftError
 from opgraft.serving.llm import LLM
 
@@ -70,6 +72,17 @@ def test_a_decoder_answers_alike_when_compiled(cli, causal_folder, tmp_path) -> 
         answers[level] = report["answers"][0]["tokens"]
         assert graphs.exists() == (level == "-O1")
     assert answers["-O0"] == answers["-O1"]
+
+
+@pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
+@pytest.mark.parametrize("options", [(), ("--parallel.tensor", "2", "-O2")], ids=" ".join)
+def test_a_decoder_answers_alike_on_a_simulated_device(options, cli, causal_folder) -> None:
+    """Tokens are those of the CPU, also by two workers and compiled; the report names the device."""
+    asked = (str(causal_folder), "the cat", "--max-tokens", "4", "--dtype", "float32")
+    expected = run_json(cli, *asked)
+    report = run_json(cli, *asked, *options, **{SIMULATED_DEVICE: "default"})
+    assert report["platform"] == "simulated"
+    assert report["answers"][0]["tokens"] == expected["answers"][0]["tokens"]
 
 
 DAMAGING = """

@@ -18,8 +18,11 @@ def _completion(server: Server) -> object:
 
 
 @pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
-def test_the_server_answers_from_it(server: Server, checkpoint: Path) -> None:
-    """The answer is that of the CPU."""
-    with serving(checkpoint, variables={SIMULATED_DEVICE: "default"}) as on_device:
+@pytest.mark.parametrize("options", [(), ("--parallel.tensor", "2", "-O2")], ids=" ".join)
+def test_the_server_answers_from_it(
+    options: tuple[str, ...], server: Server, checkpoint: Path
+) -> None:
+    """The answer is that of the CPU, also from a compiled model that two workers share."""
+    with serving(checkpoint, *options, variables={SIMULATED_DEVICE: "default"}) as on_device:
         assert _completion(on_device) == _completion(server)
         assert any("simulated" in line for line in (*on_device.shown, *on_device.log))

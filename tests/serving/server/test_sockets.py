@@ -215,8 +215,9 @@ def test_readers_that_stop_and_slow_ones(strict: Server) -> None:
         connected(strict, receive_buffer=1 << 16) as slow,
         connected(strict, receive_buffer=4096) as stopped,
     ):
-        for connection in (stopped, slow):
-            connection.sendall(request(strict, **asked))
+        stopped.sendall(request(strict, **asked))
+        stopped.recv(1)  # its answer has begun, so its time passes while the other one reads
+        slow.sendall(request(strict, **asked))
         head, _, body = slow.recv(1000).partition(b"\r\n\r\n")
         size, read = int(head.partition(b"content-length: ")[2].split()[0]), len(body)
         pauses = 0
