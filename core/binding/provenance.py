@@ -5,6 +5,7 @@ A call without an exception costs nothing: no record is kept until somebody asks
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 import sys
@@ -311,8 +312,7 @@ def _ran(frame: FrameType, choice_for: _ChoiceFor) -> Binding | FormChoice | Non
     code = frame.f_code
     if not code.co_argcount:
         return None
-    first = code.co_varnames[0]
-    own: Any = frame.f_locals.get(first)
+    own = first_argument(frame)
     # Not isinstance(): the object may answer for its class by code of its own.
     cls = type(own)
     if issubclass(cls, CustomOp) and code in _codes_of_class(cls, CustomOp):
@@ -325,6 +325,22 @@ def _ran(frame: FrameType, choice_for: _ChoiceFor) -> Binding | FormChoice | Non
     # The choice itself has failed, and the message of that error says all.
     except OpgraftError:
         return None
+
+
+def first_argument(frame: FrameType) -> Any:
+    """Return the first argument of a call, which may run in another thread.
+
+    Before Python 3.13, ``f_locals`` copies all variables, and Python crashes if the call ends
+    meanwhile.
+    """
+    # A collection of garbage may run code in Python, which lets the other thread go on.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return frame.f_locals.get(frame.f_code.co_varnames[0])
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:
@@ -368,7 +384,7 @@ def _name_of(frame: FrameType) -> str:
     """Return the name of a function; of a method, with the class that defines the method."""
     code = frame.f_code
     if code.co_argcount:
-        own: Any = frame.f_locals.get(code.co_varnames[0])
+        own = first_argument(frame)
         for base in type(own).__mro__:
             function = vars(base).get(code.co_name)
             if isinstance(function, FunctionType) and function.__code__ is code:

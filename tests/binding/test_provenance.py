@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import opgraft
@@ -221,3 +222,41 @@ def test_blocks_of_the_profiler_that_overlap() -> None:
         e.key.split()[0]: e.count for e in watched.key_averages() if e.key.startswith("opgraft.")
     }
     assert found == {"opgraft.rms_norm": 1, "opgraft.silu_and_mul": 1}
+
+
+RACING = """
+import gc, sys, threading, time
+from opgraft.binding.provenance import first_argument
+def call(x):
+    y = [x, x]
+    z = [y]
+    return len(z)
+def work(over):
+    while not over:
+        for each in range(50):
+            call(each)
+over = []
+kept = [{} for _ in range(1000)]
+gc.collect()
+sys.setswitchinterval(1e-6)
+gc.set_threshold(1, 1000, 1000)
+gc.callbacks.append(lambda *_: time.sleep(0))
+thread = threading.Thread(target=work, args=(over,))
+thread.start()
+begun = time.process_time()
+while time.process_time() < begun + 1:
+    frame = sys._current_frames()[thread.ident]
+    kept.append({})
+    first_argument(frame)
+over.append(1)
+thread.join()
+print("alive")
+"""
+"""Calls that end at any moment, new memory for each dict, and collections that let the other thread go on."""
+
+
+def test_arguments_of_calls_that_end_meanwhile(warm_python: str) -> None:
+    """To read a call of another thread never crashes Python, also if the call ends while garbage is collected."""
+    command = [warm_python, "-c", RACING]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "alive\n"), result.stderr[-2000:]

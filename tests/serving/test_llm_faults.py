@@ -21,7 +21,7 @@ from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, Re
 from opgraft.ops import RMSNorm
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM, Interrupted
-from support.engines import add, expect_empty
+from support.engines import add, expect_empty, in_its_thread
 from support.random_decoders import saved, transformers
 from support.small_models import CONTEXT, VOCABULARY, open_llm, write_model
 
@@ -182,38 +182,48 @@ def test_tokens_beyond_the_vocabulary(llm: LLM, field: str, value: Any) -> None:
 
 def test_ids_are_used_once(llm: LLM) -> None:
     """An id is refused while its request runs; afterwards it is free. The request goes on."""
-    engine = llm.engine
-    first = add(engine, "a", PROMPT, SamplingParams(n=2, max_tokens=3, seed=1))
-    for name in ("a", "a/0"):
-        with pytest.raises(
-            RequestError, match=f"request '{name}' is added, and one of that id runs"
-        ):
-            add(engine, name, PROMPT, GREEDY)
-    while engine.has_work:
-        engine.step()
-    assert [len(answer.token_ids) for answer in first.outputs] == [3, 3]
-    add(engine, "a", PROMPT, GREEDY)
-    engine.abort("a")
+
+    def use_ids() -> None:
+        engine = llm.engine
+        first = add(engine, "a", PROMPT, SamplingParams(n=2, max_tokens=3, seed=1))
+        for name in ("a", "a/0"):
+            with pytest.raises(
+                RequestError, match=f"request '{name}' is added, and one of that id runs"
+            ):
+                add(engine, name, PROMPT, GREEDY)
+        while engine.has_work:
+            engine.step()
+        assert [len(answer.token_ids) for answer in first.outputs] == [3, 3]
+        add(engine, "a", PROMPT, GREEDY)
+        engine.abort("a")
+
+    in_its_thread(llm, use_ids)
     expect_nothing_held(llm)
 
 
 def test_aborting_the_unknown(llm: LLM) -> None:
     """An id that was never added, or whose request has ended, is an error; others go on."""
-    engine = llm.engine
-    going = add(engine, "going", PROMPT, GREEDY)
-    with pytest.raises(
-        RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"
-    ):
-        engine.abort("ghost")
-    with pytest.raises(
-        RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"
-    ):
-        engine.core.abort("ghost")
-    while engine.has_work:
-        engine.step()
-    with pytest.raises(RequestError, match="request 'going' cannot be aborted"):
-        engine.abort("going")
-    assert len(going.outputs[0].token_ids) == 5
+
+    def abort_the_unknown() -> None:
+        engine = llm.engine
+        going = add(engine, "going", PROMPT, GREEDY)
+        with pytest.raises(
+            RequestError,
+            match="request 'ghost' cannot be aborted, as none of that id runs or waits",
+        ):
+            engine.abort("ghost")
+        with pytest.raises(
+            RequestError,
+            match="request 'ghost' cannot be aborted, as none of that id runs or waits",
+        ):
+            engine.core.abort("ghost")
+        while engine.has_work:
+            engine.step()
+        with pytest.raises(RequestError, match="request 'going' cannot be aborted"):
+            engine.abort("going")
+        assert len(going.outputs[0].token_ids) == 5
+
+    in_its_thread(llm, abort_the_unknown)
     expect_nothing_held(llm)
 
 

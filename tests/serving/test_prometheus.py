@@ -9,7 +9,7 @@ import pytest
 from opgraft import SamplingParams
 from opgraft.serving.llm import LLM
 from opgraft.serving.prometheus import PrometheusExporter
-from support.engines import add
+from support.engines import add, in_its_thread
 from support.random_decoders import written
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -35,9 +35,13 @@ def served(tmp_path: Path) -> tuple[LLM, Any]:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     llm.generate([[5] * 4, [6] * 12], params)
     llm.generate([6] * 12, params)
-    add(llm.engine, "a", [5, 6], params)
-    llm.engine.step()
-    llm.engine.abort("a")
+
+    def give_up() -> None:
+        add(llm.engine, "a", [5, 6], params)
+        llm.engine.step()
+        llm.engine.abort("a")
+
+    in_its_thread(llm, give_up)
     exporter.show_kernels(llm.explain())
     return llm, registry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, 
 from opgraft.engine.core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.serving.llm import LLM
 from opgraft.serving.text_engine import TextEngine
 from torch import Tensor
 
@@ -125,6 +126,11 @@ def expect_empty(core: EngineCore) -> None:
     assert not any((core.cache._tables, core.scheduler._requests, core.scheduler.under_way.removed))
     assert not any((runner.batch._sequences, runner.sampling._all, runner._prompt_logprobs))
     assert sorted(runner.batch._rows) == list(range(core.scheduler.config.max_num_seqs))
+
+
+def in_its_thread(llm: LLM, function: Callable[[], None]) -> None:
+    """Call a function in the thread of a model's engine, which else takes the steps of new requests itself."""
+    llm._replicas.each[0].call(function).result()
 
 
 def add(engine: TextEngine, name: str, prompt: Any, params: SamplingParams, **options: Any) -> Any:

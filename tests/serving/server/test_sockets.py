@@ -211,21 +211,19 @@ def test_readers_that_stop_and_slow_ones(strict: Server) -> None:
         "echo": True,
         "logprobs": 20,
     }
-    with (
-        connected(strict, receive_buffer=1 << 16) as slow,
-        connected(strict, receive_buffer=4096) as stopped,
-    ):
+    with connected(strict, receive_buffer=4096) as stopped:
         stopped.sendall(request(strict, **asked))
         stopped.recv(1)  # its answer has begun, so its time passes while the other one reads
-        slow.sendall(request(strict, **asked))
-        head, _, body = slow.recv(1000).partition(b"\r\n\r\n")
-        size, read = int(head.partition(b"content-length: ")[2].split()[0]), len(body)
-        pauses = 0
-        while part := slow.recv(1 << 15) if read < size else b"":
-            read += len(part)
-            if read > (pauses + 1) << 20:
-                pauses += 1
-                time.sleep(0.8)
+        with connected(strict, receive_buffer=1 << 16) as slow:
+            slow.sendall(request(strict, **asked))
+            head, _, body = slow.recv(1000).partition(b"\r\n\r\n")
+            size, read = int(head.partition(b"content-length: ")[2].split()[0]), len(body)
+            pauses = 0
+            while part := slow.recv(1 << 15) if read < size else b"":
+                read += len(part)
+                if read > (pauses + 1) << 20:
+                    pauses += 1
+                    time.sleep(0.8)
         assert len(rest(stopped)) < size == read
 
 
