@@ -53,7 +53,7 @@ def test_the_one_that_hangs_is_named(plugin: Path, site: Site, tmp_path: Path) -
         head_dim=32,
         num_attention_heads=4,
     )
-    given = {"executor": "processes", "tensor": 2, "step_seconds": 5.0}
+    given = {"executor": "processes", "tensor": 2, "step_seconds": 3.0}
     core = EngineCore(
         replaced(
             settings(tmp_path / "model"), cache={"block_size": 16, "num_blocks": 24}, parallel=given
