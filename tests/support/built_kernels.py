@@ -45,6 +45,24 @@ def install(source: Path, target: Path, **variables: str) -> subprocess.Complete
     )
 
 
+NEEDS = {
+    "path_amx": {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"},
+    "path_avx512_bf16": {"avx512f", "avx512_bf16", "avx512_vnni"},
+    "path_avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
+"""By source: flags of a processor without which nothing in it can run."""
+
+
+def never_run() -> list[str]:
+    """The sources that this processor cannot run. They are compiled, as their errors count, and not optimized."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    return [] if flags is None else [name for name, needs in NEEDS.items() if not needs <= flags]
+
+
 def versions() -> str:
     """What objects depend on beside their sources."""
     gcc = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
@@ -53,7 +71,7 @@ def versions() -> str:
 
 def kept() -> Path:
     """The folder in which the plugin is kept, built of these sources by this compiler for this torch and Python."""
-    digest = hashlib.sha256(versions().encode())
+    digest = hashlib.sha256(f"{versions()} {never_run()}".encode())
     for path in source_files():
         digest.update(str(path.relative_to(PLUGIN)).encode() + path.read_bytes())
     return CACHE / digest.hexdigest()[:16]
@@ -77,6 +95,8 @@ def compile_once(objects: Path, arguments: list[str]) -> int:
     if "-c" not in arguments:
         return subprocess.run(["g++", *arguments], check=False).returncode
     text, made = sys.stdin.buffer.read(), Path(arguments[arguments.index("-o") + 1])
+    if made.stem in never_run():
+        arguments = ["-O0" if argument == "-O3" else argument for argument in arguments]
     key = b"\0".join([versions().encode(), repr(arguments).encode(), text, *included(text, Path())])
     copy = objects / f"{made.stem}-{hashlib.sha256(key).hexdigest()[:16]}.o"
     objects.mkdir(parents=True, exist_ok=True)
