@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import csv
 import os
 import platform as python
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,7 @@ from opgraft.errors import AgreementError
 from opgraft.plugins.admission import lockfile_in_words
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
+from opgraft.plugins.records import digest_of_wheel, rows_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.decision import Provider
 from opgraft.registry.op_classes import qualified
@@ -85,18 +86,11 @@ def _installation(provider: Provider) -> str:
     if distribution is None:  # opgraft itself
         return str(provider.version)
     try:
-        record = text_of(distribution, "RECORD") or ""
-    except (ValueError, OSError):
-        record = ""
-    # Scripts, and remarks of the installer, differ between machines with the same wheels.
-    # A digest of the whole RECORD would differ between two machines with one wheel.
-    lines = []
-    for line in record.splitlines():
-        is_inside = not line.startswith(("..", "/")) and ".dist-info/" not in line
-        if ",sha" in line and is_inside:
-            lines.append(line)
-    files = "\n".join(sorted(lines))
-    digest = hashlib.sha256(files.encode()).hexdigest()
+        rows = rows_of(text_of(distribution, "RECORD") or "")
+    except (ValueError, OSError, csv.Error):
+        rows = []
+    # Two machines with one wheel agree, whichever installers they have.
+    digest = digest_of_wheel(rows)
     editable = " (editable)" if is_editable(distribution) else ""
     return f"{provider.version}{editable}, files with the SHA-256 {digest:.12}"
 

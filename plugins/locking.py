@@ -1,7 +1,7 @@
 """Lockfiles: the distributions whose plugins may be imported, as they were when they were locked.
 
 A distribution is compared with its row, and its files with the hashes of its RECORD, before any
-import.
+import. So are the distributions that it needs.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import importlib_metadata
-from opgraft.base.files import read_regular, replace_file
+from importlib_metadata import Distribution
+from opgraft.base.files import read_regular
 from opgraft.base.text import described
-from opgraft.config import Settings
 from opgraft.config.declaration import without_duplicates
 from opgraft.config.plugin_settings import SETTINGS_GROUP
-from opgraft.errors import ConfigError, InputError, PluginError
+from opgraft.errors import ConfigError, PluginError
 from opgraft.plugins.discovery import discover, is_editable, normalized
-from opgraft.plugins.metadata import Problem, text_of
-from opgraft.plugins.records import difference, rows_of
-from opgraft.plugins.requirements import FAULTS, unfit
+from opgraft.plugins.metadata import fields_of, text_of
+from opgraft.plugins.pylock import is_pylock, read_pylock
+from opgraft.plugins.records import difference, digest_of_wheel, rows_of
 from opgraft.plugins.stray import stray_code
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue
 
-SCHEMA = "opgraft.lock/1"
-ALLOW_EDITABLE = "--allow-editable"
-_LARGEST = 1 << 24  # bytes of a lockfile
-_TEXTS = ("name", "version", "record")
+SCHEMA = "opgraft.lock/2"
+LARGEST = 1 << 24
+"""Bytes of a lockfile."""
+_TEXTS = ("name", "version", "files")
+_LISTS = ("entry_points", "dependencies")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
 
@@ -42,16 +43,20 @@ class LockedPackage:
 
     Attributes:
         name, version: of the distribution.
-        record: SHA-256 of the RECORD in hexadecimal. Lines are taken to end with a line feed alone.
+        files: SHA-256 of the names and hashes of the files of the wheel, in hexadecimal. It is the
+            same for every installer and every place.
         editable: True for an editable install. No RECORD lists the source.
         entry_points: the offers to opgraft, each ``group: name = value``, sorted.
+        dependencies: for a distribution with offers, the normalized names of all that it needs,
+            without those that opgraft needs too. A name without a row was not installed.
     """
 
     name: str
     version: str
-    record: str
+    files: str
     editable: bool
-    entry_points: tuple[str, ...]
+    entry_points: tuple[str, ...] = ()
+    dependencies: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, data: Any) -> LockedPackage:
@@ -62,18 +67,19 @@ class LockedPackage:
         """
         if not _is_row(data):
             raise ValueError(f"{data!r:.100} is no row of a distribution")
-        points = data["entry_points"]
-        if not isinstance(points, list) or not _are_texts(points):
-            raise ValueError(f"the entry points of {data['name']!r} are no list of strings")
-        return cls(**{**data, "entry_points": tuple(points)})
+        for key in _LISTS:
+            if not isinstance(data[key], list) or not _are_texts(data[key]):
+                words = key.replace("_", " ")
+                raise ValueError(f"the {words} of {data['name']!r} are no list of strings")
+        return cls(**{**data, **{key: tuple(data[key]) for key in _LISTS}})
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "entry_points": list(self.entry_points)}
+        return {**asdict(self), **{key: list(getattr(self, key)) for key in _LISTS}}
 
 
 def _is_row(data: Any) -> bool:
-    """Return True if data has the keys and types of a row, the entry points aside."""
-    if not isinstance(data, dict) or data.keys() != {*_TEXTS, "editable", "entry_points"}:
+    """Return True if data has the keys and types of a row, the lists aside."""
+    if not isinstance(data, dict) or data.keys() != {*_TEXTS, "editable", *_LISTS}:
         return False
     return _are_texts([data[key] for key in _TEXTS]) and isinstance(data["editable"], bool)
 
@@ -88,7 +94,7 @@ class Lockfile:
     def __init__(self, path: str, rows: Iterable[LockedPackage]) -> None:
         self.path = path
         self.rows = {normalized(row.name): row for row in rows}
-        self.verdicts: dict[Provider, str | None] = {}
+        self.verdicts: dict[str, str | None] = {}
 
     def __str__(self) -> str:
         """Return the number of rows, and a digest for any order."""
@@ -101,23 +107,37 @@ class Lockfile:
     def against(self, provider: Provider) -> str | None:
         """Return the difference of a distribution from its row or RECORD, or ``None``.
 
-        The comparison is made once.
+        The distributions that it needs are compared, too.
         """
-        # Hashing the files takes time, and each offer of the distribution asks.
-        if provider not in self.verdicts:
-            self.verdicts[provider] = self._against(provider)
-        return self.verdicts[provider]
-
-    def _against(self, provider: Provider) -> str | None:
         row = self.rows.get(normalized(provider.name))
         if row is None:
             return f"it is not in {self.path}: 'opgraft plugins lock' adds it, once you trust it"
-        try:
-            found = as_installed(provider)
-            change = _change(row, found, self.path) or _damage(provider)
-        except PluginError as error:
-            change = str(error)
+        change = self._against(row, discover().distributions[provider])
+        for name in row.dependencies:
+            if change is None:
+                change = self._against_dependency(name)
         return f"{change}: {_ANEW}" if change else None
+
+    def _against_dependency(self, name: str) -> str | None:
+        row, found = self.rows.get(name), installed(name)
+        if row is None or found is None:
+            if row is found:
+                return None
+            state = "was not installed when the plugin was locked" if found else "is missing"
+            return f"its dependency {name} {state}"
+        change = self._against(row, found)
+        return f"its dependency {name}: {change}" if change else None
+
+    def _against(self, row: LockedPackage, found: Distribution) -> str | None:
+        """Return the difference of an installed distribution from a row, found once."""
+        # Hashing the files takes time. Each offer asks, and each plugin that needs the same one.
+        if row.name not in self.verdicts:
+            try:
+                change = change_of(row, as_installed(found), self.path) or damage(found)
+            except PluginError as error:
+                change = str(error)
+            self.verdicts[row.name] = change
+        return self.verdicts[row.name]
 
 
 _LOCKFILES = StateValue[dict[str, Lockfile]](dict)
@@ -148,14 +168,42 @@ def lockfile(path: str, origin: str) -> Lockfile:
 
 
 def read_rows(path: str) -> list[LockedPackage]:
-    """Read a lockfile.
+    """Read a lockfile, or the section of opgraft in a ``pylock.toml``.
 
     Raises:
         OSError, ValueError, RecursionError: the file cannot be read, or is no lockfile.
     """
     # The path comes from a setting, and may lead to a pipe or a huge file.
-    text = read_regular(path, _LARGEST)
-    content = json.loads(text, object_pairs_hook=without_duplicates)
+    text = read_regular(path, LARGEST)
+    if is_pylock(path):
+        return rows_in_pylock(text.decode())
+    return _rows_in(json.loads(text, object_pairs_hook=without_duplicates))
+
+
+def rows_in_pylock(text: str) -> list[LockedPackage]:
+    """Return the rows in the section of opgraft of a ``pylock.toml``.
+
+    Raises:
+        ValueError: the text is none, or a row has another version than the package of its name.
+    """
+    section, versions = read_pylock(text)
+    rows = _rows_in(section)
+    for row in rows:
+        locked = versions.get(normalized(row.name), {row.version})
+        if row.version not in locked:
+            raise ValueError(
+                f"[tool.opgraft] has {row.name} {row.version}, its packages have "
+                f"{' and '.join(sorted(locked))}"
+            )
+    return rows
+
+
+def _rows_in(content: Any) -> list[LockedPackage]:
+    """Return the rows of a lockfile's content.
+
+    Raises:
+        ValueError: the content is none of a lockfile.
+    """
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
     has_keys = content.keys() == {"schema", "distributions"}
@@ -170,102 +218,61 @@ def read_rows(path: str) -> list[LockedPackage]:
     return rows
 
 
-def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
-    """Write a lockfile in one step: a reader finds the former file or the new one.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    content = {"schema": SCHEMA, "distributions": [row.to_dict() for row in rows]}
-    try:
-        text = json.dumps(content, indent=2)
-        replace_file(path, f"{text}\n", 0o644)  # a fleet's lockfile is for everyone
-    except OSError as error:
-        why = error.strerror or described(error)
-        raise InputError(
-            f"the lockfile {path} cannot be written: {why}: name another by --output"
-        ) from error
+def installed(name: str) -> Distribution | None:
+    """Return the installed distribution of a name: the first one on ``sys.path``."""
+    return next(iter(importlib_metadata.distributions(name=name)), None)
 
 
-def lock_installed(
-    settings: Settings, *, allow_editable: bool
-) -> tuple[list[LockedPackage], list[Problem]]:
-    """Return the rows of admitted distributions, and the distributions that cannot be locked.
-
-    The lockfile of the settings has no say: somebody may be about to renew the file.
-    """
-    rows, left_out = [], []
-    for provider, reasons in _reasons_against(settings).items():
-        if None in reasons:
-            try:
-                rows.append(_row_to_lock(provider, allow_editable))
-            except PluginError as error:
-                left_out.append(Problem(provider, str(error)))
-            continue
-        first = reasons[0]
-        # A list of the user is no fault.
-        if first is not None and first.startswith(FAULTS):
-            left_out.append(Problem(provider, first))
-    return sorted(rows, key=lambda row: normalized(row.name)), left_out
-
-
-def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
-    """Return the reasons against the offers of each distribution, ``None`` for a used offer."""
-    reasons: dict[Provider, list[str | None]] = {}
-    for offer in discover().offers:
-        if not offer.built_in:
-            reasons.setdefault(offer.provider, []).append(unfit(offer, settings))
-    return reasons
-
-
-def _row_to_lock(provider: Provider, allow_editable: bool) -> LockedPackage:
-    """Return the row of an installed distribution.
-
-    Raises:
-        PluginError: the distribution cannot be locked.
-    """
-    row = as_installed(provider)
-    if row.editable and not allow_editable:
-        raise PluginError(
-            f"it is an editable install, whose source can change: {ALLOW_EDITABLE} locks it"
-        )
-    damage = _damage(provider)
-    if damage:
-        raise PluginError(f"{damage}: reinstall it")
-    return row
-
-
-def as_installed(provider: Provider) -> LockedPackage:
-    """Return the row of an installed distribution, by its metadata.
+def as_installed(distribution: Distribution) -> LockedPackage:
+    """Return the row of an installed distribution, without its dependencies.
 
     Raises:
         PluginError: the metadata cannot be read.
     """
-    distribution = discover().distributions[provider]
     try:
+        provider = provider_of(distribution)
         read = {offer.stands_in for offer in discover().offers if offer.provider == provider}
         if provider in discover().sections:
             read.add(SETTINGS_GROUP)
         # Groups of other hosts may change without harm.
         points = [point for point in distribution.entry_points if point.group in read]
-        digest = hashlib.sha256(_record(distribution).encode()).hexdigest()
+        files = digest_of_wheel(_rows(distribution))
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise PluginError(f"its metadata cannot be read: {described(error)}") from error
     offers = sorted(f"{point.group}: {point.name} = {point.value}" for point in points)
     version, editable = str(provider.version), is_editable(distribution)
-    return LockedPackage(provider.name, version, digest, editable, tuple(offers))
+    return LockedPackage(provider.name, version, files, editable, tuple(offers))
 
 
-def _record(distribution: importlib_metadata.Distribution) -> str:
+def provider_of(distribution: Distribution) -> Provider:
+    """Return the name and version of an installed distribution.
+
+    Raises:
+        ValueError, OSError: the metadata cannot be read.
+    """
+    fields = fields_of(distribution)
+    return Provider(fields["name"][0], fields["version"][0])
+
+
+def _rows(distribution: Distribution) -> Sequence[tuple[str, str, str]]:
+    """Return the rows of the RECORD of a distribution.
+
+    Raises:
+        PluginError: there is no RECORD, or the RECORD is malformed.
+        ValueError, OSError: the RECORD cannot be read.
+    """
     text = text_of(distribution, "RECORD")
     if text is None:
         raise PluginError(
             "it has no RECORD that its files could be compared with, as pip and its like write one"
         )
-    return text
+    try:
+        return rows_of(text)
+    except (csv.Error, ValueError) as error:
+        raise PluginError(f"its RECORD is malformed: {described(error)}") from error
 
 
-def _change(row: LockedPackage, found: LockedPackage, path: str) -> str | None:
+def change_of(row: LockedPackage, found: LockedPackage, path: str) -> str | None:
     """Return the difference of an installed distribution from its row, or ``None``."""
     if found.version != row.version:
         return f"its version is {found.version}, {path} has {row.version}"
@@ -273,29 +280,41 @@ def _change(row: LockedPackage, found: LockedPackage, path: str) -> str | None:
     if found.editable != row.editable:
         return f"it is {'an' if found.editable else 'no longer an'} editable install"
     if found.entry_points != row.entry_points:
-        new = [f"new: {point}" for point in found.entry_points if point not in row.entry_points]
-        gone = [f"gone: {point}" for point in row.entry_points if point not in found.entry_points]
-        return f"its entry points have changed ({', '.join(new + gone)})"
-    if found.record != row.record:
+        points = new_and_gone(row.entry_points, found.entry_points)
+        return f"its entry points have changed ({points})"
+    if found.files != row.files:
         return (
-            f"its RECORD has changed: its SHA-256 is {found.record:.12}…, "
-            f"{path} has {row.record:.12}…"
+            "its RECORD lists other files or hashes: the SHA-256 of the list is "
+            f"{found.files:.12}…, {path} has {row.files:.12}…"
         )
     return None
 
 
-def _damage(provider: Provider) -> str | None:
+def new_and_gone(before: Sequence[str], after: Sequence[str]) -> str:
+    """Return words for the difference of two lists; empty if there is none."""
+    new = [f"new: {each}" for each in after if each not in before]
+    gone = [f"gone: {each}" for each in before if each not in after]
+    return ", ".join(new + gone)
+
+
+def hashed_files(distribution: Distribution) -> list[str]:
+    """Return the paths in the RECORD of a distribution that have a hash.
+
+    Raises:
+        PluginError: there is no RECORD, or the RECORD is malformed.
+        ValueError, OSError: the RECORD cannot be read.
+    """
+    return [path for path, digest, _ in _rows(distribution) if digest]
+
+
+def damage(distribution: Distribution) -> str | None:
     """Return a difference of the files of a distribution from its RECORD, or ``None``.
 
     Raises:
         PluginError: the RECORD is malformed.
     """
-    distribution = discover().distributions[provider]
-    try:
-        rows = rows_of(_record(distribution))
-    except (csv.Error, ValueError) as error:
-        raise PluginError(f"its RECORD is malformed: {described(error)}") from error
-    hashed = [row for row in rows if row[1]]  # RECORD itself and compiled bytecode have no hash
+    hashed = [row for row in _rows(distribution) if row[1]]
+    # RECORD itself and compiled bytecode have no hash.
     for path, digest, size in hashed:
         place = Path(str(distribution.locate_file(path)))
         change = difference(place, path, digest, size)
@@ -303,4 +322,5 @@ def _damage(provider: Provider) -> str | None:
             return change
     if is_editable(distribution):
         return None
-    return stray_code(provider, distribution, {path for path, _, _ in hashed})
+    listed = {path for path, _, _ in hashed}
+    return stray_code(provider_of(distribution), distribution, listed)

@@ -6,8 +6,9 @@ import base64
 import csv
 import hashlib
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,18 @@ _LARGEST = 1 << 24  # bytes of a file outside of the folder of the distribution
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 _HASHES = ("sha256", "sha384", "sha512")
 
+_OF_INSTALLERS = re.compile(r"[^/]+\.dist-info/(INSTALLER|REQUESTED|RECORD[^/]*|[^/]+\.json)")
+"""Metadata that installers write or leave out, such as ``direct_url.json``."""
+
+_PROGRAMS = ("bin", "Scripts")
+"""Folders of programs. Installers make some of them, and change the first line of others."""
+
+_BESIDE = ("..", "", "share", "etc", "include")
+"""First folders of paths that lead out of the folder of modules.
+
+An empty one begins an absolute path. 'uv pip install --target' has the others among the modules.
+"""
+
 
 def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
     """Return path, hash and size of each file; hash and size may be empty.
@@ -26,6 +39,36 @@ def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
         csv.Error, ValueError: the text is no such list.
     """
     return [(path, digest, size) for path, digest, size in csv.reader(record.splitlines())]
+
+
+def digest_of_wheel(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Return the SHA-256 of the names and hashes of files in RECORD that came from the wheel.
+
+    It is the same for every installer and every place.
+    """
+    hashed = {path: digest for path, digest, _ in rows if digest}
+    lines = set()
+    for path, digest in hashed.items():
+        place = _place_in_wheel(path, hashed)
+        if place is not None:
+            # Some tools write the padding of base64.
+            lines.add(f"{place},{digest.rstrip('=')}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _place_in_wheel(path: str, listed: Container[str]) -> str | None:
+    """Return the name of a file for all installers, ``None`` for files that they make or change.
+
+    It is the path; for files outside of the folder of modules, the last name.
+    """
+    if _OF_INSTALLERS.fullmatch(path):
+        return None
+    *folders, name = path.split("/")
+    is_outside = bool(folders) and folders[0] in _BESIDE
+    is_flat = len(folders) == 1 and f"{folders[0]}/__init__.py" not in listed
+    if folders and folders[-1] in _PROGRAMS and (is_outside or is_flat):
+        return None
+    return name if is_outside else path
 
 
 def difference(place: Path, path: str, digest: str, size: str) -> str | None:

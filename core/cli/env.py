@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform as host
 import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import click
+from opgraft.base.files import read_regular
 from opgraft.base.installed import version_of
-from opgraft.base.text import printable
+from opgraft.base.text import described, printable
 from opgraft.base.version import __version__
 from opgraft.cli.offers import KINDS, admission, shown_offers
-from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
+from opgraft.cli.output import (
+    GivenPath,
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_wrapped,
+    with_settings,
+)
 from opgraft.config import resolve
 from opgraft.config.environment import known_variables
-from opgraft.errors import ConfigError, OpgraftError
+from opgraft.errors import ConfigError, InputError, OpgraftError
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
@@ -33,19 +45,32 @@ _PACKAGES = (
 _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
+SCHEMA = "opgraft.env/2"
+_LARGEST = 1 << 24  # bytes of a former report
+
+
 @click.command("env", cls=SettingsCommand)
+@click.option(
+    "--diff",
+    "former",
+    metavar="FILE",
+    type=GivenPath(dir_okay=False),
+    help="Show the differences from a former output of 'opgraft env --json' alone.",
+)
 @json_option
 @with_settings
-def command(as_json: bool) -> None:
+def command(former: str | None, as_json: bool) -> None:
     """Print versions, hardware, plugins and settings for a bug report.
 
     Nothing is imported, so the settings are without the defaults of the platform and of plugins.
     Only variables for opgraft are shown. Ids of devices, the name of the host and the home folder
-    are replaced, as in a recording.
+    are replaced, as in a recording. Exit code 1: with --diff, something differs.
     """
     report = _bug_report()
+    if former is not None:
+        _end_with_changes(former, _changes(_read(former), report), as_json)
     if as_json:
-        print_json("opgraft.env/2", {"sections": report})
+        print_json(SCHEMA, {"sections": report})
         return
     for title, rows in report.items():
         echo(f"### {title}\n")
@@ -53,6 +78,54 @@ def command(as_json: bool) -> None:
         for name, value in rows.items():
             echo(f"| {_cell(name)} | {_cell(value)} |")
         echo()
+
+
+def _read(path: str) -> dict[str, dict[str, str]]:
+    """Return the sections of a former report.
+
+    Raises:
+        InputError: the file is none.
+    """
+    try:
+        content = json.loads(read_regular(path, _LARGEST))
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {content['schema']!r:.80}")
+        sections: dict[str, dict[str, str]] = content["sections"]
+        for rows in sections.values():
+            if not all(isinstance(value, str) for value in rows.values()):
+                raise ValueError("a section has a value that is no text")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{path} is no output of 'opgraft env --json': {described(error)}"
+        ) from error
+    return sections
+
+
+def _changes(
+    before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mapping[str, str]]
+) -> list[dict[str, str | None]]:
+    """Return the rows that differ between two reports, with ``None`` for a missing row."""
+    found = []
+    for section in {**before, **after}:
+        old, new = before.get(section, {}), after.get(section, {})
+        for name in {**old, **new}:
+            if old.get(name) != new.get(name):
+                row = {"section": section, "name": name}
+                found.append({**row, "before": old.get(name), "after": new.get(name)})
+    return found
+
+
+def _end_with_changes(path: str, found: Sequence[dict[str, str | None]], as_json: bool) -> NoReturn:
+    """Print the differences from a former report, and end the command."""
+    if as_json:
+        print_json("opgraft.env.diff/1", {"file": path, "changes": found})
+    else:
+        for row in found:
+            values = f"{row['before'] or '(none)'} -> {row['after'] or '(none)'}"
+            print_wrapped(f"{row['section']}: {row['name']}: {values}")
+        if not found:
+            print_wrapped(f"nothing differs from {path}")
+    sys.exit(1 if found else 0)
 
 
 def _bug_report() -> dict[str, dict[str, str]]:

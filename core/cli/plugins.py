@@ -18,6 +18,7 @@ _COMMANDS = {
         "opgraft.cli.plugins_lock",
         "Write down what is installed, so that nothing else is imported.",
     ),
+    "diff": ("opgraft.cli.plugins_diff", "Show what has changed since a lockfile was written."),
     "check": (
         "opgraft.cli.plugins_check",
         "Run the most telling checks on a plugin, in less than a minute.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 from opgraft.base.text import printable
 from opgraft.cli import evidence
 from opgraft.cli.completion import offer_names
+from opgraft.cli.contents import contents_of
 from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import (
@@ -31,7 +32,7 @@ from opgraft.cli.output import (
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.plugins.admission import change_since_locked, check_admission
-from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, normalized
+from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, discover, normalized
 from opgraft.plugins.outcomes import end_of, replacements_of
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
@@ -157,6 +158,8 @@ def _print_details(details: dict[str, Any]) -> None:
         if key == "traceback":
             # With an indent on each line, so that no text of a traceback can forge other lines.
             print_wrapped((value or "").splitlines(), indent="  | ")
+        elif key == "contents" and value:
+            print_wrapped(_contents_in_words(value))
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
         elif value:
@@ -170,6 +173,18 @@ def _in_words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_replacement(item) if isinstance(item, dict) else item for item in value)
     return "yes" if value is True else str(value)
+
+
+def _contents_in_words(contents: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about the installed files of a distribution."""
+    state = contents["damage"] or "as RECORD lists them"
+    yield f"files: {contents['files']} of {contents['bytes']:,} bytes: {state}"
+    for library in contents["libraries"]:
+        unread = library["problem"] or "is no ELF file"
+        links = library["links"]
+        told = unread if links is None else f"links {', '.join(links) or 'nothing'}"
+        yield f"native library: {library['file']} {told}"
+    yield f"publisher: {contents['publisher'] or 'none'}, as the metadata says"
 
 
 def _evidence_in_words(shown: dict[str, Any]) -> str:
@@ -194,11 +209,13 @@ def _metadata(offer: Offer) -> dict[str, Any]:
     """Return the facts about an offer that need no import."""
     settings = host_state().settings()
     status, reason = admission(offer, settings)
+    distribution = discover().distributions.get(offer.provider)
     kept_as = offer.name if offer.built_in else normalized(offer.provider.name)
     return {
         **as_dict(offer),
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
+        "contents": contents_of(distribution) if distribution else None,
         "evidence": None if offer.built_in else evidence.shipped(offer.module, offer.provider),
         "judged": evidence.kept(kept_as, offer.module, offer.provider),
         "status": status,

@@ -29,7 +29,7 @@ JSON_COMMANDS = {
     ("plugins", "list"): "opgraft.plugins.list/2",
     ("plugins", "show", "acme"): "opgraft.plugins.show/3",
     ("plugins", "doctor"): "opgraft.plugins.doctor/2",
-    ("plugins", "lock"): "opgraft.plugins.lock/1",
+    ("plugins", "lock"): "opgraft.plugins.lock/2",
     ("ops", "list"): "opgraft.ops.list/2",
     ("ops", "explain", "rms_norm"): "opgraft.ops.explain/2",
     ("env",): "opgraft.env/2",

@@ -79,7 +79,7 @@ def edit(site: Site) -> None:
 
 def lock(site: Site) -> None:
     (site.folder.parent / "lock.json").write_text(
-        '{"schema": "opgraft.lock/1", "distributions": [ ]}\n'
+        '{"schema": "opgraft.lock/2", "distributions": [ ]}\n'
     )
 
 
@@ -107,7 +107,7 @@ def test_a_change_makes_another_result(
     for variable in ("ATEN_CPU_CAPABILITY", "ACME_MODE"):
         monkeypatch.setenv(variable, "")
     (tmp_path / "driver").write_text("acme 1.0")
-    (tmp_path / "lock.json").write_text('{"schema": "opgraft.lock/1", "distributions": []}\n')
+    (tmp_path / "lock.json").write_text('{"schema": "opgraft.lock/2", "distributions": []}\n')
     site.platform("acme", probe=PROBE.replace("'driver'", repr(str(tmp_path / "driver"))))
     settings = {"lockfile": "lock.json"} if "lockfile" in change else {}
     with set_config(OpgraftConfig(**settings)):

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from opgraft.config import resolve
 from opgraft.plugins import quarantine
-from opgraft.plugins.locking import lock_installed, write_rows
+from opgraft.plugins.making_locks import lock_installed, write_rows
 from opgraft.registry.decision import Provider
 from referencing import Registry, Resource
 
@@ -111,6 +111,20 @@ def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: i
     assert result.returncode == code
 
 
+def test_differences_fit_their_schema(cli, site, tmp_path: Path) -> None:
+    """So do the differences from a lockfile, and from a former report."""
+    site.plugin("acme", PLUGIN)
+    (tmp_path / "env.json").write_text(cli("env", "--json").stdout)
+    assert cli("plugins", "lock").returncode == 0
+    site.plugin("brix", PLUGIN)
+    for command in ("plugins lock --check", "plugins diff", "env --diff env.json"):
+        result = cli(*command.split(), "--json")
+        answer = json.loads(result.stdout)
+        errors = [error.message for error in validator(answer["schema"]).iter_errors(answer)]
+        assert (result.returncode, errors) == (1, []), command
+        assert "brix" in json.dumps(answer["changes"])
+
+
 def test_a_lockfile_fits_its_schema(site, tmp_path) -> None:
     """The file that 'opgraft plugins lock' writes is of a published schema too."""
     site.plugin("acme", PLUGIN)
@@ -118,7 +132,7 @@ def test_a_lockfile_fits_its_schema(site, tmp_path) -> None:
     write_rows(tmp_path / "opgraft.lock", rows)
     answer = json.loads((tmp_path / "opgraft.lock").read_text())
     assert (len(rows), left_out) == (1, [])
-    assert [error.message for error in validator("opgraft.lock/1").iter_errors(answer)] == []
+    assert [error.message for error in validator("opgraft.lock/2").iter_errors(answer)] == []
 
 
 def test_measurements_are_written_followed_and_of_their_schema(cli, site, tmp_path: Path) -> None:

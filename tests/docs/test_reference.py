@@ -16,6 +16,7 @@ import reference_pages
 from opgraft import errors, ops
 from opgraft.binding.measurements import SCHEMA as TUNING
 from opgraft.cli import cli as root
+from opgraft.cli.env import SCHEMA as REPORT
 from opgraft.cli.evidence import SCHEMA as EVIDENCE
 from opgraft.cli.exec import SCHEMA as EXEC
 from opgraft.config import FIELDS
@@ -115,7 +116,7 @@ def test_schemas_are_those_that_commands_print() -> None:
         path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py")
     )
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
-    printed |= {LOCKFILE, EVIDENCE, EXEC, TUNING}  # which are written to files
+    printed |= {LOCKFILE, EVIDENCE, EXEC, REPORT, TUNING}  # which are written to files
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"]
         for path in SCHEMAS.glob("opgraft.*.json")

@@ -20,7 +20,7 @@ from opgraft import LLM, OpgraftConfig, SamplingParams, set_config
 from opgraft.engine.workers import process_executor
 from opgraft.engine.workers.process_executor import LocalProcess
 from opgraft.errors import EngineError
-from opgraft.plugins.locking import write_rows
+from opgraft.plugins.making_locks import write_rows
 from support.engines import replaced
 from support.locks import PLUGIN, lock
 from support.warm import interpreter

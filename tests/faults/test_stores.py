@@ -18,7 +18,7 @@ from opgraft.cli import kept_results
 from opgraft.compilation.cache import CompilationCache
 from opgraft.errors import CacheEntryError, ConfigError
 from opgraft.ops import ReLUSquaredActivation
-from opgraft.plugins import locking, quarantine
+from opgraft.plugins import locking, making_locks, quarantine
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
 from support.faults.planting import PLUGIN, in_time
@@ -59,8 +59,8 @@ def told_of_an_entry(path: Path) -> str:
 def written(folder: Path) -> dict[str, tuple[Path, Callable[[Path], str]]]:
     """Write files of opgraft's own; returns where it is, and what tells of it when it is read."""
     states, key = Path(os.environ["XDG_STATE_HOME"]) / "opgraft", "0" * 40
-    locking.write_rows(
-        folder / "opgraft.lock", [locking.LockedPackage("acme", "1.0", "00", False, ())]
+    making_locks.write_rows(
+        folder / "opgraft.lock", [locking.LockedPackage("acme", "1.0", "00", False)]
     )
     timed = tuple(
         TimedChoice(name, Provider(name, "1"), "kernel", {"shape": 1.0})

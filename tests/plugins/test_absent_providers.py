@@ -26,7 +26,7 @@ def opgraft_register_ops():
 
 
 def locked_out(site: Site) -> dict[str, object]:
-    (site.folder / "empty.lock").write_text('{"schema": "opgraft.lock/1", "distributions": []}')
+    (site.folder / "empty.lock").write_text('{"schema": "opgraft.lock/2", "distributions": []}')
     return {"lockfile": str(site.folder / "empty.lock")}
 
 

@@ -42,7 +42,7 @@ PINNED = """
 import multiprocessing, os, sys
 from pathlib import Path
 import opgraft
-from opgraft.plugins.locking import lock_installed, write_rows
+from opgraft.plugins.making_locks import lock_installed, write_rows
 from opgraft.registry.state import host_state
 LOCK, COPY, OTHER = (Path(__file__).with_name(name) for name in ("a.lock", "copy.lock", "other.lock"))
 def loaded(lockfile):

@@ -119,7 +119,7 @@ def test_a_large_file_elsewhere_is_not_read(site, path: Path, tmp_path: Path) ->
 
 def test_a_lockfile_with_a_key_twice(path: Path) -> None:
     """Who reads it sees the first, and programs would take the last."""
-    path.write_text('{"schema": "opgraft.lock/1", "distributions": [], "distributions": []}')
+    path.write_text('{"schema": "opgraft.lock/2", "distributions": [], "distributions": []}')
     with pytest.raises(ConfigError, match="'distributions' stands in one object twice"):
         check_admission(settings_of(path))
 

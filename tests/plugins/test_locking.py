@@ -18,7 +18,8 @@ from opgraft.errors import ConfigError, InputError, PlatformError, PluginError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
-from opgraft.plugins.locking import lock_installed, read_rows, write_rows
+from opgraft.plugins.locking import LockedPackage, read_rows
+from opgraft.plugins.making_locks import lock_installed, write_rows
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import PluginStatus, host_state
 from support.locks import PLUGIN, lock, reason
@@ -88,7 +89,7 @@ def another_point(site: Site) -> None:
 
 
 def another_record(site: Site) -> None:
-    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: f"{text}acme_more.py,,\n")
+    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: f"{text}acme_more.py,sha256=x,1\n")
 
 
 def another_letter(site: Site) -> None:
@@ -118,7 +119,7 @@ CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
         another_point,
         "its entry points have changed (new: opgraft.plugins: more = acme_more)",
     ),
-    "RECORD": (another_record, "its RECORD has changed: its SHA-256 is "),
+    "RECORD": (another_record, "its RECORD lists other files or hashes: the SHA-256 of the list is "),
     "content": (another_letter, "acme.py is not the file that RECORD lists: its sha256 differs"),
     "size": (another_size, "acme.py is not the file that RECORD lists: it has "),
     "pipe": (a_pipe, "acme.py is no regular file"),
@@ -315,8 +316,8 @@ def test_the_probe_of_a_changed_platform_is_not_run(site, path: Path, monkeypatc
 
 
 def good() -> dict[str, object]:
-    row = {"name": "acme", "version": "1.0", "record": "00", "editable": False, "entry_points": []}
-    return {"schema": "opgraft.lock/1", "distributions": [row]}
+    row = LockedPackage("acme", "1.0", "00", False).to_dict()
+    return {"schema": "opgraft.lock/2", "distributions": [row]}
 
 
 def with_row(**values: object) -> str:
@@ -329,14 +330,14 @@ BROKEN = {
     "empty": ("", "Expecting value"),
     "no text": (b"\xff\xfe\x00", "codec can't decode"),
     "another file": (
-        '{"schema": "opgraft.lock/2", "distributions": []}',
-        "no object of the schema 'opgraft.lock/1'",
+        '{"schema": "opgraft.lock/1", "distributions": []}',
+        "no object of the schema 'opgraft.lock/2'",
     ),
     "a list": ("[]", "no object of the schema"),
     "deep": ("[" * 100_000, "recursion"),
-    "no rows": ('{"schema": "opgraft.lock/1"}', "other keys than"),
+    "no rows": ('{"schema": "opgraft.lock/2"}', "other keys than"),
     "rows of another type": (
-        '{"schema": "opgraft.lock/1", "distributions": {}}',
+        '{"schema": "opgraft.lock/2", "distributions": {}}',
         "other keys than",
     ),
     "a key too many": (with_row(more=1), "is no row of a distribution"),
@@ -344,6 +345,10 @@ BROKEN = {
     "entry points of a wrong type": (
         with_row(entry_points=[1]),
         "the entry points of 'acme' are no list of strings",
+    ),
+    "dependencies of a wrong type": (
+        with_row(dependencies="brix"),
+        "the dependencies of 'acme' are no list of strings",
     ),
     "twice": (
         json.dumps({**good(), "distributions": good()["distributions"] * 2}),

@@ -9,7 +9,7 @@ from opgraft import OpgraftConfig
 from opgraft.config import Settings, resolve
 from opgraft.plugins.admission import objection
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
-from opgraft.plugins.locking import lock_installed, write_rows
+from opgraft.plugins.making_locks import lock_installed, write_rows
 
 PLUGIN = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 

@@ -60,11 +60,11 @@ SIGNED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 WRITERS: dict[str, tuple[str, str]] = {
     "a lockfile": (
-        "from opgraft.plugins.locking import LockedPackage, write_rows\n"
-        "def write(n):\n    row = LockedPackage('acme', str(n), 'x' * 100_000, False, ())\n"
+        "from opgraft.plugins.locking import LockedPackage\nfrom opgraft.plugins.making_locks import write_rows\n"
+        "def write(n):\n    row = LockedPackage('acme', str(n), 'x' * 100_000, False)\n"
         "    write_rows(Path(folder, 'opgraft.lock'), [row])",
         "from opgraft.plugins.locking import read_rows\n"
-        "def read(): return len(read_rows(folder + '/opgraft.lock')[0].record)",
+        "def read(): return len(read_rows(folder + '/opgraft.lock')[0].files)",
     ),
     "a result of the doctor": (
         "from opgraft.cli.kept_results import keep\ndef write(n): keep('acme', {'n': n, 'x': 'x' * 100_000})",

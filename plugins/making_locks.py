@@ -1,0 +1,220 @@
+"""The rows of a lockfile made from the installed distributions, and what differs from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from importlib_metadata import Distribution
+from opgraft.base.files import read_regular, replace_file
+from opgraft.base.text import described
+from opgraft.config import Settings
+from opgraft.errors import InputError, PluginError
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, normalized
+from opgraft.plugins.locking import (
+    LARGEST,
+    SCHEMA,
+    LockedPackage,
+    as_installed,
+    change_of,
+    damage,
+    installed,
+    new_and_gone,
+    rows_in_pylock,
+)
+from opgraft.plugins.metadata import Problem, fields_of
+from opgraft.plugins.pylock import is_pylock, with_section
+from opgraft.plugins.requirements import FAULTS, unfit
+from opgraft.registry.decision import Provider
+
+ALLOW_EDITABLE = "--allow-editable"
+
+
+def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
+    """Write a lockfile in one step: a reader finds the former file or the new one.
+
+    If the file is a ``pylock.toml``, only the section of opgraft changes.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    content = {"schema": SCHEMA, "distributions": [row.to_dict() for row in rows]}
+    try:
+        if is_pylock(path.name):
+            text = with_section(read_regular(path, LARGEST).decode(), content)
+            # A row of another version than the package would admit nothing later.
+            rows_in_pylock(text)
+        else:
+            text = f"{json.dumps(content, indent=2)}\n"
+        replace_file(path, text, 0o644)  # a fleet's lockfile is for everyone
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else None
+        raise InputError(
+            f"the lockfile {path} cannot be written: {why or described(error)}: name another by "
+            "--output"
+        ) from error
+
+
+def lock_installed(
+    settings: Settings, *, allow_editable: bool
+) -> tuple[list[LockedPackage], list[Problem]]:
+    """Return the rows of admitted distributions and of all that they need, and what is left out.
+
+    The lockfile of the settings has no say: somebody may be about to renew the file.
+    """
+    plugins: dict[str, LockedPackage] = {}
+    needed: dict[str, LockedPackage] = {}
+    left_out = []
+    # What opgraft needs is imported before any plugin can be looked at.
+    host = installed(HOST_DISTRIBUTION)
+    trusted = {HOST_DISTRIBUTION, *(_needed_by(host, ()) if host else ())}
+    for provider, reasons in _reasons_against(settings).items():
+        if None in reasons:
+            try:
+                found = discover().distributions[provider]
+                row = _row_to_lock(found, allow_editable)
+                others = _needed_by(found, trusted)
+                needed |= _rows_of_dependencies(others, allow_editable)
+                row = replace(row, dependencies=tuple(sorted(others)))
+                plugins[normalized(row.name)] = row
+            except PluginError as error:
+                left_out.append(Problem(provider, str(error)))
+            continue
+        first = reasons[0]
+        # A list of the user is no fault.
+        if first is not None and first.startswith(FAULTS):
+            left_out.append(Problem(provider, first))
+    # A plugin may need another plugin.
+    rows = {**needed, **plugins}
+    return [rows[name] for name in sorted(rows)], left_out
+
+
+def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
+    """Return the reasons against the offers of each distribution, ``None`` for a used offer."""
+    reasons: dict[Provider, list[str | None]] = {}
+    for offer in discover().offers:
+        if not offer.built_in:
+            reasons.setdefault(offer.provider, []).append(unfit(offer, settings))
+    return reasons
+
+
+def _needed_by(
+    distribution: Distribution, trusted: Collection[str]
+) -> dict[str, Distribution | None]:
+    """Return what a distribution needs, and what this needs, by normalized name.
+
+    Args:
+        distribution: the installed distribution.
+        trusted: normalized names to leave out, with all that these need.
+
+    Raises:
+        PluginError: a requirement cannot be read.
+    """
+    from packaging.requirements import Requirement  # starts do without
+
+    found: dict[str, Distribution | None] = {}
+    # Each extra of a distribution has requirements of its own.
+    waiting = [(distribution, "")]
+    seen = set()
+    for each, extra in waiting:
+        for line in _requirements_of(each):
+            try:
+                requirement = Requirement(line)
+                marker = requirement.marker
+                applies = marker is None or marker.evaluate({"extra": extra})
+            except (ValueError, LookupError) as error:
+                raise PluginError(f"its requirement {line!r} is malformed: {error}") from error
+            name = normalized(requirement.name)
+            if not applies or name in trusted:
+                continue
+            if name not in found:
+                found[name] = installed(name)
+            other = found[name]
+            for wanted in ("", *requirement.extras):
+                if other is not None and (name, wanted) not in seen:
+                    seen.add((name, wanted))
+                    waiting.append((other, wanted))
+    return found
+
+
+def _requirements_of(distribution: Distribution) -> list[str]:
+    try:
+        return fields_of(distribution).get("requires-dist", [])
+    except (ValueError, OSError) as error:
+        raise PluginError(f"its metadata cannot be read: {described(error)}") from error
+
+
+def _rows_of_dependencies(
+    others: Mapping[str, Distribution | None], allow_editable: bool
+) -> dict[str, LockedPackage]:
+    """Return the rows of installed dependencies by normalized name.
+
+    Raises:
+        PluginError: a dependency cannot be locked.
+    """
+    rows = {}
+    for name, found in others.items():
+        if found is not None:
+            try:
+                rows[name] = _row_to_lock(found, allow_editable)
+            except PluginError as error:
+                raise PluginError(f"its dependency {name}: {error}") from error
+    return rows
+
+
+def _row_to_lock(distribution: Distribution, allow_editable: bool) -> LockedPackage:
+    """Return the row of an installed distribution, without its dependencies.
+
+    Raises:
+        PluginError: the distribution cannot be locked.
+    """
+    row = as_installed(distribution)
+    if row.editable and not allow_editable:
+        raise PluginError(
+            f"it is an editable install, whose source can change: {ALLOW_EDITABLE} locks it"
+        )
+    change = damage(distribution)
+    if change:
+        raise PluginError(f"{change}: reinstall it")
+    return row
+
+
+def changes(
+    before: Mapping[str, LockedPackage],
+    after: Mapping[str, LockedPackage],
+    left_out: Sequence[Problem],
+    path: str,
+) -> list[Problem]:
+    """Return the differences of what is installed, or of another lockfile, from a lockfile.
+
+    Args:
+        before: the rows of the lockfile, by normalized name.
+        after: the rows of the installed distributions, or of the other lockfile.
+        left_out: distributions that cannot be locked now.
+        path: of the lockfile.
+    """
+    told = {normalized(problem.provider.name) for problem in left_out}
+    for name in [*told]:
+        # Rows of dependencies are made with that of the plugin.
+        told |= set(before[name].dependencies) if name in before else set()
+    found = [*left_out]
+    for name in sorted({*before, *after} - told):
+        was, now = before.get(name), after.get(name)
+        if now is None:
+            reason = "it is gone, nothing needs it any more, or the settings reject it"
+        elif was is None:
+            reason = f"it is not in {path}"
+        else:
+            reason = change_of(was, now, path) or _other_needs(was, now)
+        row = now or was
+        if row is not None and reason:
+            found.append(Problem(Provider(row.name, row.version), reason))
+    return found
+
+
+def _other_needs(was: LockedPackage, now: LockedPackage) -> str:
+    """Return the difference of the dependencies of two rows; empty if there is none."""
+    names = new_and_gone(was.dependencies, now.dependencies)
+    return f"its dependencies have changed ({names})" if names else ""
