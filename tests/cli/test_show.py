@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
 PLANTED = "open(__file__ + '.imported', 'w').close()\n"
+UNLISTED = ("RECORD", "site", "acme-1.0.dist-info")
 PROBE = f"return Evidence(True, 'found')\n{PLANTED}"
 
 
@@ -50,6 +52,15 @@ def test_what_is_known_before_loading(cli, site) -> None:
         "editable": False,
         "requires": ["opgraft>=0.1", "torch"],
         "lock": None,
+        "contents": {
+            "files": 4,
+            "bytes": sum(
+                file.stat().st_size for file in site.folder.rglob("*") if file.name not in UNLISTED
+            ),
+            "damage": None,
+            "libraries": [],
+            "publisher": None,
+        },
         "evidence": None,
         "judged": None,
         "status": "selected",
@@ -58,6 +69,26 @@ def test_what_is_known_before_loading(cli, site) -> None:
     lines = cli("plugins", "show", "acme").stdout.splitlines()
     assert "requires: opgraft>=0.1, torch" in lines
     assert lines[-1] == "to load it, and see what becomes of it: opgraft plugins show acme --load"
+
+
+def test_what_its_files_are(cli, site, tmp_path) -> None:
+    """Size, damage, native libraries with what they link, and a publisher, all harmless on a terminal."""
+    (tmp_path / "native.c").write_text("double cos(double);double f(double x){return cos(x);}")
+    built = tmp_path / "native.so"
+    source = str(tmp_path / "native.c")
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", str(built), "-lm"], check=True)
+    files = {"acme.py": PLANTED, "acme_native.so": "", "acme_text.so": "no library"}
+    site.install("acme", files, {"opgraft.plugins": ["acme = acme"]})
+    metadata = site.folder / "acme-1.0.dist-info/METADATA"
+    metadata.write_text(metadata.read_text() + "Author-Email: Acme \x1b[31m <acme@example.com>\n")
+    (site.folder / "acme_native.so").write_bytes(built.read_bytes())
+    contents = shown(cli, "acme")[1]["contents"]
+    assert contents["libraries"][0]["links"][0].startswith("libm.so")
+    assert contents["libraries"][1] == {"file": "acme_text.so", "links": None, "problem": None}
+    assert contents["damage"].startswith("acme_native.so is not the file that RECORD lists")
+    text = cli("plugins", "show", "acme").stdout
+    assert "native library: acme_native.so links libm.so" in text
+    assert "publisher: Acme \\x1b[31m <acme@example.com>, as the metadata says" in text
 
 
 def test_how_it_compares_with_the_lockfile(cli, site) -> None:

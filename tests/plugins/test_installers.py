@@ -141,7 +141,9 @@ MORE_POINTS = "[opgraft.plugins]\nacme = acme_probe\nmore = acme_probe.helper\n"
 
 TAMPERINGS: dict[str, Callable[[Path], object]] = {
     "a longer module": lambda at: rewrite(at, "acme_probe/helper.py", "HELP = 10\n", listed=False),
-    "a module of equal length": lambda at: rewrite(at, "acme_probe/helper.py", "HELP = 7\n", listed=False),
+    "a module of equal length": lambda at: rewrite(
+        at, "acme_probe/helper.py", "HELP = 7\n", listed=False
+    ),
     "a listed module": lambda at: rewrite(at, "acme_probe/helper.py", "HELP = 7\n"),
     "a listed top module": lambda at: rewrite(at, "acme_top.py", "import os\n"),
     "a listed module of another scheme": lambda at: rewrite(at, "acme_extra.py", "import os\n"),
@@ -153,7 +155,10 @@ TAMPERINGS: dict[str, Callable[[Path], object]] = {
     "a missing module without its row": lambda at: remove_with_row(at, "acme_probe/helper.py"),
     "a row less": lambda at: without_row(at, "acme_probe/helper.py"),
     "a row without a hash": lambda at: in_record(
-        at, lambda text: text.replace("acme_probe/helper.py,sha256", "acme_probe/helper.py,,\nx,sha256")
+        at,
+        lambda text: text.replace(
+            "acme_probe/helper.py,sha256", "acme_probe/helper.py,,\nx,sha256"
+        ),
     ),
     "a hash of another kind": lambda at: in_record(at, lambda text: text.replace("sha256", "md5")),
     "two modules swapped": swap,
@@ -173,8 +178,12 @@ TAMPERINGS: dict[str, Callable[[Path], object]] = {
     "an editable install": lambda at: rewrite(at, f"{INFO}/direct_url.json", EDITABLE),
     "no RECORD": lambda at: (at / INFO / "RECORD").unlink(),
     "a copy first on the path": first_on_the_path,
-    "a module of a dependency": lambda at: rewrite(at, "acme_runtime/core.py", "VALUE = 2\n", listed=False),
-    "a listed module of a dependency": lambda at: rewrite(at, "acme_runtime/core.py", "VALUE = 2\n"),
+    "a module of a dependency": lambda at: rewrite(
+        at, "acme_runtime/core.py", "VALUE = 2\n", listed=False
+    ),
+    "a listed module of a dependency": lambda at: rewrite(
+        at, "acme_runtime/core.py", "VALUE = 2\n"
+    ),
     "a new module of a dependency": lambda at: rewrite(at, "acme_runtime/new.py", "", listed=False),
     "a dependency in front": dependency_in_front,
     "a newer dependency": newer_dependency,
@@ -196,7 +205,9 @@ def test_a_planted_change_is_refused(copy: Path, tmp_path: Path, kind: str, monk
 
 HONEST: dict[str, Callable[[Path], object]] = {
     "times": lambda at: [os.utime(file, (1, 1)) for file in at.rglob("*")],
-    "bytecode": lambda at: rewrite(at, "acme_probe/__pycache__/other.cpython-311.pyc", "", listed=False),
+    "bytecode": lambda at: rewrite(
+        at, "acme_probe/__pycache__/other.cpython-311.pyc", "", listed=False
+    ),
     "another installer": lambda at: rewrite(at, f"{INFO}/INSTALLER", "conda\n"),
     "no REQUESTED": lambda at: without_row(at, f"{INFO}/REQUESTED"),
     "a remark of an installer": lambda at: rewrite(at, f"{INFO}/uv_cache.json", "{}"),

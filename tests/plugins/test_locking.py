@@ -119,7 +119,10 @@ CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
         another_point,
         "its entry points have changed (new: opgraft.plugins: more = acme_more)",
     ),
-    "RECORD": (another_record, "its RECORD lists other files or hashes: the SHA-256 of the list is "),
+    "RECORD": (
+        another_record,
+        "its RECORD lists other files or hashes: the SHA-256 of the list is ",
+    ),
     "content": (another_letter, "acme.py is not the file that RECORD lists: its sha256 differs"),
     "size": (another_size, "acme.py is not the file that RECORD lists: it has "),
     "pipe": (a_pipe, "acme.py is no regular file"),

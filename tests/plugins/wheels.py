@@ -67,10 +67,14 @@ def plugin_and_dependency(folder: Path) -> list[Path]:
         "DATA/data/etc/acme.conf": "switch = on\n",
         "DATA/headers/acme.h": "int acme(void);\n",
     }
-    points = "[console_scripts]\nacme-tool = acme_top:main\n\n[opgraft.plugins]\nacme = acme_probe\n"
+    points = (
+        "[console_scripts]\nacme-tool = acme_top:main\n\n[opgraft.plugins]\nacme = acme_probe\n"
+    )
     runtime = {"acme_runtime/__init__.py": "", "acme_runtime/core.py": "VALUE = 1\n"}
     return [
-        wheel(folder, "acme-probe", files, points=points, requires=["opgraft", "acme-runtime[fast]"]),
+        wheel(
+            folder, "acme-probe", files, points=points, requires=["opgraft", "acme-runtime[fast]"]
+        ),
         wheel(folder, "acme-runtime", runtime, requires=["acme-fast; extra == 'fast'"]),
     ]
 
@@ -80,7 +84,10 @@ def pip(*options: str) -> Callable[[Path, Sequence[Path]], Path]:
 
     def install(folder: Path, wheels: Sequence[Path]) -> Path:
         given = [option.replace("FOLDER", str(folder)) for option in options]
-        run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *given], wheels)
+        run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *given],
+            wheels,
+        )
         return folder / INSTALLED if (folder / INSTALLED).is_dir() else folder
 
     return install
@@ -99,7 +106,15 @@ def uv(*options: str) -> Callable[[Path, Sequence[Path]], Path]:
 
     def install(folder: Path, wheels: Sequence[Path]) -> Path:
         given = [option.replace("FOLDER", str(folder)) for option in options]
-        command = [str(uv_program()), "pip", "install", "-q", "--no-deps", "--no-index", "--offline"]
+        command = [
+            str(uv_program()),
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--offline",
+        ]
         run([*command, "--python", sys.executable, *given], wheels)
         return folder / INSTALLED if (folder / INSTALLED).is_dir() else folder
 
