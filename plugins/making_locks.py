@@ -12,6 +12,7 @@ from opgraft.base.files import read_regular, replace_file
 from opgraft.base.text import described
 from opgraft.config import Settings
 from opgraft.errors import InputError, PluginError
+from opgraft.plugins.attestations import Attestations
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, normalized
 from opgraft.plugins.locking import (
     LARGEST,
@@ -58,7 +59,7 @@ def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
 
 
 def lock_installed(
-    settings: Settings, *, allow_editable: bool
+    settings: Settings, *, allow_editable: bool, attestations: Attestations | None = None
 ) -> tuple[list[LockedPackage], list[Problem]]:
     """Return the rows of admitted distributions and of all that they need, and what is left out.
 
@@ -74,9 +75,9 @@ def lock_installed(
         if None in reasons:
             try:
                 found = discover().distributions[provider]
-                row = _row_to_lock(found, allow_editable)
+                row = _row_to_lock(found, allow_editable, attestations)
                 others = _needed_by(found, trusted)
-                needed |= _rows_of_dependencies(others, allow_editable)
+                needed |= _rows_of_dependencies(others, allow_editable, attestations)
                 row = replace(row, dependencies=tuple(sorted(others)))
                 plugins[normalized(row.name)] = row
             except PluginError as error:
@@ -147,7 +148,9 @@ def _requirements_of(distribution: Distribution) -> list[str]:
 
 
 def _rows_of_dependencies(
-    others: Mapping[str, Distribution | None], allow_editable: bool
+    others: Mapping[str, Distribution | None],
+    allow_editable: bool,
+    attestations: Attestations | None,
 ) -> dict[str, LockedPackage]:
     """Return the rows of installed dependencies by normalized name.
 
@@ -158,13 +161,15 @@ def _rows_of_dependencies(
     for name, found in others.items():
         if found is not None:
             try:
-                rows[name] = _row_to_lock(found, allow_editable)
+                rows[name] = _row_to_lock(found, allow_editable, attestations)
             except PluginError as error:
                 raise PluginError(f"its dependency {name}: {error}") from error
     return rows
 
 
-def _row_to_lock(distribution: Distribution, allow_editable: bool) -> LockedPackage:
+def _row_to_lock(
+    distribution: Distribution, allow_editable: bool, attestations: Attestations | None
+) -> LockedPackage:
     """Return the row of an installed distribution, without its dependencies.
 
     Raises:
@@ -178,7 +183,9 @@ def _row_to_lock(distribution: Distribution, allow_editable: bool) -> LockedPack
     change = damage(distribution)
     if change:
         raise PluginError(f"{change}: reinstall it")
-    return row
+    if attestations is None:
+        return row
+    return replace(row, identity=attestations.identity_of(row.name, row.version, row.files))
 
 
 def changes(
@@ -207,7 +214,7 @@ def changes(
         elif was is None:
             reason = f"it is not in {path}"
         else:
-            reason = change_of(was, now, path) or _other_needs(was, now)
+            reason = change_of(was, now, path) or _other_needs(was, now) or _other_signer(was, now)
         row = now or was
         if row is not None and reason:
             found.append(Problem(Provider(row.name, row.version), reason))
@@ -218,3 +225,11 @@ def _other_needs(was: LockedPackage, now: LockedPackage) -> str:
     """Return the difference of the dependencies of two rows; empty if there is none."""
     names = new_and_gone(was.dependencies, now.dependencies)
     return f"its dependencies have changed ({names})" if names else ""
+
+
+def _other_signer(was: LockedPackage, now: LockedPackage) -> str:
+    """Return the difference of the signers of two rows; empty if one has none."""
+    if was.identity is None or now.identity is None:
+        return ""
+    old, new = was.identity["source"], now.identity["source"]
+    return f"its wheel was signed by {old}, and now is by {new}" if old != new else ""

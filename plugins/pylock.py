@@ -46,7 +46,7 @@ def with_section(text: str, section: Mapping[str, Any]) -> str:
 
     Args:
         text: of the file, with a section or without.
-        section: texts, and lists of tables that have texts, flags and lists of texts.
+        section: texts, and lists of tables that have texts, flags, lists and tables of texts.
 
     Raises:
         ValueError: the text is malformed, or has something below the section.
@@ -73,6 +73,9 @@ def _without_section(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    """Return a text, a flag or a list of texts in TOML."""
-    # JSON spells all of them alike, but for one character.
+    """Return a text, a flag, a list of texts or a table of these in TOML."""
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{name} = {_toml(entry)}" for name, entry in value.items())
+        return f"{{ {pairs} }}"
+    # JSON spells all others alike, but for one character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

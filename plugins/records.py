@@ -22,6 +22,9 @@ _HASHES = ("sha256", "sha384", "sha512")
 _OF_INSTALLERS = re.compile(r"[^/]+\.dist-info/(INSTALLER|REQUESTED|RECORD[^/]*|[^/]+\.json)")
 """Metadata that installers write or leave out, such as ``direct_url.json``."""
 
+_SCHEME = re.compile(r"[^/]+\.data/(purelib|platlib|scripts|headers|data)/(.+)")
+"""A path in a wheel that installers lead to a folder of their choice."""
+
 _PROGRAMS = ("bin", "Scripts")
 """Folders of programs. Installers make some of them, and change the first line of others."""
 
@@ -63,12 +66,21 @@ def _place_in_wheel(path: str, listed: Container[str]) -> str | None:
     """
     if _OF_INSTALLERS.fullmatch(path):
         return None
+    scheme = _SCHEME.fullmatch(path)
+    if scheme is not None:
+        return _place_in_scheme(scheme[1], scheme[2])
     *folders, name = path.split("/")
     is_outside = bool(folders) and folders[0] in _BESIDE
     is_flat = len(folders) == 1 and f"{folders[0]}/__init__.py" not in listed
     if folders and folders[-1] in _PROGRAMS and (is_outside or is_flat):
         return None
     return name if is_outside else path
+
+
+def _place_in_scheme(scheme: str, path: str) -> str | None:
+    if scheme == "scripts":
+        return None
+    return path if scheme in ("purelib", "platlib") else path.rpartition("/")[2]
 
 
 def difference(place: Path, path: str, digest: str, size: str) -> str | None:

@@ -17,6 +17,7 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
+from opgraft.plugins.attestations import Attestations
 from opgraft.plugins.discovery import normalized
 from opgraft.plugins.locking import LockedPackage, lockfile
 from opgraft.plugins.making_locks import changes, lock_installed
@@ -49,7 +50,9 @@ def command(file: str | None, other: str | None, as_json: bool) -> None:
     end_with(found, path, as_json)
 
 
-def changes_since(path: str, *, allow_editable: bool) -> list[Problem]:
+def changes_since(
+    path: str, *, allow_editable: bool, attestations: Attestations | None = None
+) -> list[Problem]:
     """Return the differences of what is installed from a lockfile.
 
     Raises:
@@ -57,7 +60,9 @@ def changes_since(path: str, *, allow_editable: bool) -> list[Problem]:
     """
     before = _rows_in(path)
     settings = host_state().settings()
-    rows, left_out = lock_installed(settings, allow_editable=allow_editable)
+    rows, left_out = lock_installed(
+        settings, allow_editable=allow_editable, attestations=attestations
+    )
     after = {normalized(row.name): row for row in rows}
     return changes(before, after, left_out, path)
 

@@ -18,11 +18,14 @@ from opgraft.cli.output import (
 from opgraft.cli.plugins_diff import LOCKFILE as DEFAULT
 from opgraft.cli.plugins_diff import changes_since, end_with
 from opgraft.config.environment import LOCKFILE
+from opgraft.plugins.attestations import Attestations
 from opgraft.plugins.making_locks import ALLOW_EDITABLE, lock_installed, write_rows
 from opgraft.plugins.requirements import check_allow_list
 from opgraft.registry.state import host_state
 
 _FILE = GivenPath(dir_okay=False)
+_PATH = GivenPath(dir_okay=False, path_type=Path)
+_FOLDER = GivenPath(file_okay=False, path_type=Path)
 
 
 @click.command("lock", cls=SettingsCommand)
@@ -37,10 +40,29 @@ _FILE = GivenPath(dir_okay=False)
 @click.option(
     ALLOW_EDITABLE, is_flag=True, help="Lock editable installs too, whose source is not compared."
 )
+@click.option(
+    "--identity",
+    metavar="DIR",
+    type=_FOLDER,
+    help="Keep the attestations of the wheels in DIR, each FILE.whl beside FILE.whl.provenance.",
+)
+@click.option(
+    "--trust-root",
+    metavar="FILE",
+    type=_PATH,
+    help="The root of trust of the attestations [default: that of Sigstore].",
+)
 @click.option("--check", is_flag=True, help="Write nothing; say what would change in the file.")
 @json_option
 @with_settings
-def command(output: str, allow_editable: bool, check: bool, as_json: bool) -> None:
+def command(
+    output: str,
+    allow_editable: bool,
+    identity: Path | None,
+    trust_root: Path | None,
+    check: bool,
+    as_json: bool,
+) -> None:
     """Write down what is installed, so that nothing else is imported.
 
     The file has the version, the entry points and a hash of the files of every distribution with
@@ -50,9 +72,13 @@ def command(output: str, allow_editable: bool, check: bool, as_json: bool) -> No
     """
     settings = host_state().settings()
     check_allow_list(settings)
+    attestations = Attestations(identity, trust_root) if identity else None
     if check:
-        end_with(changes_since(output, allow_editable=allow_editable), output, as_json)
-    rows, left_out = lock_installed(settings, allow_editable=allow_editable)
+        found = changes_since(output, allow_editable=allow_editable, attestations=attestations)
+        end_with(found, output, as_json)
+    rows, left_out = lock_installed(
+        settings, allow_editable=allow_editable, attestations=attestations
+    )
     write_rows(Path(output), rows)
     if as_json:
         data = {
@@ -66,6 +92,11 @@ def command(output: str, allow_editable: bool, check: bool, as_json: bool) -> No
             mark = " (editable)" if row.editable else ""
             offers = "; ".join(row.entry_points) or "needed by plugins"
             print_wrapped(f"locked: {row.name} {row.version}{mark}: {offers}")
+            if row.identity:
+                signer = f"{row.identity['source']} ({row.identity['build']})"
+                print_wrapped(f"  signed by {signer}, says {row.identity['issuer']}")
+            elif identity:
+                print_wrapped(f"  without an attestation: {identity} has no wheel of it")
         for problem in left_out:
             print_wrapped(f"left out: {problem.provider}: {problem.reason}")
         print_wrapped(f"written to {output}: with {LOCKFILE}={output} nothing else is imported")

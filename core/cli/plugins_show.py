@@ -33,6 +33,7 @@ from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.plugins.admission import change_since_locked, check_admission
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, discover, normalized
+from opgraft.plugins.locking import lockfile
 from opgraft.plugins.outcomes import end_of, replacements_of
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import PluginRecord, PluginStatus, host_state
@@ -160,6 +161,11 @@ def _print_details(details: dict[str, Any]) -> None:
             print_wrapped((value or "").splitlines(), indent="  | ")
         elif key == "contents" and value:
             print_wrapped(_contents_in_words(value))
+        elif key == "identity" and value:
+            print_wrapped(
+                f"signed by: {value['source']} ({value['build']}), says {value['issuer']}; checked "
+                "when it was locked"
+            )
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
         elif value:
@@ -216,11 +222,24 @@ def _metadata(offer: Offer) -> dict[str, Any]:
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
         "contents": contents_of(distribution) if distribution else None,
+        "identity": _identity(offer),
         "evidence": None if offer.built_in else evidence.shipped(offer.module, offer.provider),
         "judged": evidence.kept(kept_as, offer.module, offer.provider),
         "status": status,
         "reason": reason,
     }
+
+
+def _identity(offer: Offer) -> dict[str, str] | None:
+    """Return who has signed the wheel of an offer, by the lockfile, without the attestation."""
+    settings = host_state().settings()
+    path = settings.config.lockfile
+    if path is None:
+        return None
+    row = lockfile(path, settings.origins["lockfile"]).rows.get(normalized(offer.provider.name))
+    if row is None or row.identity is None:
+        return None
+    return {key: value for key, value in row.identity.items() if key != "attestation"}
 
 
 def _lock_state(offer: Offer) -> str | None:

@@ -61,6 +61,7 @@ def test_what_is_known_before_loading(cli, site) -> None:
             "libraries": [],
             "publisher": None,
         },
+        "identity": None,
         "evidence": None,
         "judged": None,
         "status": "selected",

@@ -73,7 +73,7 @@ COMMANDS = dict(walk(root, "opgraft"))
 
 def section_of(path: str) -> str:
     """What the page says below a command's heading, up to the next one."""
-    heading = rf"^## `{path}( [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`\n"
+    heading = rf"^## `{path}( [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)*`\n"
     found = re.search(heading + r"(.*?)(?=^## |\Z)", text_of("cli"), re.M | re.S)
     assert found, f"cli.md has no heading for {path}"
     return found[2]
@@ -103,7 +103,7 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
 def test_no_command_or_option_is_invented() -> None:
     """Headings and option rows name only what the command line has."""
     headings = re.findall(
-        r"^## `(opgraft [a-z -]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`$", text_of("cli"), re.M
+        r"^## `(opgraft [a-z -]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)*`$", text_of("cli"), re.M
     )
     assert sorted(headings) == sorted(COMMANDS)
     real = {option for command in COMMANDS.values() for p in command.params for option in p.opts}

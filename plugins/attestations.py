@@ -1,0 +1,142 @@
+"""Attestations of publishers (PEP 740): who has signed a wheel, checked without a network."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from opgraft.base.files import read_regular
+from opgraft.base.text import described
+from opgraft.errors import InputError, PluginError
+from opgraft.plugins.discovery import normalized
+from opgraft.plugins.records import digest_of_wheel, rows_of
+
+_LARGEST = 1 << 22  # bytes of a provenance
+_LARGEST_RECORD = 1 << 26
+_STATEMENT = "application/vnd.in-toto+json"
+_CLAIMS = {
+    "issuer": "1.3.6.1.4.1.57264.1.8",
+    "source": "1.3.6.1.4.1.57264.1.12",
+    "build": "1.3.6.1.4.1.57264.1.18",
+}
+"""What a certificate of Sigstore says about the signer: who vouches for the repository, its address,
+and the workflow.
+"""
+
+
+class Attestations:
+    """The attestations in a folder: each wheel ``NAME.whl`` beside ``NAME.whl.provenance``."""
+
+    def __init__(self, folder: Path, trust_root: Path | None) -> None:
+        """Read the root of trust.
+
+        Args:
+            folder: with wheels, and with what a package index says of their provenance.
+            trust_root: the file of a root of trust, ``None`` for that of Sigstore itself.
+
+        Raises:
+            InputError: the root of trust cannot be read, or a library is missing.
+        """
+        self.folder = folder
+        try:
+            # Few lock with attestations, and the imports take a second.
+            from sigstore.models import ClientTrustConfig, TrustedRoot
+            from sigstore.verify import Verifier
+        except ImportError as error:
+            raise InputError(
+                f"attestations cannot be checked ({error}): pip install 'opgraft[attestations]'"
+            ) from error
+        try:
+            if trust_root is None:
+                root = ClientTrustConfig.production(offline=True).trusted_root
+            else:
+                root = TrustedRoot.from_file(str(trust_root))
+            self._verifier = Verifier(trusted_root=root)
+        except Exception as error:  # of a library that reads somebody's file
+            where = trust_root or "of Sigstore"
+            raise InputError(
+                f"the root of trust {where} cannot be used: {described(error)}"
+            ) from error
+
+    def identity_of(self, name: str, version: str, files: str) -> dict[str, str] | None:
+        """Return who has signed the installed wheel, with the signature, ``None`` without a wheel.
+
+        Args:
+            name, version: of the installed distribution.
+            files: the digest of its files, as in a lockfile.
+
+        Raises:
+            PluginError: the files are those of no wheel, or the wheel has no valid attestation.
+        """
+        wheels = [path for path in sorted(self.folder.glob("*.whl")) if _is_of(path, name, version)]
+        for wheel in wheels:
+            if _digest_of_files(wheel) == files:
+                return self._checked(wheel)
+        if wheels:
+            raise PluginError(f"its files are not those of {wheels[0]}")
+        return None
+
+    def _checked(self, wheel: Path) -> dict[str, str]:
+        from pypi_attestations import Provenance
+
+        path = wheel.with_name(f"{wheel.name}.provenance")
+        try:
+            text = read_regular(path, _LARGEST).decode()
+            provenance = Provenance.model_validate_json(text)
+            given = [each for one in provenance.attestation_bundles for each in one.attestations]
+            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            identities = [self._verified(each, wheel.name, digest) for each in given]
+        except Exception as error:  # of a library that reads somebody's file
+            raise PluginError(
+                f"its attestation {path} does not hold: {described(error)}"
+            ) from error
+        if not identities or identities.count(identities[0]) != len(identities):
+            raise PluginError(f"its attestations {path} are not of one signer")
+        kept = json.dumps(json.loads(text), separators=(",", ":"))
+        return {**identities[0], "wheel": wheel.name, "sha256": digest, "attestation": kept}
+
+    def _verified(self, attestation: Any, wheel: str, digest: str) -> dict[str, str]:
+        """Return who has signed an attestation.
+
+        Raises:
+            ValueError, sigstore.errors.Error: it is not valid, or not of this wheel.
+        """
+        kind, payload = self._verifier.verify_dsse(attestation.to_bundle(), _AnySigner())
+        statement = json.loads(payload)
+        subjects = [(each["name"], each["digest"].get("sha256")) for each in statement["subject"]]
+        if kind != _STATEMENT or subjects != [(wheel, digest)]:
+            raise ValueError(f"it is about {subjects}, not {wheel} with the SHA-256 {digest}")
+        claims = attestation.certificate_claims
+        return {key: claims.get(number, "unknown") for key, number in _CLAIMS.items()}
+
+
+class _AnySigner:
+    """The policy for certificates. The lockfile says who has signed, and a person decides."""
+
+    def verify(self, cert: Any) -> None:
+        """Accept a certificate of the root of trust."""
+
+
+def _is_of(wheel: Path, name: str, version: str) -> bool:
+    parts = wheel.name.split("-")
+    return len(parts) > 2 and normalized(parts[0]) == normalized(name) and parts[1] == version
+
+
+def _digest_of_files(wheel: Path) -> str | None:
+    """Return the digest of the files of a wheel as if it was installed, ``None`` if unreadable."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(each for each in archive.infolist() if _is_record(each.filename))
+            if record.file_size > _LARGEST_RECORD:
+                return None
+            return digest_of_wheel(rows_of(archive.read(record).decode()))
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile, csv.Error):
+        return None
+
+
+def _is_record(name: str) -> bool:
+    return name.count("/") == 1 and name.endswith(".dist-info/RECORD")
