@@ -61,6 +61,44 @@ print(json.dumps({"torch": torch_seconds, "resolve": seconds, "construct": min(c
 """
 
 
+LOCKED = """
+import json, sys, time
+from opgraft.plugins.discovery import discover
+providers = list(discover().distributions)
+start = time.process_time()
+from opgraft.plugins.locking import lockfile
+locked = lockfile(sys.argv[1], "the benchmark")
+changes = [locked.against(provider) for provider in providers]
+print(json.dumps({"seconds": time.process_time() - start, "changes": changes}))
+"""
+TOY_NPU = Path(__file__).parents[1] / "reference_plugins/opgraft-toy-npu"
+
+
+def start_with_lockfile() -> Row:
+    """Measure what a start with a locked plugin takes: importing the reader, and comparing all files."""
+    with tempfile.TemporaryDirectory() as name:
+        site, path = f"{name}/site", f"{name}/opgraft.lock"
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", site]
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, TOY_NPU], check=True)
+        environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": site}
+        lock = [sys.executable, "-m", "opgraft", "plugins", "lock", "--output", path]
+        subprocess.run(lock, env=environ, check=True, stdout=subprocess.DEVNULL)
+        files = sum(len(names) for _, _, names in os.walk(site))
+        command = [sys.executable, "-c", LOCKED, path]
+        seconds = []
+        for _ in range(2 * ROUNDS):
+            told = json.loads(
+                subprocess.run(command, env=environ, check=True, capture_output=True).stdout
+            )
+            if told["changes"] != [None]:
+                raise RuntimeError(f"the plugin is not as it was locked: {told}")
+            seconds.append(told["seconds"])
+    # The first one writes bytecode.
+    measured = statistics.median(seconds[1:]) * 1000
+    detail = f"{files} files of the toy NPU, processor time, {len(seconds) - 1} processes"
+    return Row("start with a lockfile, ms", measured, 5, detail)
+
+
 def build(folder: Path) -> None:
     """Install the distributions: each has a module, metadata and scripts, some a plugin."""
     for number in range(DISTRIBUTIONS):
@@ -118,6 +156,7 @@ def measure() -> list[Row]:
             f"{ROUNDS} rounds of 9,000",
         ),
         Row("memory that the records take, MB", (held[0] - held[1]) / 1e6, 10, detail),
+        start_with_lockfile(),
     ]
 
 

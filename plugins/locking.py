@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import importlib_metadata
 from importlib_metadata import Distribution
@@ -37,8 +36,7 @@ _LISTS = ("entry_points", "dependencies")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
 
-@dataclass(frozen=True)
-class LockedPackage:
+class LockedPackage(NamedTuple):
     """A distribution as it is installed, or was when it was locked.
 
     Attributes:
@@ -77,7 +75,7 @@ class LockedPackage:
         return cls(**{**data, **{key: tuple(data[key]) for key in _LISTS}})
 
     def to_dict(self) -> dict[str, Any]:
-        row = {**asdict(self), **{key: list(getattr(self, key)) for key in _LISTS}}
+        row = {**self._asdict(), **{key: list(getattr(self, key)) for key in _LISTS}}
         if self.identity is None:
             del row["identity"]
         return row
@@ -326,9 +324,9 @@ def damage(distribution: Distribution) -> str | None:
     """
     hashed = [row for row in _rows(distribution) if row[1]]
     # RECORD itself and compiled bytecode have no hash.
+    root = str(distribution.locate_file(""))
     for path, digest, size in hashed:
-        place = Path(str(distribution.locate_file(path)))
-        change = difference(place, path, digest, size)
+        change = difference(os.path.join(root, path), path, digest, size)
         if change is not None:
             return change
     if is_editable(distribution):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from importlib_metadata import Distribution
@@ -78,7 +77,7 @@ def lock_installed(
                 row = _row_to_lock(found, allow_editable, attestations)
                 others = _needed_by(found, trusted)
                 needed |= _rows_of_dependencies(others, allow_editable, attestations)
-                row = replace(row, dependencies=tuple(sorted(others)))
+                row = row._replace(dependencies=tuple(sorted(others)))
                 plugins[normalized(row.name)] = row
             except PluginError as error:
                 left_out.append(Problem(provider, str(error)))
@@ -185,7 +184,7 @@ def _row_to_lock(
         raise PluginError(f"{change}: reinstall it")
     if attestations is None:
         return row
-    return replace(row, identity=attestations.identity_of(row.name, row.version, row.files))
+    return row._replace(identity=attestations.identity_of(row.name, row.version, row.files))
 
 
 def changes(

@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from importlib.machinery import all_suffixes
-from pathlib import Path
 
 import importlib_metadata
 from opgraft.plugins.discovery import discover
@@ -138,10 +137,8 @@ def _lists_as_it_is(found: importlib_metadata.Distribution, path: str, file: str
     text = text_of(found, "RECORD") or ""
     if path not in text:
         return False
-    for row in csv.reader(text.splitlines()):
-        if row[:1] == [path] and row[1] and difference(Path(file), *row) is None:
-            return True
-    return False
+    rows = [row for row in csv.reader(text.splitlines()) if row[:1] == [path] and row[1]]
+    return any(difference(file, *row) is None for row in rows)
 
 
 def _added(root: str, listed: set[str]) -> Iterator[str]:
