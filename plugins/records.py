@@ -82,7 +82,7 @@ def _place_in_scheme(scheme: str, path: str) -> str | None:
     return path if scheme in ("purelib", "platlib") else path.rpartition("/")[2]
 
 
-def difference(place: str, path: str, digest: str, size: str) -> str | None:
+def difference(place: str | os.PathLike[str], path: str, digest: str, size: str) -> str | None:
     """Return the difference of a file from its row in RECORD, or ``None``."""
     kind, _, expected = digest.partition("=")
     if kind not in _HASHES:
