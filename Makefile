@@ -121,6 +121,12 @@ help.test-planted = the conformance kit on 60 wrong kernels and 60 correct ones,
 needs.test-planted = .venv/opgraft $(TRITON_FOLDER)/complete
 run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --triton $(TRITON_FOLDER) --json $(FIGURES)/planted.json
 
+# An hour, as workers take seconds to start again. RUNS=100 for a part.
+RUNS ?= 1000
+help.test-interruptions = kill writers, probes, imports, workers and Ray actors at RUNS=1000 random moments (an hour)
+needs.test-interruptions = .venv/opgraft
+run.test-interruptions = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/interruptions.py --runs $(RUNS) --json $(FIGURES)/interruptions.json
+
 # Not a part of 'make test': these take a quarter of an hour, and test transformers as much as opgraft.
 help.test-families = graft a tiny model of each family of transformers, a quarter of an hour
 needs.test-families = .venv/opgraft

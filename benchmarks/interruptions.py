@@ -43,12 +43,12 @@ FORK = multiprocessing.get_context("fork")
 """Processes start with opgraft imported, as a start anew takes seconds."""
 
 SHARES = {
-    **dict.fromkeys(WRITERS, 0.1),
+    **dict.fromkeys(WRITERS, 0.125),
     "an entry of the cache": 0.15,
     "the import of a plugin": 0.2,
-    "a probe": 0.15,
-    "a worker": 0.07,
-    "a Ray actor": 0.03,
+    "a probe": 0.125,
+    "a worker": 0.02,
+    "a Ray actor": 0.005,
 }
 """The scenes, each with its share of the runs."""
 
@@ -316,20 +316,22 @@ def main() -> int:
     if asked.alone:
         print(json.dumps(scene(asked.alone, asked.runs, asked.seed)))
         return 0
-    rows = []
+    rows: list[dict[str, Any]] = []
     share = sum(SHARES[name] for name in asked.scenes)
     for name in asked.scenes:
         runs = max(1, round(asked.runs * SHARES[name] / share))
         given = ["--alone", name, "--runs", str(runs), "--seed", str(asked.seed)]
         command = [sys.executable, __file__, *given]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        rows.append(json.loads(told.splitlines()[-1]))
-        print(f"{name}: {rows[-1]['correct']} of {rows[-1]['runs']} correct", *rows[-1]["faults"])
+        row = json.loads(told.splitlines()[-1])
+        rows.append(row)
+        print(f"{name}: {row['correct']} of {row['runs']} correct", *row["faults"], flush=True)
+        # After each scene, as all of them may take an hour.
+        if asked.json:
+            data = {"machine": machine(), "seed": asked.seed, "scenes": rows}
+            asked.json.write_text(json.dumps(data, indent=2) + "\n")
     correct, runs = (sum(row[key] for row in rows) for key in ("correct", "runs"))
     print(f"{correct} of {runs} runs ended correctly, with the seed {asked.seed}")
-    if asked.json:
-        data = {"machine": machine(), "seed": asked.seed, "runs": runs, "correct": correct}
-        asked.json.write_text(json.dumps({**data, "scenes": rows}, indent=2) + "\n")
     return 0 if correct == runs else 1
 
 

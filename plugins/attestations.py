@@ -1,4 +1,4 @@
-"""Attestations of publishers (PEP 740): who has signed a wheel, checked without a network."""
+"""Attestations of publishers (PEP 740): the signer of a wheel, checked without a network."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _CLAIMS = {
     "source": "1.3.6.1.4.1.57264.1.12",
     "build": "1.3.6.1.4.1.57264.1.18",
 }
-"""What a certificate of Sigstore says about the signer: who vouches for the repository, its address,
-and the workflow.
-"""
+"""Claims in a certificate of Sigstore: a vouching issuer, the repository and the workflow."""
 
 
 class Attestations:
@@ -63,14 +61,14 @@ class Attestations:
             ) from error
 
     def identity_of(self, name: str, version: str, files: str) -> dict[str, str] | None:
-        """Return who has signed the installed wheel, with the signature, ``None`` without a wheel.
+        """Return the signer of the installed wheel, with the attestation; ``None`` without a wheel.
 
         Args:
             name, version: of the installed distribution.
             files: the digest of its files, as in a lockfile.
 
         Raises:
-            PluginError: the files are those of no wheel, or the wheel has no valid attestation.
+            PluginError: no wheel has these files, or the wheel has no valid attestation.
         """
         wheels = [path for path in sorted(self.folder.glob("*.whl")) if _is_of(path, name, version)]
         for wheel in wheels:
@@ -100,10 +98,10 @@ class Attestations:
         return {**identities[0], "wheel": wheel.name, "sha256": digest, "attestation": kept}
 
     def _verified(self, attestation: Any, wheel: str, digest: str) -> dict[str, str]:
-        """Return who has signed an attestation.
+        """Return the signer of an attestation.
 
         Raises:
-            ValueError, sigstore.errors.Error: it is not valid, or not of this wheel.
+            ValueError, sigstore.errors.Error: the attestation is invalid, or of another wheel.
         """
         kind, payload = self._verifier.verify_dsse(attestation.to_bundle(), _AnySigner())
         statement = json.loads(payload)
@@ -115,7 +113,7 @@ class Attestations:
 
 
 class _AnySigner:
-    """The policy for certificates. The lockfile says who has signed, and a person decides."""
+    """The policy for certificates. The lockfile names the signer, and a person decides."""
 
     def verify(self, cert: Any) -> None:
         """Accept a certificate of the root of trust."""

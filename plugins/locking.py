@@ -1,7 +1,7 @@
 """Lockfiles: the distributions whose plugins may be imported, as they were when they were locked.
 
 A distribution is compared with its row, and its files with the hashes of its RECORD, before any
-import. So are the distributions that it needs.
+import. So are its dependencies.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ class LockedPackage(NamedTuple):
 
     Attributes:
         name, version: of the distribution.
-        files: SHA-256 of the names and hashes of the files of the wheel, in hexadecimal. It is the
-            same for every installer and every place.
+        files: SHA-256 of the names and hashes of the files of the wheel, in hexadecimal, equal for
+            every installer and every place.
         editable: True for an editable install. No RECORD lists the source.
         entry_points: the offers to opgraft, each ``group: name = value``, sorted.
-        dependencies: for a distribution with offers, the normalized names of all that it needs,
-            without those that opgraft needs too. A name without a row was not installed.
-        identity: who has signed the wheel, with the attestation, if it was asked for. A start does
-            not look at it.
+        dependencies: for a distribution with offers, the normalized names of all dependencies,
+            without those of opgraft. A name without a row was not installed.
+        identity: the signer of the wheel, with the attestation, if asked for. No start reads this.
     """
 
     name: str
@@ -116,7 +115,7 @@ class Lockfile:
     def against(self, provider: Provider) -> str | None:
         """Return the difference of a distribution from its row or RECORD, or ``None``.
 
-        The distributions that it needs are compared, too.
+        Its dependencies are compared, too.
         """
         row = self.rows.get(normalized(provider.name))
         if row is None:

@@ -60,7 +60,7 @@ def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
 def lock_installed(
     settings: Settings, *, allow_editable: bool, attestations: Attestations | None = None
 ) -> tuple[list[LockedPackage], list[Problem]]:
-    """Return the rows of admitted distributions and of all that they need, and what is left out.
+    """Return the rows of admitted distributions and their dependencies, and what is left out.
 
     The lockfile of the settings has no say: somebody may be about to renew the file.
     """
@@ -103,11 +103,11 @@ def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
 def _needed_by(
     distribution: Distribution, trusted: Collection[str]
 ) -> dict[str, Distribution | None]:
-    """Return what a distribution needs, and what this needs, by normalized name.
+    """Return all dependencies of a distribution by normalized name, ``None`` if not installed.
 
     Args:
         distribution: the installed distribution.
-        trusted: normalized names to leave out, with all that these need.
+        trusted: normalized names to leave out, with their dependencies.
 
     Raises:
         PluginError: a requirement cannot be read.

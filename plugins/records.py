@@ -46,7 +46,7 @@ def rows_of(record: str) -> Sequence[tuple[str, str, str]]:
 def digest_of_wheel(rows: Iterable[tuple[str, str, str]]) -> str:
     """Return the SHA-256 of the names and hashes of files in RECORD that came from the wheel.
 
-    It is the same for every installer and every place.
+    The SHA-256 is equal for every installer and every place.
     """
     hashed = {path: digest for path, digest, _ in rows if digest}
     lines = set()
@@ -59,9 +59,9 @@ def digest_of_wheel(rows: Iterable[tuple[str, str, str]]) -> str:
 
 
 def _place_in_wheel(path: str, listed: Container[str]) -> str | None:
-    """Return the name of a file for all installers, ``None`` for files that they make or change.
+    """Return the path of a file of a wheel, ``None`` for files that installers make or change.
 
-    It is the path; for files outside of the folder of modules, the last name.
+    For files outside of the folder of modules, only the last name is returned.
     """
     if _OF_INSTALLERS.fullmatch(path):
         return None

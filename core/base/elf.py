@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,8 +23,13 @@ _LOADED, _DYNAMIC = 1, 2
 _NEEDED, _STRINGS = 1, 5
 """Tags of facts: the name of a library by its place among the names, and their address."""
 
+_HEADERS = ("HHIIIIIHHH", "HHIQQQIHHH")
+_SEGMENTS = ("III4xI", "I4xQQ8xQ")
+_PAIRS = ("iI", "qQ")
+"""Layouts of the header, a segment and a fact, for addresses of 32 and of 64 bits."""
+
 _LONGEST = 4096  # bytes of a name
-_MOST = 1 << 16  # segments of a file, and facts of a segment
+_MOST = 1 << 16  # facts of a file
 
 
 def linked_libraries(path: str | Path) -> list[str] | None:
@@ -48,27 +54,42 @@ def linked_libraries(path: str | Path) -> list[str] | None:
 
 
 def _needed(file: BinaryIO, is_wide: bool, order: str) -> list[str]:
-    header = struct.Struct(order + ("HHIQQQIHHH" if is_wide else "HHIIIIIHHH"))
+    segments = list(_segments(file, is_wide, order))
+    facts = _facts(file, segments, is_wide, order)
+    names = [value for tag, value in facts if tag == _NEEDED]
+    strings = next((value for tag, value in facts if tag == _STRINGS), 0)
+    for kind, offset, address, length in segments:
+        if kind == _LOADED and address <= strings < address + length:
+            start = strings - address + offset
+            return [_text(file, start + name) for name in names]
+    return []
+
+
+def _segments(file: BinaryIO, is_wide: bool, order: str) -> Iterator[tuple[int, ...]]:
+    """Yield the type, the place in the file, the address in memory and the length of segments."""
+    header = struct.Struct(order + _HEADERS[is_wide])
+    segment = struct.Struct(order + _SEGMENTS[is_wide])
     fields = header.unpack(file.read(header.size))
-    place, size, count = fields[4], fields[8], fields[9]
-    # Type, place in the file, address in memory, and length.
-    segment = struct.Struct(order + ("I4xQQ8xQ" if is_wide else "IIIxxxxI"))
-    loaded, facts = [], b""
+    place = fields[4]
+    size = fields[8]
+    count = fields[9]
     for number in range(count):
         file.seek(place + number * size)
-        kind, offset, address, length = segment.unpack(file.read(segment.size))
-        if kind == _LOADED:
-            loaded.append((address, address + length, offset))
-        elif kind == _DYNAMIC:
+        content = file.read(segment.size)
+        yield segment.unpack(content)
+
+
+def _facts(
+    file: BinaryIO, segments: Iterable[tuple[int, ...]], is_wide: bool, order: str
+) -> list[tuple[int, ...]]:
+    """Return the tags and values for the loader."""
+    pair = struct.Struct(order + _PAIRS[is_wide])
+    for kind, offset, _, length in segments:
+        if kind == _DYNAMIC:
             file.seek(offset)
-            facts = file.read(min(length, _MOST * 16))
-    pair = struct.Struct(order + ("qQ" if is_wide else "iI"))
-    tags = list(pair.iter_unpack(facts[: len(facts) // pair.size * pair.size]))
-    names = [value for tag, value in tags if tag == _NEEDED]
-    strings = next((value for tag, value in tags if tag == _STRINGS), 0)
-    for start, end, offset in loaded:
-        if start <= strings < end:
-            return [_text(file, strings - start + offset + name) for name in names]
+            content = file.read(min(length, _MOST * pair.size))
+            whole = len(content) // pair.size * pair.size
+            return list(pair.iter_unpack(content[:whole]))
     return []
 
 
