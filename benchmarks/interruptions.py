@@ -28,13 +28,13 @@ import opgraft.ops
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from conftest import Site
-from faults.store_rows import WRITERS
 from opgraft import LLM, SamplingParams
 from opgraft.compilation.cache import CompilationCache
 from opgraft.engine.workers.process_executor import LocalProcess
 from opgraft.plugins import quarantine
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import host_state
+from support.faults.store_rows import WRITERS
 from support.random_decoders import written
 from support.small_tokenizers import trained_tokenizer
 from timing import machine

@@ -14,15 +14,15 @@ from click.testing import CliRunner, Result
 from opgraft.cli import cli
 from opgraft.errors import InputError
 from opgraft.plugins.locking import read_rows
-from plugins.locks import reason
-from plugins.wheels import pip, plugin_and_dependency
+from support.locks import reason
+from support.wheels import pip, plugin_and_dependency
 
 pytest.importorskip("pypi_attestations")
 
 
 @pytest.fixture(scope="module")
 def root() -> Any:
-    return importlib.import_module("plugins.signing").Root()
+    return importlib.import_module("support.signing").Root()
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from plugins.locks import lock, reason
-from plugins.wheels import INSTALLERS, pip, plugin_and_dependency, row_of, uv_program
+from support.locks import lock, reason
+from support.wheels import INSTALLERS, pip, plugin_and_dependency, row_of, uv_program
 
 INFO = "acme_probe-1.0.dist-info"
 EDITABLE = '{"url": "file:///source", "dir_info": {"editable": true}}'

@@ -9,7 +9,7 @@ from opgraft.errors import ConfigError, InputError
 from opgraft.plugins.locking import read_rows
 from opgraft.plugins.making_locks import write_rows
 from packaging.pylock import Pylock
-from plugins.locks import PLUGIN, lock, reason
+from support.locks import PLUGIN, lock, reason
 
 try:
     import tomllib
