@@ -19,7 +19,7 @@ def hurried(checkpoint: Path) -> Iterator[Server]:
     options = ("--api-key", "k", "--server.request_seconds", "1")
     with serving(checkpoint, *options, step_seconds=0.05) as running:
         running.key = "k"
-        running.complete(max_tokens=1)  # the first step takes longest
+        running.chat(max_tokens=1)  # the first chat starts the process of templates
         yield running
 
 
