@@ -74,7 +74,7 @@ def verified(*arguments: str) -> Result:
 
 def made_again(script: str, python: str, site: Path) -> subprocess.CompletedProcess[str]:
     """Run the script by itself, elsewhere than it was written."""
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(site)}
     command = [python, script]
     return subprocess.run(
         command, env=environ, cwd="/", capture_output=True, text=True, check=False

@@ -31,6 +31,7 @@ def work(out):
     out.put(answers())
 if __name__ == "__main__":
     opgraft.share_decisions()
+    multiprocessing.set_executable(sys.executable)
     context = multiprocessing.get_context(sys.argv[1])
     out = context.Queue()
     process = context.Process(target=work, args=(out,))
@@ -122,7 +123,9 @@ def opgraft_register_ops():
 IDLE = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 
 
-def lines_of(site, tmp_path: Path, source: str, *arguments: str) -> list[str]:
+def lines_of(
+    site, tmp_path: Path, source: str, *arguments: str, python: str = sys.executable
+) -> list[str]:
     """What a program prints that sees the distributions of ``site``, among which are plugins."""
     site.plugin("acme", PLUGIN)
     site.plugin("brix", IDLE)
@@ -139,7 +142,7 @@ def lines_of(site, tmp_path: Path, source: str, *arguments: str) -> list[str]:
         "PYTHONPATH": str(site.folder),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
-    command = [sys.executable, str(tmp_path / "program.py"), *arguments]
+    command = [python, str(tmp_path / "program.py"), *arguments]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.splitlines()
@@ -190,9 +193,9 @@ def check_answers(answers: dict[str, str]) -> None:
     "method",
     ["spawn", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fork", "forkserver"))],
 )
-def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None:
+def test_processes_of_multiprocessing(site, tmp_path: Path, warm_python: str, method: str) -> None:
     """However they are started, they compare what they decide."""
-    (line,) = lines_of(site, tmp_path, PARENT, method)
+    (line,) = lines_of(site, tmp_path, PARENT, method, python=warm_python)
     check_answers(json.loads(line))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +217,7 @@ def test_a_departure_is_made_again_alone(site, tmp_path: Path, warm_python: str)
     assert found.departure is not None
     script = write_case(found.departure, tmp_path / "case", 'a "model"\\', [])
     command = [warm_python, str(script)]
-    environ = {"PYTHONPATH": str(site.folder), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": str(site.folder)}
     wrong = subprocess.run(
         command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
     )
