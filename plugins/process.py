@@ -171,7 +171,6 @@ OF_PROCESS: tuple[Aspect, ...] = (
     value("the working folder", os.getcwd, os.chdir),
     value("the mask of new files", python.mask_of_files, os.umask, oct),
     Row("the limit", python.limits, python.set_limit, str, python.is_not_lowered),
-    *python.processors(),
     Row("the timer", python.timers, python.stop_timer, str, equal),
     entries("the environment variable", os.environ, _stays, equal),
     Row("the handler of", python.signal_handlers, python.set_signal_handler),

@@ -103,17 +103,6 @@ def mask_of_files() -> int:
     raise OSError("this system does not tell the mask of new files")
 
 
-def processors() -> Iterator[Row]:
-    """Yield the row of the processors that this thread may run on, if the system tells them."""
-    if hasattr(os, "sched_getaffinity"):
-        get, write = partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)
-        yield value("the processors of this thread", get, write, _numbers)
-
-
-def _numbers(processors: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(processors)))
-
-
 def limits() -> dict[str, tuple[int, int]]:
     """Return the limits of the system's resources for this process, lower and upper ones."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -162,13 +161,6 @@ if hasattr(torch.backends, "fp32_precision"):  # from torch 2.9 on
             "the precision of float32 from the usual one to ieee of cudnn.conv while"
         ),
         "torch.backends.fp32_precision = 'tf32'": "the precision of float32 from the usual one to tf32 of all, ",
-    }
-
-if len(os.sched_getaffinity(0)) > 1:
-    AT_EVERY_LOAD |= {
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})": (
-            "the processors of this thread from "
-        )
     }
 
 BROKEN = "type('Broken', (), {'find_spec': lambda *_: 1 / 0})()"
