@@ -19,7 +19,7 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 -x '/(tests|ray|mypy|m
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
 FIGURES := docs/figures
-SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html \
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name '*.pyi' -o -name py.typed -o -name proof.json -o -name page.html \
 	-o -name report.html -o -path '*/vendored/*' -o -path 'core/template/*' -type f))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
