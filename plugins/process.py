@@ -112,6 +112,7 @@ OF_IMPORTS: tuple[Aspect, ...] = (
 """The other rows that imports depend on. Each load of plugins compares them next."""
 
 OF_PROCESS: tuple[Aspect, ...] = (
+    value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, python.scope_in_words),
     # Results of all models depend on these.
     value("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     value("the default device", torch.get_default_device, of_torch.set_default_device),
@@ -225,7 +226,6 @@ OF_PROCESS: tuple[Aspect, ...] = (
 """The other rows that each load of plugins compares."""
 
 RARELY_CHANGED: tuple[Aspect, ...] = (
-    value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, python.scope_in_words),
     value("the locale", _locale, _locale),
     value("the start method of processes", python.start_method, python.set_start_method),
     OF_OTHERS,

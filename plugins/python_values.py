@@ -106,7 +106,9 @@ def mask_of_files() -> int:
 def limits() -> dict[str, tuple[int, int]]:
     """Return the limits of the system's resources for this process, lower and upper ones."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
-    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
+    # Some limits have two names.
+    by_number = {getattr(resource, name): name for name in reversed(names)}
+    return {name: resource.getrlimit(number) for number, name in by_number.items()}
 
 
 def set_limit(name: str, limit: tuple[int, int]) -> None:

@@ -15,7 +15,14 @@ from support.faults.process_rows import IMPORTS, SET_BACK, comparing
 
 pytestmark = pytest.mark.faults
 
-STAY = ("torch._C", "torch.nn", "torch.set", "torch's ", "the kernel of torch's ")
+STAY = (
+    "torch._C",
+    "torch.nn",
+    "torch.set",
+    "torch.distributed",
+    "torch's ",
+    "the kernel of torch's ",
+)
 """Beginnings of words about functions, methods and kernels of torch, which a device may need."""
 
 OF_ITSELF = "opgraft.Platform.default_config = None"

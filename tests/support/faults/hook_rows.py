@@ -141,12 +141,12 @@ ADAPTER_ROWS = {
     "adapters that are none": (
         hook("opgraft_graft_adapters", "return [None]"),
         "failed",
-        "returned a NoneType among",
+        "returned a NoneType, expected an opgraft.Adapter",
     ),
     "adapters that are text": (
         hook("opgraft_graft_adapters", "return 'acme'"),
         "failed",
-        "returned a str among its",
+        "returned a str, expected an opgraft.Adapter",
     ),
     "adapters that raise": (
         hook("opgraft_graft_adapters", f"yield {ADAPTER}\n    raise OSError('gone')"),
