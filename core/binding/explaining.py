@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isabstract
 from typing import Any
@@ -115,6 +115,11 @@ class Explanation:
         """
         further = _classes(objects.items())
         return replace(self, classes=(*further, *self.classes))
+
+    def with_ops(self, ops: Mapping[str, nn.Module]) -> Explanation:
+        """Return the explanation with rows for ops by path, behind the other ops."""
+        further = [replace(row, path=path) for path, op in ops.items() for row in explain(op).rows]
+        return replace(self, rows=(*self.rows, *further))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tables as plain data, ready for ``json.dumps``."""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from opgraft.base.log import write_json
+from opgraft.base.log import logger, write_json
 from opgraft.base.text import printable
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.config.checkpoints import find_checkpoint
-from opgraft.errors import InputError
+from opgraft.errors import ConfigError, InputError
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 
 if TYPE_CHECKING:
     from opgraft.serving.server.service import Service
+
+_ADAPTERS = "--lora-modules"
+_KEYS_OF_VLLM = frozenset({"name", "path", "base_model_name", "is_3d_lora_weight"})
+"""Keys of an adapter that is written as an object."""
 
 _SHORT = {
     "server.host": "--host",
@@ -29,7 +35,7 @@ _SHORT = {
     "server.model_name": "--model-name",
     "server.api_key_file": "--api-key-file",
     "server.drain_seconds": "--drain-seconds",
-    "server.lora_modules": "--lora-modules",
+    "server.lora_modules": _ADAPTERS,
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
     "model.chat_template": "--chat-template",
@@ -42,7 +48,59 @@ _SHORT = {
 _SHAPES_KEPT = "64"
 
 
-@click.command("serve", cls=SettingsCommand)
+class _ServeCommand(SettingsCommand):
+    """The command, with vLLM's spellings of the options of adapters."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, as ``SettingsCommand`` does.
+
+        Raises:
+            UsageError: an adapter has another form than ``NAME=FOLDER`` or an object of vLLM.
+        """
+        return super().parse_args(ctx, _translated(args))
+
+
+def _translated(args: Sequence[str]) -> list[str]:
+    """Return arguments in which vLLM's options of adapters are options of opgraft."""
+    found: list[str] = []
+    left = deque(args)
+    while left:
+        word = left.popleft()
+        if word in ("--enable-lora", "--no-enable-lora"):
+            found += ["--lora.enabled", str(word == "--enable-lora").lower()]
+            continue
+        found.append(word)
+        if word != _ADAPTERS:
+            continue
+        modules = [left.popleft()] if left else []
+        # vLLM takes several words. The model is none of them, as it has no such form.
+        while left and ("=" in left[0] or left[0].startswith("{")) and not left[0].startswith("-"):
+            modules.append(left.popleft())
+        objects = [each for each in modules if each.startswith("{")]
+        found += modules if len(modules) == 1 and not objects else [_one_mapping(modules)]
+    return found
+
+
+def _one_mapping(modules: Sequence[str]) -> str:
+    """Return the adapters of several words as one object of JSON, a folder by name."""
+    folders: dict[str, str] = {}
+    for module in modules:
+        if not module.startswith("{"):
+            name, _, folder = module.partition("=")
+            folders[name] = folder
+            continue
+        try:
+            given = json.loads(module)
+        except ValueError as error:
+            raise click.UsageError(f"{_ADAPTERS} {module!r:.80} is no JSON: {error}") from error
+        # As in vLLM. Other objects are mappings of names to folders.
+        if given.keys() <= _KEYS_OF_VLLM and {"name", "path"} <= given.keys():
+            given = {given["name"]: given["path"]}
+        folders |= given
+    return json.dumps(folders)
+
+
+@click.command("serve", cls=_ServeCommand)
 @click.argument("model")
 @click.option(
     "--api-key",
@@ -72,7 +130,34 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     with _memory_of_a_server():
         config = engine_config(model, None, _own_process()).resolved()
         expect_split(config)
+        _expect_adapters(config)
         _server().serve(model, config, api_keys, _show)
+
+
+def _expect_adapters(config: OpgraftConfig) -> None:
+    """Find the adapters of the server, before minutes are spent on the model.
+
+    Raises:
+        CheckpointError: a folder is missing.
+        ConfigError: an adapter has a name of the model.
+    """
+    modules = config.server.lora_modules
+    for name, folder in modules.items():
+        find_checkpoint(folder)
+        if name in config.server.model_name:
+            raise ConfigError(
+                f"server.lora_modules and server.model_name both have the name {name!r:.80}, and "
+                "a request names a model by it: choose another one"
+            )
+    kept = config.lora.max_cpu_loras or config.lora.max_loras
+    if len(modules) > kept:
+        logger.warning(
+            "server.lora_modules names %d adapters, and %d stay in memory: others are read again "
+            "when requests name them. Set lora.max_cpu_loras to %d to keep all",
+            len(modules),
+            kept,
+            len(modules),
+        )
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class LoRAConfig(Section):
     )
     max_lora_rank: int = setting("rank of an adapter, at most", default=64, minimum=1)
     max_cpu_loras: int | None = setting(
-        "adapters that stay in memory, at most, while no request names them",
+        "adapters that stay in memory, at most; others are read again when requests name them",
         minimum=1,
         unset="max_loras",
     )

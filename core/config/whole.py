@@ -575,6 +575,15 @@ def _drafts_change_no_bits(config: OpgraftConfig) -> bool:
     return config.model.batch_invariant or not wants_bits
 
 
+def _adapters_fit(config: OpgraftConfig) -> bool:
+    kept = config.lora.max_cpu_loras
+    return kept is None or kept >= config.lora.max_loras
+
+
+def _adapters_are_enabled(config: OpgraftConfig) -> bool:
+    return config.lora.enabled or not config.server.lora_modules
+
+
 def _level_is_of_mode(config: OpgraftConfig) -> bool:
     level, mode = config.compilation_config.level, config.compilation_config.mode
     return level is None or mode is None or mode is LEVELS[level]["mode"]
@@ -609,6 +618,16 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         _choices_agree,
         "an op that is chosen as native is not enabled by +op, and one that a plugin is chosen for"
         " is not disabled by -op: take it out of one of them",
+    ),
+    (
+        ("lora.max_cpu_loras", "lora.max_loras"),
+        _adapters_fit,
+        "adapters that run are in memory: raise max_cpu_loras, or lower max_loras",
+    ),
+    (
+        ("server.lora_modules", "lora.enabled"),
+        _adapters_are_enabled,
+        "requests may name the adapters only if lora.enabled is true: set it, or leave them out",
     ),
     (
         ("compilation_config.level", "compilation_config.mode"),

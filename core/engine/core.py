@@ -116,6 +116,7 @@ class EngineCore:
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
+        self.adapters = HeldAdapters(self.opgraft_config, self.executor.call_all)
         with ExitStack() as undo:
             undo.callback(self.executor.shutdown)
             with starting(self.executor):
@@ -124,7 +125,6 @@ class EngineCore:
             # Nothing raised, so the workers stay.
             undo.pop_all()
         self.hands_over = False
-        self.adapters = HeldAdapters(self.opgraft_config, self.executor.call_all)
         self._stopped: BaseException | None = None
         self.step_failure: BaseException | None = None
         self._shut_down = False
@@ -154,6 +154,7 @@ class EngineCore:
             self.max_model_len,
             self.executor.call("context_fits"),
             self.executor.depth,
+            self.adapters,
         )
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.vocab_size = self.executor.call("vocab_size")
@@ -246,8 +247,9 @@ class EngineCore:
         try:
             for request in given:
                 self.executor.expect_servable(request)
-                self.adapters.prepare(request, self.scheduler.requests)
                 self.scheduler.add(request)
+                if request.lora is not None:
+                    request.lora_digest = self.adapters.load(request.lora, self.scheduler.requests)
         except BaseException:
             self.withdraw(given)
             raise
@@ -264,7 +266,7 @@ class EngineCore:
         self.adapters.load(wanted, self.scheduler.requests)
 
     def remove_lora(self, number: int) -> None:
-        """Forget an adapter. While requests name it, it stays, and is the first to be forgotten."""
+        """Forget an adapter now, or after the last request that names it has ended."""
         self.adapters.remove(number, self.scheduler.requests)
 
     def restart(self) -> None:
@@ -323,6 +325,9 @@ class EngineCore:
         self._expect_going()
         updated: Step | None = None
         try:
+            lost = self._load_adapters_again()
+            if lost:
+                return lost
             failure = self._schedule()
             # Workers failed, not the scheduler: its steps are taken back, and the cache stays.
             if failure is not None:
@@ -340,6 +345,16 @@ class EngineCore:
             if updated is None or not isinstance(error, exceptions_that_fail_a_step()):
                 raise
             return self._end(requests, error)
+
+    def _load_adapters_again(self) -> list[EngineOutput]:
+        """Load the adapters that requests need next. Return the news of requests without theirs."""
+        requests = self.scheduler.requests
+        if all(each.lora is None or each.lora_number in self.adapters for each in requests):
+            return []
+        errors = self.adapters.load_again(sorted(requests, key=lambda each: each.rank))
+        for request_id in errors:
+            self.scheduler.abort(request_id, "error")
+        return _news_of_errors(errors)
 
     def _schedule(self) -> _Failure | None:
         """Choose steps and send them to the workers, until ``executor.depth`` steps are under way.

@@ -54,6 +54,7 @@ from opgraft.ops.linear.quantized.storage import (
     unpack_int4,
 )
 from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, watched
+from opgraft.ops.lora.method import adapter_bounds
 from opgraft.ops.moe.fused.methods import FusedMoEConfig, FusedMoEMethodBase
 from opgraft.ops.quantization.functional import scale_shape
 from opgraft.ops.spec import Draw, OpSpec, Outside
@@ -124,6 +125,7 @@ __all__ = [
     "DecoderParts",
     "DecoderPlan",
     "HasParts",
+    "adapter_bounds",
     # Proof of a functional form.
     "Draw",
     "OpSpec",

@@ -33,7 +33,7 @@ from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.lora.method import has_adapters
+from opgraft.ops.lora.method import adapter_bounds
 from opgraft.ops.rotary import (
     DynamicNTKScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
@@ -347,8 +347,9 @@ class DecoderModel(DecoderStack):
         if self.fitted_ropes and positions.numel():
             self._fit_ropes(positions)
         planned = None
-        # A plan passes by the weight methods, which add the adapters.
-        if residual is None and not has_adapters():
+        # Most plans pass by the weight methods, which add the adapters.
+        may_plan = self.plan.takes_adapters or adapter_bounds() is None
+        if residual is None and may_plan:
             planned = self.plan.run(self.layers, positions, hidden_states)
         if planned is not None:
             hidden_states, residual = planned

@@ -136,6 +136,37 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return SafetensorsFile(path).tensors()
 
 
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Read a small file once, as a whole. Return its tensors by name, and its bytes.
+
+    Raises:
+        CheckpointError: the file is no whole and sound safetensors file, or torch lacks a dtype.
+    """
+    library = import_extra("safetensors")
+    _expect_regular(path)
+    try:
+        content = path.read_bytes()
+        parts = library.deserialize(content)
+    except (library.SafetensorError, OSError) as error:
+        reason = _cut_short(path) or str(error)
+        raise CheckpointError(
+            f"{path} is no whole safetensors file ({reason}): {_ADVICE}"
+        ) from error
+    tensors = {}
+    for name, part in parts:
+        dtype = DTYPES.get(part["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{path} cannot be read: tensor {name!r:.200}: torch has no dtype {part['dtype']}: "
+                "save it with dtypes of this torch"
+            )
+        # torch warns of memory that it may not write to, and takes no empty memory.
+        data = bytearray(part["data"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(part["shape"])
+    return tensors, content
+
+
 def _expect_regular(path: Path) -> None:
     """Refuse a pipe or a device. The library would wait for data.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -66,6 +66,13 @@ class DecoderPlan(PluggableClass):
     calls take as long as a read of a part of the weights. A replacement binds the kernels once. The
     results must be those of the modules. In cases that the replacement does not know, the modules
     must run: hooks, replaced modules and methods, gradients, tracers.
+    """
+
+    takes_adapters: ClassVar[bool] = False
+    """True if ``run`` adds the adapters of the present call; if not, the modules run for them.
+
+    ``adapter_bounds`` tells the rows of each adapter, and ``quant_method.adapters`` of a layer is
+    the op with the matrices.
     """
 
     def run(

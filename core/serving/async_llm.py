@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
@@ -364,7 +365,13 @@ class AsyncLLM(FrontEnd):
             RequestError: the adapter cannot be used.
             EngineError: the engine has ended.
         """
-        await self._on_engines(lambda engine: engine.core.add_lora(lora_request))
+        try:
+            await self._on_engines(lambda engine: engine.core.add_lora(lora_request))
+        except RequestError as error:
+            # Some engines may have it, and nobody would name it.
+            if error.code == ADAPTER_UNUSABLE:
+                await self.remove_lora(lora_request.lora_int_id)
+            raise
 
     async def remove_lora(self, number: int) -> None:
         """Forget the adapter of a number. Requests that name it go on.
@@ -384,9 +391,10 @@ class AsyncLLM(FrontEnd):
         if self.embeds:
             name = self.opgraft_config.model.name
             raise RequestError(f"{name} is an encoder, which takes no adapters", "lora_request")
-        calls = self._replicas.on_engines(function)
-        for call in calls:
-            await asyncio.wrap_future(call)
+        calls = map(asyncio.wrap_future, self._replicas.on_engines(function))
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _leave(self, streams: Iterable[Stream]) -> None:
         """Abort requests that nobody reads any more."""

@@ -386,7 +386,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: changed_tensors(
             f, lambda t: t.update({"base_model.model.lm_head.weight": t[FIRST].clone()})
         ),
-        "the tensor 'base_model.model.lm_head.weight' is no matrix of LoRA",
+        "the tensor 'base_model.model.lm_head.weight' belongs to no pair of matrices",
     ),
     "another model": (
         lambda f: changed_tensors(f, lambda t: t.update({FIRST: torch.zeros(4, 40)})),

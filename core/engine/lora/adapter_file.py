@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from opgraft.config.checkpoints import find_checkpoint
 from opgraft.engine.lora.patterns import LONGEST, NamePattern
 from opgraft.errors import CheckpointError
 from opgraft.models.files import ADAPTER, read_json
-from opgraft.models.safetensors_file import open_safetensors
+from opgraft.models.safetensors_file import read_safetensors
 from opgraft.ops.weights import LoadedTensor
 
 WEIGHTS = "adapter_model.safetensors"
@@ -38,11 +39,11 @@ _SETTINGS = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_patte
 _SETTINGS |= {"alpha_pattern", "init_lora_weights"}
 """Keys of a config that are read."""
 
-_IDLE = frozenset({"task_type", "auto_mapping", "peft_version", "base_model_name_or_path"})
-_IDLE |= {"revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"}
-_IDLE |= {"layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"}
-_IDLE |= {"loftq_config", "eva_config", "qalora_group_size", "runtime_config"}
-_IDLE |= {"fan_in_fan_out"}
+_IGNORED = frozenset({"task_type", "auto_mapping", "peft_version", "base_model_name_or_path"})
+_IGNORED |= {"revision", "inference_mode", "target_modules", "exclude_modules", "lora_dropout"}
+_IGNORED |= {"layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"}
+_IGNORED |= {"loftq_config", "eva_config", "qalora_group_size", "runtime_config"}
+_IGNORED |= {"fan_in_fan_out"}
 """Keys of a config that change nothing here: the tensors say which modules have matrices."""
 
 _MOST_MATCHES = 1_000_000
@@ -82,7 +83,7 @@ class AdapterFile:
         path: the folder.
         modules: the matrices by the name of the module in the base model.
         base_copies: copies of the base model's weights by the name of the module.
-        digest: of the files. Equal adapters have equal digests.
+        digest: of the content of the files. Equal adapters have equal digests.
     """
 
     path: Path
@@ -118,28 +119,21 @@ def open_adapter(name: str) -> AdapterFile:
             f"{path} has no {WEIGHTS} ({reason}): save the adapter with safe_serialization=True"
         )
     config = read_json(config_file)
-    tensors = open_safetensors(weights_file)
+    tensors, content = read_safetensors(weights_file)
     problems = list(_problems_of_config(config))
     modules, copies = _read_tensors(tensors, config, problems)
     if not modules and not problems:
-        problems.append("it has no matrices of LoRA")
+        problems.append("it has no matrices")
     if problems:
         advice = "merge it into the base model with merge_and_unload() of peft, and serve that"
         raise CheckpointError.listing(f"the adapter {path} cannot be applied", problems, advice)
-    digest = sha256(config_file.read_bytes() + _digest_of(weights_file)).hexdigest()
-    return AdapterFile(path, modules, copies, digest)
-
-
-def _digest_of(file: Path) -> bytes:
-    digest = sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            digest.update(block)
-    return digest.digest()
+    # Of the read values: by now, other bytes may stand in the files.
+    digest = sha256(json.dumps(config, sort_keys=True).encode() + sha256(content).digest())
+    return AdapterFile(path, modules, copies, digest.hexdigest())
 
 
 def _problems_of_config(config: Mapping[str, Any]) -> Sequence[str]:
-    """Return a line for each setting that changes the result, and that is not known here."""
+    """Return a line for each unknown setting that may change the result."""
     problems = []
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type is {config.get('peft_type')!r:.40}, not 'LORA'")
@@ -151,7 +145,7 @@ def _problems_of_config(config: Mapping[str, Any]) -> Sequence[str]:
             f"init_lora_weights is {initial!r:.40}: it changes the weights of the base model"
         )
     for key, value in config.items():
-        if key in _SETTINGS or key in _IDLE or key == "bias":
+        if key in _SETTINGS or key in _IGNORED or key == "bias":
             continue
         if value not in (None, False, {}, []):
             problems.append(f"{key} is {value!r:.80}")
@@ -224,7 +218,7 @@ def _pairs_by_module(
         inner = name.removeprefix(_ROOT)
         suffix = next((each for each in _MATRICES if inner.endswith(each)), None)
         if suffix is None or inner == name:
-            problems.append(f"the tensor {name!r:.120} is no matrix of LoRA")
+            problems.append(f"the tensor {name!r:.120} belongs to no pair of matrices")
             continue
         module = inner.removesuffix(suffix)
         if len(module) > LONGEST:

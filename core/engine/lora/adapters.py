@@ -59,7 +59,7 @@ class _Target:
     @property
     def embeds(self) -> bool:
         """True for an embedding, which looks ids up."""
-        return bool(getattr(self.layer, "looks_up", False))
+        return isinstance(self.layer, VocabParallelEmbedding) and self.layer.looks_up
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -97,17 +97,8 @@ class _Target:
         return part
 
 
-@dataclass(frozen=True)
-class _Held:
-    """An adapter of this rank.
-
-    Attributes:
-        rank: of all matrices. Smaller ones are filled up with zeros.
-        layers: path of a layer → its matrices, as those of ``LoRA`` for one adapter.
-    """
-
-    rank: int
-    layers: Mapping[str, tuple[Tensor, Tensor]]
+_Matrices = tuple[Tensor, Tensor]
+"""The two matrices of one adapter for a layer, with as many rows and columns as its rank has."""
 
 
 class Adapters:
@@ -117,6 +108,9 @@ class Adapters:
         model: the model of the worker.
         opgraft_config: has the limits.
         device: of the model.
+
+    Attributes:
+        ops: the ops that add adapters, by the paths of their layers.
     """
 
     def __init__(self, model: Any, opgraft_config: OpgraftConfig, device: torch.device) -> None:
@@ -125,30 +119,47 @@ class Adapters:
         self._dtype: torch.dtype = model.dtype
         self._mapper: WeightsMapper = model.weights_mapper
         self._targets = _targets_of(model)
-        self._held: dict[int, _Held] = {}
+        self._layers = {target.path: target for target in self._targets.values()}
+        # The matrices of each adapter, by the path of the layer.
+        self._loaded: dict[int, Mapping[str, _Matrices]] = {}
         # The adapters in the slots, the least recently used first.
         self._slots: OrderedDict[int, int] = OrderedDict()
         # Those whose matrices are in their slots.
         self._filled: set[int] = set()
-        self._rank = 0
-        self._ops: dict[str, LoRA] = {}
-        self._methods: list[tuple[dict[str, Any], LoRAMethod]] = []
+        self.ops: dict[str, LoRA] = {}
+        self._methods: dict[str, LoRAMethod] = {}
 
     def add(self, request: LoRARequest) -> LoRAReport:
-        """Read an adapter. Nothing is raised: all ranks must go on together."""
+        """Read an adapter, and make room for it. Nothing is raised: all ranks must go on together.
+
+        Layers get room now, since an error of a step would be an error of all its requests.
+        """
         try:
             found = open_adapter(request.lora_path)
-            held, elsewhere = self._read(found)
+            matrices, elsewhere = self._read(found)
+            for path, pair in matrices.items():
+                self._make_room(path, rank=pair[1].shape[1])
         except Exception as error:
             return LoRAReport(described(error))
-        self._held[request.lora_int_id] = held
+        self._loaded[request.lora_int_id] = matrices
         return LoRAReport(digest=found.digest, elsewhere=frozenset(elsewhere))
 
     def remove(self, number: int) -> None:
         """Forget an adapter, if there is one of the number."""
-        self._held.pop(number, None)
+        self._loaded.pop(number, None)
         self._slots.pop(number, None)
         self._filled.discard(number)
+        if not self._loaded:
+            self.ops.clear()
+            self._methods.clear()
+
+    def most_bytes(self) -> int:
+        """Return the bytes of all slots, if adapters of the largest rank change every layer."""
+        elements = 0
+        for target in self._layers.values():
+            elements += len(target.sizes) * target.inputs + sum(target.sizes)
+        in_slots = self._limits.max_loras * self._limits.max_lora_rank
+        return elements * in_slots * self._dtype.itemsize
 
     def give_slots(self, numbers: Sequence[int]) -> None:
         """Give each adapter of a step a slot, and put its matrices there.
@@ -169,9 +180,9 @@ class Adapters:
             if number not in self._slots:
                 self._slots[number] = self._free_slot(wanted)
             self._slots.move_to_end(number)
-        self._expand_ops([self._held[number] for number in wanted])
         for number in wanted - self._filled:
-            self._fill(self._slots[number], self._held[number])
+            for path, op in self.ops.items():
+                _fill(op, self._slots[number], self._loaded[number].get(path))
             self._filled.add(number)
 
     def slots_of(self, numbers: Sequence[int]) -> list[int]:
@@ -179,27 +190,31 @@ class Adapters:
         return [-1 if number == NO_LORA else self._slots[number] for number in numbers]
 
     @contextmanager
-    def applied(self, slots: Sequence[int], rows: Sequence[int]) -> Iterator[None]:
+    def applied(self, numbers: Sequence[int], rows: Sequence[int]) -> Iterator[None]:
         """Within the block, the layers of the model add the adapters.
 
         Args:
-            slots: of each sequence in the call, ascending.
+            numbers: the adapter of each sequence in the call, in the order of ``slots_of``.
             rows: of each sequence.
         """
         counts = [0] * (self._limits.max_loras + 1)
-        for slot, count in zip(slots, rows, strict=True):
+        for slot, count in zip(self.slots_of(numbers), rows, strict=True):
             counts[slot + 1] += count
-        bounds = list(accumulate(counts))
-        own = [layer["quant_method"] for layer, _ in self._methods]
-        for layer, method in self._methods:
+        # Layers without an adapter of this call go on with their own methods.
+        paths: set[str] = set()
+        for number in set(numbers) - {NO_LORA}:
+            paths.update(self._loaded[number])
+        methods = [(vars(self._layers[path].layer), self._methods[path]) for path in paths]
+        own = [layer["quant_method"] for layer, _ in methods]
+        for layer, method in methods:
             layer["quant_method"] = method
         try:
-            with adapting(bounds, self._device):
+            with adapting(list(accumulate(counts))):
                 yield
         finally:
             # Between steps, layers are bound by their own methods, as without adapters.
-            for (layer, _), method in zip(self._methods, own, strict=True):
-                layer["quant_method"] = method
+            for (layer, _), former in zip(methods, own, strict=True):
+                layer["quant_method"] = former
 
     def _free_slot(self, wanted: set[int]) -> int:
         """Return a free slot, or the slot of the adapter that was not wanted for longest."""
@@ -210,47 +225,26 @@ class Adapters:
         self._filled.discard(unused)
         return self._slots.pop(unused)
 
-    def _expand_ops(self, wanted: Sequence[_Held]) -> None:
-        """Make the ops anew if the layers or ranks of some adapters have no room in them."""
-        rank = max([self._rank, *(each.rank for each in wanted)])
-        paths = self._ops.keys() | {path for each in wanted for path in each.layers}
-        if rank == self._rank and paths == self._ops.keys():
+    def _make_room(self, path: str, rank: int) -> None:
+        """Make the op of a layer anew, unless its slots have room for a rank."""
+        former = self.ops.get(path)
+        if former is not None and former.b.shape[2] >= rank:
             return
-        # Both old and new matrices would need twice the memory.
-        self._filled.clear()
-        self._ops = {}
-        self._methods = []
-        self._rank = rank
-        layers = {target.path: target for target in self._targets.values()}
-        for path in sorted(paths):
-            target = layers[path]
-            op = LoRA(
-                target.inputs,
-                target.sizes,
-                self._limits.max_loras,
-                rank,
-                device=self._device,
-                dtype=self._dtype,
-            )
-            self._ops[path] = op
-            method = LoRAMethod(target.layer.quant_method, op)
-            self._methods.append((vars(target.layer), method))
+        target = self._layers[path]
+        op = LoRA(
+            target.inputs,
+            target.sizes,
+            self._limits.max_loras,
+            rank,
+            device=self._device,
+            dtype=self._dtype,
+        )
+        for number in self._filled:
+            _fill(op, self._slots[number], self._loaded[number].get(path))
+        self.ops[path] = op
+        self._methods[path] = LoRAMethod(target.layer.quant_method, op, target.embeds)
 
-    def _fill(self, slot: int, held: _Held) -> None:
-        """Copy the matrices of an adapter to a slot, whose rank may be larger."""
-        for path, op in self._ops.items():
-            op.a[slot].zero_()
-            op.b[slot].zero_()
-            if path not in held.layers:
-                continue
-            a, b = held.layers[path]
-            parts = len(op.sizes)
-            inputs = a.shape[1]
-            by_part = op.a[slot].view(parts, -1, inputs)
-            by_part[:, : held.rank] = a.view(parts, held.rank, inputs)
-            op.b[slot, :, : held.rank] = b
-
-    def _read(self, found: AdapterFile) -> tuple[_Held, set[str]]:
+    def _read(self, found: AdapterFile) -> tuple[dict[str, _Matrices], set[str]]:
         """Read this rank's part of an adapter. Return it, and the modules without a layer.
 
         Raises:
@@ -263,17 +257,16 @@ class Adapters:
                 f"the adapter {found.path} has the rank {found.rank}, and lora.max_lora_rank is "
                 f"{most}: raise it"
             )
-        layers: dict[str, tuple[Tensor, Tensor]] = {}
+        parts: dict[str, list[tuple[_Target, Matrices]]] = {}
         elsewhere = set()
         for module, matrices in found.modules.items():
             target = self._target(module)
             if target is None or target.embeds != matrices.embeds:
                 elsewhere.add(module)
-                continue
-            if target.path not in layers:
-                layers[target.path] = self._empty(target, found.rank)
-            _read_matrices(target, matrices, *layers[target.path])
-        for path, pair in layers.items():
+            else:
+                parts.setdefault(target.path, []).append((target, matrices))
+        read = {path: self._matrices_of(given) for path, given in parts.items()}
+        for path, pair in read.items():
             # A product with zero spoils the rows of others, too.
             if not all(bool(matrix.isfinite().all()) for matrix in pair):
                 raise CheckpointError(
@@ -284,7 +277,17 @@ class Adapters:
             target = self._target(module)
             if target is not None:
                 _expect_equal(module, target, copied)
-        return _Held(found.rank, layers), elsewhere
+        return read, elsewhere
+
+    def _matrices_of(self, parts: Sequence[tuple[_Target, Matrices]]) -> _Matrices:
+        """Return the matrices of a layer. The largest rank of its parts is the rank of all."""
+        rank = max(matrices.rank for _, matrices in parts)
+        whole = parts[0][0]
+        a = torch.zeros(len(whole.sizes) * rank, whole.inputs, dtype=self._dtype)
+        b = torch.zeros(sum(whole.sizes), rank, dtype=self._dtype)
+        for target, matrices in parts:
+            _read_matrices(target, matrices, a, b)
+        return a, b
 
     def _target(self, module: str) -> _Target | None:
         """Return the layer for a module of the base model."""
@@ -295,10 +298,19 @@ class Adapters:
                 return target
         return None
 
-    def _empty(self, target: _Target, rank: int) -> tuple[Tensor, Tensor]:
-        sizes = target.sizes
-        a = torch.zeros(len(sizes) * rank, target.inputs, dtype=self._dtype)
-        return a, torch.zeros(sum(sizes), rank, dtype=self._dtype)
+
+def _fill(op: LoRA, slot: int, matrices: _Matrices | None) -> None:
+    """Copy the matrices of an adapter to a slot, whose rank may be larger; without any, zeros."""
+    op.a[slot].zero_()
+    op.b[slot].zero_()
+    if matrices is None:
+        return
+    a, b = matrices
+    rank = b.shape[1]
+    inputs = a.shape[1]
+    by_part = op.a[slot].view(len(op.sizes), -1, inputs)
+    by_part[:, :rank] = a.view(len(op.sizes), rank, inputs)
+    op.b[slot, :, :rank] = b
 
 
 def _read_matrices(target: _Target, matrices: Matrices, a: Tensor, b: Tensor) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.adapters import LoRAReport
-from opgraft.engine.lora.request import LoRARequest
+from opgraft.engine.lora.request import NO_LORA, LoRARequest
 from opgraft.engine.request import Request
 from opgraft.errors import RequestError
 
@@ -17,7 +17,10 @@ ADAPTER_UNUSABLE = "adapter_unusable"
 
 
 class HeldAdapters:
-    """Loads the adapters of new requests, and forgets those that nobody names any more.
+    """Loads adapters into the workers, and forgets adapters to keep to ``lora.max_cpu_loras``.
+
+    Adapters of running requests stay. The adapter of a waiting request may be forgotten, and is
+    loaded again before the request runs.
 
     Args:
         opgraft_config: has the limits.
@@ -28,28 +31,31 @@ class HeldAdapters:
         self._limits = opgraft_config.lora
         self._call_all = call_all
         # The least recently named first, with the digest of each.
-        self._held: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
+        self._loaded: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
+        # To be forgotten after the last request that names them.
+        self._leaving: set[int] = set()
+
+    def __contains__(self, number: int) -> bool:
+        """Return True if the workers have the adapter of a number."""
+        return number in self._loaded
 
     def forget_all(self) -> None:
         """Forget all adapters, as the workers are new."""
-        self._held.clear()
+        self._loaded.clear()
+        self._leaving.clear()
 
-    def prepare(self, request: Request, others: Iterable[Request]) -> None:
-        """Load the adapter of a new request, unless the workers hold it.
+    def load(
+        self,
+        wanted: LoRARequest,
+        requests: Collection[Request],
+        keep: Collection[int] = (),
+    ) -> str:
+        """Load an adapter, unless the workers have it. Return the digest of its files.
 
         Args:
-            request: a new one.
-            others: running and waiting requests, whose adapters stay.
-
-        Raises:
-            RequestError: the adapter cannot be used.
-        """
-        if request.lora is None:
-            return
-        request.lora_digest = self.load(request.lora, others)
-
-    def load(self, wanted: LoRARequest, others: Iterable[Request]) -> str:
-        """Load an adapter, unless the workers hold it. Return the digest of its files.
+            wanted: the adapter.
+            requests: all running and waiting ones.
+            keep: adapters of waiting requests that stay.
 
         Raises:
             RequestError: the adapter cannot be used.
@@ -61,18 +67,19 @@ class HeldAdapters:
                 "set it (enable_lora=True)",
                 "lora_request",
             )
-        if number in self._held:
-            held, digest = self._held[number]
-            if held != wanted:
+        self._drop_leaving(requests)
+        if number in self._loaded:
+            loaded, digest = self._loaded[number]
+            if loaded != wanted:
                 raise RequestError(
                     f"the adapter {wanted.lora_name!r:.80} has the lora_int_id {number}, which is "
-                    f"that of {held.lora_name!r:.80} in {held.lora_path!r:.200}: give each "
+                    f"that of {loaded.lora_name!r:.80} in {loaded.lora_path!r:.200}: give each "
                     "adapter a number of its own",
                     "lora_request",
                 )
-            self._held.move_to_end(number)
+            self._loaded.move_to_end(number)
             return digest
-        self._make_room(others)
+        self._make_room(requests, keep)
         reports: list[LoRAReport] = self._call_all("add_lora", wanted)
         fault = _fault_of(reports)
         if fault:
@@ -83,30 +90,66 @@ class HeldAdapters:
                 code=ADAPTER_UNUSABLE,
             )
         digest = reports[0].digest
-        self._held[number] = wanted, digest
+        self._loaded[number] = wanted, digest
         return digest
 
-    def remove(self, number: int, others: Iterable[Request]) -> None:
-        """Forget an adapter of this number, or as soon as there is need if others name it."""
-        if number not in self._held:
-            return
-        if any(each.lora_number == number for each in others):
-            self._held.move_to_end(number, last=False)
-        else:
+    def load_again(self, requests: Sequence[Request]) -> Mapping[str, str]:
+        """Load the forgotten adapters of the waiting requests that may run next.
+
+        Args:
+            requests: all running and waiting ones, in the order of their service.
+
+        Returns:
+            The errors of requests whose adapters can no longer be used, by their ids.
+        """
+        running = {each.lora_number for each in requests if each.status == "running"}
+        running.discard(NO_LORA)
+        # An urgent request takes a slot from another one if its adapter is loaded.
+        free = max(self._limits.max_loras - len(running), 1)
+        errors = {}
+        next_ones: set[int] = set()
+        for request in requests:
+            number = request.lora_number
+            if request.lora is None or number in running or number in next_ones:
+                continue
+            if len(next_ones) == free:
+                break
+            next_ones.add(number)
+            if number in self._loaded:
+                continue
+            try:
+                request.lora_digest = self.load(request.lora, requests, next_ones)
+            except RequestError as error:
+                errors[request.request_id] = str(error)
+        return errors
+
+    def remove(self, number: int, requests: Collection[Request]) -> None:
+        """Forget an adapter now, or after the last request that names it has ended."""
+        if number in self._loaded:
+            self._leaving.add(number)
+            self._drop_leaving(requests)
+
+    def _drop_leaving(self, requests: Collection[Request]) -> None:
+        named = {each.lora_number for each in requests}
+        for number in self._leaving - named:
             self._drop(number)
 
     def _drop(self, number: int) -> None:
-        del self._held[number]
-        self._call_all("remove_lora", number)
+        self._leaving.discard(number)
+        if self._loaded.pop(number, None) is not None:
+            self._call_all("remove_lora", number)
 
-    def _make_room(self, others: Iterable[Request]) -> None:
-        """Forget adapters that no request names, until there is room for one more."""
+    def _make_room(self, requests: Collection[Request], keep: Collection[int]) -> None:
+        """Forget adapters until there is room for one more: unnamed ones, then of waiting requests."""
         most = self._limits.max_cpu_loras or self._limits.max_loras
-        named = {each.lora_number for each in others}
-        idle = [number for number in self._held if number not in named]
-        excess = len(self._held) + 1 - most
-        for number in idle[: max(excess, 0)]:
-            self._drop(number)
+        running = {each.lora_number for each in requests if each.status == "running"}
+        named = {each.lora_number for each in requests}
+        unnamed = [each for each in self._loaded if each not in named]
+        busy = running.union(keep)
+        waiting = [each for each in self._loaded if each in named and each not in busy]
+        excess = len(self._loaded) + 1 - most
+        for each in [*unnamed, *waiting][: max(excess, 0)]:
+            self._drop(each)
 
 
 def _fault_of(reports: list[LoRAReport]) -> str:

@@ -141,9 +141,6 @@ class InputBatch:
         device: of the model; tables and inputs are built on the host.
         has_context_ropes: the model has ropes that depend on the length of the context.
         states: for each layer with states, their tensors by prefix.
-
-    Attributes:
-        num_with_lora: the number of sequences with an adapter.
     """
 
     def __init__(
@@ -179,7 +176,6 @@ class InputBatch:
         self._selected_for: tuple[str, ...] = ()
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
-        self.num_with_lora = 0
         self._on_host: _HostViews | None = None
         self._on_device: _DeviceViews | None = None
 
@@ -203,7 +199,6 @@ class InputBatch:
         for new in step.added:
             sequence = _Sequence(self._rows.pop(), new, len(self.groups))
             self._sequences[new.request_id] = sequence
-            self.num_with_lora += bool(new.lora)
             extended.append((sequence, new.blocks))
         for request_id, start, _count, new_blocks, _samples, token, draft in step.sequences:
             if token is not None:
@@ -223,7 +218,6 @@ class InputBatch:
         """Forget a sequence."""
         removed = self._sequences.pop(request_id)
         self._rows.append(removed.row)
-        self.num_with_lora -= bool(removed.lora)
 
     def _extend(self, extended: Sequence[tuple[_Sequence, Blocks]]) -> None:
         """Append blocks to sequences, and write them to the tables."""

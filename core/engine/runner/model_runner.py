@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replaced_among, verdicts_on
@@ -61,7 +61,7 @@ from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
 from opgraft.registry.op_classes import definer
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @PluggableClass.register("model_runner")
@@ -300,7 +300,7 @@ class ModelRunner(PluggableClass):
             request_ids = [each.request_id for each in step.sequences]
 
             def passes() -> Iterator[Any]:
-                return self._compute_again(list(map(self.batch.tokens, request_ids)))
+                return self._compute_again(request_ids)
 
             blamed = self._blamed_for(error, passes)
             if blamed is not None:
@@ -318,7 +318,7 @@ class ModelRunner(PluggableClass):
         """
         if is_out_of_memory(error) or not self._computes_alone:
             return None
-        return misshapen_by(error, self.model, passes)
+        return misshapen_by(error, self._modules, passes)
 
     def _result(self, step: Step) -> StepResult:
         started = perf_counter()
@@ -367,7 +367,10 @@ class ModelRunner(PluggableClass):
             started: begin of the step, for ``StepResult.seconds``.
             continues: as of ``AttentionBatch``.
         """
-        if self._has_adapters:
+        has_adapters = self.adapters is not None and any(
+            self.batch.lora(each.request_id) for each in sequences
+        )
+        if has_adapters:
             sequences = self._by_slot(sequences)
         inputs = self.batch.inputs(sequences, continues=continues)
         prepared = perf_counter()
@@ -375,8 +378,8 @@ class ModelRunner(PluggableClass):
         arrived = perf_counter()
         # The first stage of a pipeline reads token ids, later ones also hidden states.
         further = () if received is None else (received,)
-        with self._adapting((each.request_id, each.count) for each in sequences):
-            hidden = self._hidden(inputs, further)
+        with self._adapting(self.batch, [(each.request_id, each.count) for each in sequences]):
+            hidden = self._hidden(inputs, further, has_adapters=has_adapters)
         if self.link is not None:
             self.link.pass_on(hidden)
         logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
@@ -392,9 +395,9 @@ class ModelRunner(PluggableClass):
         }
         return dataclasses.replace(result, seconds=seconds)
 
-    def _hidden(self, inputs: Inputs, further: tuple[Tensor, ...]) -> Tensor:
+    def _hidden(self, inputs: Inputs, further: tuple[Tensor, ...], *, has_adapters: bool) -> Tensor:
         """Return the results of the model for a step, from a static graph if the step has one."""
-        if self._has_adapters:
+        if has_adapters:
             # Compiled code and recorded steps have the layers without adapters.
             model = self.model
         else:
@@ -406,34 +409,38 @@ class ModelRunner(PluggableClass):
             hidden: Tensor = model(inputs.input_ids, inputs.positions, *further)
         return hidden
 
-    @property
-    def _has_adapters(self) -> bool:
-        """True if a sequence of the runner has an adapter."""
-        return self.adapters is not None and self.batch.num_with_lora > 0
-
     def _by_slot(self, sequences: Sequence[Scheduled]) -> Sequence[Scheduled]:
         """Return the sequences of a step, those without an adapter first, then by adapter."""
-        request_ids = [each.request_id for each in sequences]
+        numbers = [self.batch.lora(each.request_id) for each in sequences]
         if self.adapters is not None:
-            self.adapters.give_slots(list(map(self.batch.lora, request_ids)))
-        slots = self._slots_of(request_ids)
-        order = sorted(range(len(slots)), key=slots.__getitem__)
-        return [sequences[place] for place in order]
+            self.adapters.give_slots(numbers)
+        return [sequences[place] for place in self._order_by_slot(numbers)]
 
-    def _slots_of(self, request_ids: Iterable[str]) -> list[int]:
-        numbers = list(map(self.batch.lora, request_ids))
-        return [] if self.adapters is None else self.adapters.slots_of(numbers)
+    def _order_by_slot(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Return the places of adapters in the order of their slots."""
+        slots = [0] * len(numbers) if self.adapters is None else self.adapters.slots_of(numbers)
+        return sorted(range(len(slots)), key=slots.__getitem__)
 
-    def _adapting(self, rows: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
+    def _adapting(
+        self, batch: InputBatch, rows: Sequence[tuple[str, int]]
+    ) -> AbstractContextManager[None]:
         """Return a context for a call of the model or its head, in which rows have adapters.
 
         Args:
-            rows: requests in the order of ``_by_slot``, each with the number of its rows.
+            batch: knows the adapters of sequences.
+            rows: sequences in the order of ``_by_slot``, each with the number of its rows.
         """
-        if self.adapters is None or not self._has_adapters:
+        numbers = [batch.lora(request_id) for request_id, _ in rows]
+        if self.adapters is None or not any(numbers):
             return nullcontext()
-        request_ids, counts = zip(*rows, strict=True)
-        return self.adapters.applied(self._slots_of(request_ids), counts)
+        return self.adapters.applied(numbers, [count for _, count in rows])
+
+    @property
+    def _modules(self) -> nn.Module:
+        """The model, and the ops that add adapters, which are no part of it."""
+        if self.adapters is None:
+            return cast(nn.Module, self.model)
+        return nn.ModuleList([self.model, *self.adapters.ops.values()])
 
     def _logits_of(
         self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]
@@ -457,7 +464,12 @@ class ModelRunner(PluggableClass):
             self.model.max_position,
             limits.max_num_seqs,
         )
-        return None if bound is None else bound + self._bytes_of_drafts()
+        return None if bound is None else bound + self._bytes_of_drafts() + self._bytes_of_adapters
+
+    @property
+    def _bytes_of_adapters(self) -> int:
+        """The bytes that adapters may take later. The cache must leave them free."""
+        return 0 if self.adapters is None else self.adapters.most_bytes()
 
     def _bytes_of_drafts(self) -> int:
         """Return the most bytes of the logits of drafted tokens.
@@ -518,7 +530,7 @@ class ModelRunner(PluggableClass):
             removed = tuple(new.request_id for new in step.added)
             self.execute(Step(removed, (), (), ()))
             del self.caches, self.states, self.batch
-        return seen[0] - min(seen) + self._bytes_of_drafts()
+        return seen[0] - min(seen) + self._bytes_of_drafts() + self._bytes_of_adapters
 
     def _apply(self, step: Step) -> dict[str, str]:
         """Apply the changes of a step to the sequences, and return the errors of added ones."""
@@ -598,7 +610,7 @@ class ModelRunner(PluggableClass):
 
     def _logits_of_rows(self, hidden: Tensor, rows: Sequence[tuple[str, int]]) -> Tensor | None:
         """Return logits. The arguments of ``rows`` are as of ``_adapting``."""
-        with self._adapting(rows):
+        with self._adapting(self.batch, rows):
             logits: Tensor | None = self.model.compute_logits(hidden)
         return logits
 
@@ -692,13 +704,11 @@ class ModelRunner(PluggableClass):
 
     def _wrong_kernel_of(self, request_id: str, request_ids: Sequence[str]) -> str:
         """Compute a request again, alone and beside the others, and name the first wrong kernel."""
-        alone = [self.batch.tokens(request_id)]
-        together = list(map(self.batch.tokens, request_ids))
-        found = culprit_of(self.model, lambda: self._compute_again(alone))
-        if not found and len(together) > 1:
-            found = culprit_of(self.model, lambda: self._compute_again(together))
+        found = culprit_of(self._modules, lambda: self._compute_again([request_id]))
+        if not found and len(request_ids) > 1:
+            found = culprit_of(self._modules, lambda: self._compute_again(request_ids))
         # Without a cache, if the memory had no room for another cache.
-        uncached = found or culprit_of(self.model, lambda: self._compute_uncached(alone[0]))
+        uncached = found or culprit_of(self._modules, lambda: self._compute_uncached(request_id))
         return uncached or UNEXPLAINED
 
     @functools.cached_property
@@ -709,7 +719,7 @@ class ModelRunner(PluggableClass):
 
     def replaced_class(self) -> str:
         """Name a plugin's class that replaces a part of the engine or the model; else empty."""
-        return replaced_among((self, self.sampler, *self.model.modules()))
+        return replaced_among((self, self.sampler, *self._modules.modules()))
 
     @property
     def _computes_alone(self) -> bool:
@@ -736,11 +746,15 @@ class ModelRunner(PluggableClass):
         changed = self._changed_weight if verdict == UNEXPLAINED else ""
         return changed or verdict
 
-    def _compute_again(self, sequences: Sequence[Sequence[int]]) -> Iterator[Any]:
+    def _compute_again(self, request_ids: Sequence[str]) -> Iterator[Any]:
         """Compute sequences in a cache of their own, without the compiled model.
 
         Yields hidden states and logits of each step.
         """
+        numbers = list(map(self.batch.lora, request_ids))
+        order = self._order_by_slot(numbers)
+        sequences = [self.batch.tokens(request_ids[place]) for place in order]
+        adapters = [numbers[place] for place in order]
         size = self.layout.block_size
         groups = len(self.layout.groups)
         caches = self.layout.allocate(blocks_of(sequences, size, groups), self.device)
@@ -750,21 +764,29 @@ class ModelRunner(PluggableClass):
         states = self.layout.allocate_states(len(sequences), self.device)
         batch = self._input_batch(self.device, caches, states)
         most_tokens = self.opgraft_config.scheduler.max_num_batched_tokens
-        for step in steps_again(sequences, size, groups, most_tokens):
+        for step in steps_again(sequences, adapters, size, groups, most_tokens):
             batch.apply(step)
             if step.sequences:
-                yield self._compute_logits_again(batch.inputs(step.sequences))
+                yield self._compute_logits_again(batch, step.sequences)
 
-    def _compute_logits_again(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        with attending(inputs.batch):
+    def _compute_logits_again(
+        self, batch: InputBatch, sequences: Sequence[Scheduled]
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs = batch.inputs(sequences)
+        rows = [(each.request_id, each.count) for each in sequences]
+        with attending(inputs.batch), self._adapting(batch, rows):
             hidden = self.model(inputs.input_ids, inputs.positions)
-        return hidden, self.model.compute_logits(hidden[inputs.sampled_rows])
+        with self._adapting(batch, [(each.request_id, 1) for each in sequences]):
+            return hidden, self.model.compute_logits(hidden[inputs.sampled_rows])
 
-    def _compute_uncached(self, tokens: Sequence[int]) -> Iterator[Any]:
-        ids = torch.tensor(list(tokens), device=self.device)
+    def _compute_uncached(self, request_id: str) -> Iterator[Any]:
+        ids = torch.tensor(list(self.batch.tokens(request_id)), device=self.device)
         positions = torch.arange(len(ids), device=self.device)
-        hidden = self.model(ids, positions)
-        yield hidden, self.model.compute_logits(hidden[-1:])
+        with self._adapting(self.batch, [(request_id, len(ids))]):
+            hidden = self.model(ids, positions)
+        with self._adapting(self.batch, [(request_id, 1)]):
+            logits = self.model.compute_logits(hidden[-1:])
+        yield hidden, logits
 
     def _pop_ended_prompts(self, request_ids: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
         """Return the log-probabilities of prompts that end with this step, and forget them."""

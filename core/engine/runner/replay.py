@@ -18,7 +18,11 @@ def blocks_of(sequences: Sequence[Sequence[int]], block_size: int, groups: int) 
 
 
 def steps_again(
-    sequences: Sequence[Sequence[int]], block_size: int, groups: int, most_tokens: int
+    sequences: Sequence[Sequence[int]],
+    adapters: Sequence[int],
+    block_size: int,
+    groups: int,
+    most_tokens: int,
 ) -> Iterator[Step]:
     """Yield steps for sequences as prompts, then for the last token of each as part of an answer.
 
@@ -27,11 +31,12 @@ def steps_again(
 
     Args:
         sequences: token ids of each.
+        adapters: the number of each sequence's adapter.
         block_size: tokens in a block.
         groups: of layers; a sequence has a table for each.
         most_tokens: tokens of a step, at most.
     """
-    added = tuple(_added(sequences, block_size, groups))
+    added = tuple(_added(sequences, adapters, block_size, groups))
     yield Step((), added, (), ())
     for parts in _prompts(sequences, most_tokens):
         yield Step((), (), (), _scheduled(parts, groups))
@@ -46,11 +51,11 @@ def steps_again(
 
 
 def _added(
-    sequences: Sequence[Sequence[int]], block_size: int, groups: int
+    sequences: Sequence[Sequence[int]], adapters: Sequence[int], block_size: int, groups: int
 ) -> Iterator[NewSequence]:
     # Nothing is shared: each sequence takes the next unused numbers.
     free_blocks = count()
-    for number, tokens in enumerate(sequences):
+    for number, (tokens, adapter) in enumerate(zip(sequences, adapters, strict=True)):
         length = len(tokens)
         needed = _blocks(length, block_size)
         tables = []
@@ -67,6 +72,7 @@ def _added(
             tuple(tables),
             arrival=number,
             state=number,
+            lora=adapter,
         )
 
 

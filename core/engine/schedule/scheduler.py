@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
 from time import monotonic
@@ -72,6 +72,8 @@ class Scheduler(PluggableClass):
             a pipeline. Each step has a part of the requests, and no request is in two steps. The
             workers compute the steps in order, so a block that is given away may be in the next
             step.
+        adapters: the numbers of the adapters that the workers have. Requests with another adapter
+            wait.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Scheduler(PluggableClass):
         max_model_len: int,
         fits: Sequence[ContextFit] = (),
         depth: int = 1,
+        adapters: Container[int] = (),
     ) -> None:
         self.opgraft_config = opgraft_config.resolved()
         self.config = self.opgraft_config.scheduler
@@ -88,6 +91,7 @@ class Scheduler(PluggableClass):
         self.max_model_len = max_model_len
         self.context_ropes = fits
         self.depth = depth
+        self.adapters = adapters
         self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -497,7 +501,10 @@ class Scheduler(PluggableClass):
         """Return True if the adapter of a request, if any, may run beside the running ones."""
         if request.lora is None:
             return True
-        numbers = {each.lora_number for each in self.running if each not in without}
+        if request.lora_number not in self.adapters:
+            return False
+        given_up = set(map(id, without))
+        numbers = {each.lora_number for each in self.running if id(each) not in given_up}
         numbers.discard(NO_LORA)
         most = self.opgraft_config.lora.max_loras
         return request.lora_number in numbers or len(numbers) < most

@@ -376,6 +376,9 @@ class Worker(PluggableClass):
         batch = AttentionBatch.of_sequences([], block_size=self.runner.layout.block_size)
         with attending(batch) if self._paged else nullcontext():
             explained = explain(self.runner.model)
+        if self.runner.adapters is not None:
+            ops = self.runner.adapters.ops
+            explained = explained.with_ops({f"{path}.adapters": op for path, op in ops.items()})
         communicator = get_tp_group().communicator
         others: dict[str, object] = {} if communicator is None else {"communicator": communicator}
         # An encoder has no cache, and samples no tokens.

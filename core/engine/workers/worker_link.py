@@ -41,6 +41,7 @@ STAGES_OF_START = MappingProxyType(
         "load_model": "loading the model",
         "cache_bytes": "measuring memory",
         "allocate_cache": "making the cache",
+        "add_lora": "reading an adapter",
     }
 )
 """Method of a worker with the time limit of the start → the stage during the call."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.ops.linear import functional
@@ -26,6 +27,14 @@ Kernel = Callable[..., Tensor]
 
 class QuantizeMethodBase(PluggableClass, ABC):
     """The weight method of a layer, the layer's ``quant_method``. The layer holds the state."""
+
+    adapters: CustomOp | None = None
+    """The op that adds adapters to the results, if the rows of the present call have some."""
+
+    @property
+    def own(self) -> QuantizeMethodBase:
+        """The method without adapters."""
+        return self
 
     @abstractmethod
     def create_weights(
@@ -190,9 +199,10 @@ def _form_over_plain_weight(
 def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
     """Return ``form_of`` of a layer's weight method, or ``None`` if that may be wrong.
 
-    A class that overrides ``apply`` alone inherits a ``form_of`` for another computation.
+    A class that overrides ``apply`` alone inherits a ``form_of`` for another computation. The form
+    has no adapters of the present call.
     """
-    method: QuantizeMethodBase = layer.quant_method
+    method: QuantizeMethodBase = layer.quant_method.own
     if definer(type(method), "apply") is not definer(type(method), "form_of"):
         return None
     return method.form_of(layer)

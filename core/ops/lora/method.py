@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +13,14 @@ from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.lora.modules import LoRA
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional as F
 
 
 class _Rows(NamedTuple):
     """The rows of a call.
 
     Attributes:
-        bounds: as of ``add_lora_``.
-        number: of rows. To read it from the bounds would wait for a device.
+        bounds: as of ``add_lora_``, on the host.
+        number: of rows.
     """
 
     bounds: Tensor
@@ -33,20 +31,24 @@ _ROWS: ContextVar[_Rows | None] = ContextVar("opgraft_lora_rows", default=None)
 
 
 @contextmanager
-def adapting(bounds: Sequence[int], device: torch.device) -> Iterator[None]:
+def adapting(bounds: Sequence[int]) -> Iterator[None]:
     """Within the block, the rows of a called model have adapters, see ``add_lora_``."""
-    sent = torch.tensor(bounds, dtype=torch.int32, device=device)
-    token = _ROWS.set(_Rows(sent, bounds[-1]))
+    token = _ROWS.set(_Rows(torch.tensor(bounds, dtype=torch.int32, device="cpu"), bounds[-1]))
     try:
         yield
     finally:
         _ROWS.reset(token)
 
 
-def has_adapters() -> bool:
-    """Return True within ``adapting``. Code that passes by the weight methods must not run then."""
+def adapter_bounds() -> Tensor | None:
+    """Return the first row of each adapter in the present call, or ``None`` without adapters.
+
+    The tensor is as ``add_lora_`` takes it. Code that computes a layer without its weight method
+    must add the adapters itself.
+    """
     # Compiled models are not called with adapters.
-    return not is_dynamo_compiling() and _ROWS.get() is not None
+    present = None if is_dynamo_compiling() else _ROWS.get()
+    return None if present is None else present.bounds
 
 
 class LoRAMethod(QuantizeMethodBase):
@@ -54,12 +56,21 @@ class LoRAMethod(QuantizeMethodBase):
 
     Args:
         method: the layer's own method.
-        op: adds the adapters. For a layer that looks up, the inputs are the rows of the embedding.
+        op: adds the adapters.
+        embeds: the layer is an embedding. If its weight is the weight of the output layer, too, the
+            logits have no adapter.
     """
 
-    def __init__(self, method: QuantizeMethodBase, op: LoRA) -> None:
+    adapters: LoRA
+
+    def __init__(self, method: QuantizeMethodBase, op: LoRA, embeds: bool) -> None:
         self.method = method
-        self.op = op
+        self.adapters = op
+        self.embeds = embeds
+
+    @property
+    def own(self) -> QuantizeMethodBase:
+        return self.method
 
     def create_weights(
         self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any
@@ -69,40 +80,27 @@ class LoRAMethod(QuantizeMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         y = self.method.apply(layer, x, bias)
-        # A tied embedding computes logits, and its adapter changes look-ups only.
-        if getattr(layer, "looks_up", False):
-            return y
-        rows = x.reshape(-1, x.shape[-1])
-        self.op(y.view(-1, y.shape[-1]), rows, _bounds_of(layer, len(rows)))
+        if not self.embeds:
+            self._add(layer, y, x.reshape(-1, x.shape[-1]))
         return y
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         """Return the rows of ids."""
         vectors = self.method.embedding(layer, input_)
-        ids = input_.reshape(-1)
-        rows = vectors.view(-1, vectors.shape[-1])
-        bounds = _bounds_of(layer, len(ids)).tolist()
-        for slot, (start, end) in enumerate(pairwise(bounds)):
-            if start == end:
-                continue
-            table = self.op.a[slot].t()
-            narrow = F.embedding(ids[start:end], table)
-            matrix = self.op.b[slot].t()
-            rows[start:end].addmm_(narrow, matrix)
+        self._add(layer, vectors, input_.reshape(-1))
         return vectors
 
+    def _add(self, layer: Any, y: Tensor, x: Tensor) -> None:
+        """Add the adapters of the present call.
 
-def _bounds_of(layer: Any, rows: int) -> Tensor:
-    """Return the bounds of the present call.
-
-    Raises:
-        LayerError: the layer is called with other rows than those of the call.
-    """
-    present = _ROWS.get()
-    if present is None or present.number != rows:
-        known = "none" if present is None else present.number
-        raise LayerError(
-            f"{layer.name} has {rows} rows, and the adapters are known for {known}: an adapter "
-            "cannot be applied to a layer that computes other rows than the model"
-        )
-    return present.bounds
+        Raises:
+            LayerError: the layer computes other rows than the model.
+        """
+        present = _ROWS.get()
+        if present is None or present.number != len(x):
+            known = "none" if present is None else present.number
+            raise LayerError(
+                f"{layer.name} has {len(x)} rows, and the adapters are known for {known}: an "
+                "adapter cannot be applied to a layer that computes other rows than the model"
+            )
+        self.adapters(y.view(-1, y.shape[-1]), x, present.bounds)

@@ -20,10 +20,10 @@ class LoRA(CustomOp):
     Source: Hu et al., arXiv:2106.09685. ``add_lora_`` says how rows find their adapter.
 
     Args:
-        in_features: elements of the last dimension of the layer's input.
+        in_features: elements of the last dimension of the layer's input; of an embedding, the ids.
         sizes: outputs of the layer; of a merged layer, the outputs of each part.
         adapters: the number of adapters.
-        rank: of the largest adapter. Smaller ones are filled up with zeros.
+        rank: of the largest adapter. Zeros fill up the matrices of smaller adapters.
         dtype: of the matrices; torch's default dtype if not given.
 
     Attributes:
@@ -31,7 +31,7 @@ class LoRA(CustomOp):
         b: ``[adapters, out_features, rank]``, with the scale of the adapter.
 
     Shapes:
-        ``y`` ``[rows, out_features]`` and ``x`` ``[rows, in_features]``.
+        ``y`` ``[rows, out_features]``, and ``x`` ``[rows, in_features]`` or ids ``[rows]``.
     """
 
     a: Tensor
@@ -48,7 +48,7 @@ class LoRA(CustomOp):
     ) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
-        # Zeros take no memory on a host until somebody writes to them.
+        # On a host, zeros take memory when they are written to first.
         a = torch.zeros(adapters, len(sizes) * rank, in_features, device=device, dtype=dtype)
         b = torch.zeros(adapters, sum(sizes), rank, device=device, dtype=dtype)
         self.register_buffer("a", a)

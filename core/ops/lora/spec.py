@@ -33,6 +33,11 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     }
 
 
+def _ids(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    """Draw the ids of an embedding."""
+    return draw.integers(0, size, (math.prod(lead),))
+
+
 def _whole(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     """Draw the matrices ``a`` of a layer with one part."""
     return draw(ADAPTERS, RANK, size) / size**0.5
@@ -49,14 +54,17 @@ def _reference(
         products = [torch.einsum("or,ri->oi", after, before) for before, after in of_parts]
         weight = torch.cat(products)
         start, end = rows
-        result[start:end] += torch.einsum("ti,oi->to", x[start:end], weight)
+        if x.dim() == 1:
+            result[start:end] += weight.t()[x[start:end]]
+        else:
+            result[start:end] += torch.einsum("ti,oi->to", x[start:end], weight)
     return result
 
 
 def _op(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, sizes: Sequence[int]
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    inputs = x.shape[1]
+    inputs = a.shape[2]
     rank = b.shape[2]
     op = ops.LoRA(inputs, sizes, len(a), rank)
     arguments = y, x, bounds
@@ -80,6 +88,7 @@ SPECS = (
         variants={
             "": {},
             "one part": {"a": _whole, "sizes": [sum(SIZES)]},
+            "an embedding": {"x": _ids, "a": _whole, "sizes": [sum(SIZES)]},
         },
         tolerances=HALF_NORM,
         differentiable=False,

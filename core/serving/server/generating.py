@@ -126,11 +126,12 @@ class Generating(ABC, Generic[_B]):
             InputError: the model has no tokenizer.
             EngineError: the engine has stopped.
         """
+        await self.service.check()
         self.service.expect_model(self.body.model)
-        self.lora = self.service.adapters.find(self.body.model)
         expect_no_contradiction(self.body)
         self.service.llm.engine.inputs.expect_priority(self.body.priority or 0)
-        await self.service.check()
+        # Nothing waits until the adapter is in use, so that it cannot be unloaded in between.
+        self.lora = self.service.adapters.find(self.body.model)
         news = self._answers()
         if self.body.stream:
             # An error before the first news still gets a status of its own.
@@ -147,15 +148,16 @@ class Generating(ABC, Generic[_B]):
         return await self.service.prepare(whole)
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        job = await self._prepared()
-        tokens = [0] * len(self.prompt_ids)
-        self._cached_tokens = [0] * len(self.prompt_ids)
-        async with aclosing(self.service.answers(job, self.slot)) as news:
-            async for number, output in news:
-                tokens[number] = self.counted(output)
-                self._cached_tokens[number] = output.num_cached_tokens
-                self._note(number, output, sum(tokens))
-                yield number, output
+        with self.service.adapters.used(self.lora):
+            job = await self._prepared()
+            tokens = [0] * len(self.prompt_ids)
+            self._cached_tokens = [0] * len(self.prompt_ids)
+            async with aclosing(self.service.answers(job, self.slot)) as news:
+                async for number, output in news:
+                    tokens[number] = self.counted(output)
+                    self._cached_tokens[number] = output.num_cached_tokens
+                    self._note(number, output, sum(tokens))
+                    yield number, output
 
     async def _prepared(self) -> Job:
         """Read the prompts and the sampling of the request, within the limits of the server."""

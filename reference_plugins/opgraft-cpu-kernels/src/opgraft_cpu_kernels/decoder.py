@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft import CustomOp, functional
@@ -19,6 +19,7 @@ from opgraft.kernels import (
     Binding,
     DecoderParts,
     HasParts,
+    adapter_bounds,
     binding_of,
     form_called,
     hidden_by,
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from opgraft_cpu_kernels import attention, kernels, linear, ops, quantized
+from opgraft_cpu_kernels import attention, kernels, linear, lora, ops, quantized
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import REFUSED
 from opgraft_cpu_kernels.library import path_or_none
@@ -64,7 +65,6 @@ SETTINGS = (
     *(
         "logits_soft_cap",
         "sinks",
-        "quant_method",
         "tp_size",
         "skip_bias_add",
         "return_bias",
@@ -78,6 +78,7 @@ SETTINGS = (
 class DecoderPlan(Base):
     """Binds the layers of a decoder to the library when it is called first, and anew when something has changed."""
 
+    takes_adapters: ClassVar[bool] = True
     _bound: _Bound | None = None
     _next_hook = 0
     _computed = 0
@@ -132,6 +133,8 @@ class DecoderPlan(Base):
             or (unseen and not self._bound.holds())
         ):
             self._bound = _Bound(layers)
+        if unseen:
+            self._bound.adapters = []
         self._next_hook = RemovableHandle.next_id
         return self._bound
 
@@ -185,8 +188,19 @@ class _Bound:
         self.shared = any(_is_shared(part) for part in known)
         self.reason = self._obstacle(parts)
         self.decoder: Any = None if self.reason else _decoder(known)
+        self.maps = [] if self.reason else [layer for part in known for layer in _maps(part)]
+        self.methods = self._own_methods()
+        self.bounds: Tensor | None = None
+        self.adapters: Sequence[Any] = []
+        """The ops that have added adapters to the maps last, of which the matrices below are."""
+        self.matrices: Sequence[Tensor | None] = []
+        self.adapter_reason = ""
         self.pages: Mapping[str, LayerPages] | None = None
         """Used last, of which the tensors below are."""
+
+    def _own_methods(self) -> Sequence[object]:
+        """Return what computes each map, without adapters."""
+        return [layer.quant_method.own for layer in self.maps]
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)
@@ -224,6 +238,7 @@ class _Bound:
             same
             and list(map(len, self.attributes)) == self.lengths
             and self._has_hooks() == self.hooked
+            and self._own_methods() == self.methods
         )
 
     def obstacle(self, batch: AttentionBatch, dtype: torch.dtype) -> str:
@@ -234,6 +249,8 @@ class _Bound:
             return "ranks share them, and have no memory in common"
         if batch.block_size % attention.GROUP:
             return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
+        if reason := self._bind_adapters():
+            return reason
         if batch.pages is self.pages:  # as from one step to the next where both have the same shape
             return ""
         for prefix in self.prefixes:
@@ -243,6 +260,20 @@ class _Bound:
             if cached is not dtype and cached not in LARGEST_CODES:
                 return f"the cache of {prefix} is of {cached}"
         return ""
+
+    def _bind_adapters(self) -> str:
+        """Note the adapters of this call. Say what keeps them from the library, or return ""."""
+        self.bounds = adapter_bounds()
+        if self.bounds is None:
+            return ""
+        given = [layer.quant_method.adapters for layer in self.maps]
+        if given != self.adapters:
+            self.adapters = given
+            self.adapter_reason = next(filter(None, map(_no_adapters, given)), "")
+            self.matrices = [
+                matrix for op in given for matrix in ((None, None) if op is None else (op.a, op.b))
+            ]
+        return self.adapter_reason
 
     def run(
         self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor
@@ -268,6 +299,8 @@ class _Bound:
             batch.query_start_loc,
             batch.seq_lens,
             group,
+            [] if self.bounds is None else self.matrices,
+            self.bounds,
         )
 
 
@@ -352,6 +385,17 @@ def _runs_another(op: Any, form: str) -> str:
 
 def _running(binding: Binding) -> str:
     return f"runs {binding.kernel_name} of {binding.provider}"
+
+
+def _no_adapters(op: Any) -> str:
+    """Say why the library does not add the adapters of an op, or return ""."""
+    if op is None:
+        return ""
+    if any(vars(op)[name] for name in HOOKS):
+        return "an op of adapters has a hook"
+    known = op.binding.function("add_lora_", compiled=False) is lora.add_lora_
+    reason = _changed(op) or ("" if known else _running(op.binding))
+    return f"an op of adapters {reason}" if reason else ""
 
 
 def _no_norm(op: Any) -> str:

@@ -158,7 +158,7 @@ RULES: dict[Callable[..., object], str] = {
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",
     _nothing: "causal_conv1d_update selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ "
-    "silu_ rotary_embedding_",
+    "silu_ rotary_embedding_ add_lora_",
     _query_and_key: "rotary_embedding mrope qk_norm_rope",
     _heads: "rotate_heads",
     functional.dual_chunk_rotary_embedding.fake: "dual_chunk_rotary_embedding",

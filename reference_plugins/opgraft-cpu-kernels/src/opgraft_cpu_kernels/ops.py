@@ -21,6 +21,7 @@ from opgraft_cpu_kernels import (
     kernels,
     latent_attention,
     linear,
+    lora,
     quantized,
     quantized_experts,
     steps,
@@ -195,6 +196,12 @@ class Int8DynamicLinear(catalogue.Int8DynamicLinear):
     )
 
 
+class LoRA(catalogue.LoRA):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"add_lora_": lora.add_lora_}, needs=missing, inference_only=True
+    )
+
+
 class Linear(catalogue.Linear):
     functional_cpu: ClassVar = opgraft.FunctionalKernels(
         {"linear": linear.linear}, compiled={"linear": linear.compiled}
@@ -336,6 +343,7 @@ REPLACEMENTS = (
     QuantFP8,
     QuantizedLinear,
     Int8DynamicLinear,
+    LoRA,
     Linear,
     GatedMLP,
     UnquantizedFusedMoEMethod,

@@ -16,6 +16,8 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
 std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
                                             int64_t head_size, const Tensor& cache, bool neox);
 Tensor silu_and_mul(const Tensor& x);
+void add_lora_(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& bounds,
+               at::IntArrayRef sizes, int64_t few);
 Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate);
 Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit);
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,

@@ -54,6 +54,26 @@ struct Layer {
   bool neox, shared;
 };
 
+// The matrices of adapters for the maps of a layer, two for each; none without adapters.
+struct Adapters {
+  const OptionalTensor* matrices = nullptr;
+  const OptionalTensor& bounds;
+
+  // The result of a map with the additions of adapters; its outputs are divided into parts by their `shares`.
+  Tensor operator()(const Map& map, int place, const Tensor& x, at::IntArrayRef shares) const {
+    const Tensor y = map(x);
+    if (!bounds || !matrices[2 * place]) return y;
+    int64_t whole = 0;
+    for (const int64_t share : shares) whole += share;
+    c10::SmallVector<int64_t, 3> sizes;
+    for (const int64_t share : shares) sizes.push_back(y.size(1) * share / whole);
+    // The caller has found the tokens few enough for the maps, and so they are for the adapters.
+    constexpr int64_t any = std::numeric_limits<int64_t>::max();
+    add_lora_(y, x, *matrices[2 * place], *matrices[2 * place + 1], *bounds, sizes, any);
+    return y;
+  }
+};
+
 // Tokens for which the library multiplies weights in codes itself.
 constexpr int64_t FEW = 8;
 
@@ -76,23 +96,27 @@ class Decoder : public torch::CustomClassHolder {
 
   // The sum of the last layer's output and of the residual stream is left to the norm that follows: both are returned.
   // For each layer a table of its rope, its cache, its slots and its table of blocks. `group`: of the ranks that share
-  // layers.
+  // layers. `adapters`: two matrices for each map of each layer, read if there are bounds.
   std::tuple<Tensor, Tensor> run(const Tensor& positions, const Tensor& input, const std::vector<Tensor>& ropes,
                                  const std::vector<Tensor>& caches, const std::vector<Tensor>& slots,
                                  const std::vector<Tensor>& tables, const Tensor& query_start_loc,
                                  const Tensor& seq_lens,
-                                 const std::optional<c10::intrusive_ptr<SharedGroup>>& group) {
+                                 const std::optional<c10::intrusive_ptr<SharedGroup>>& group,
+                                 const std::vector<OptionalTensor>& adapters, const OptionalTensor& bounds) {
     const at::AutoDispatchBelowADInplaceOrView as_it_is;
     TORCH_CHECK_VALUE(input.dim() == 2 && ropes.size() == layers.size() && caches.size() == layers.size() &&
-                          slots.size() == layers.size() && tables.size() == layers.size(),
+                          slots.size() == layers.size() && tables.size() == layers.size() &&
+                          adapters.size() == (bounds ? MATRICES * layers.size() : 0),
                       "decoder: hidden_states has shape ", input.sizes(), " and ", caches.size(),
                       " layers have caches, expected [tokens, hidden_size] and ", layers.size());
     Tensor x = input, sum;
     const auto compute = [&] {
       Reusing reusing;
-      for (size_t i = 0; i < layers.size(); ++i)
-        run_layer(layers[i], positions, ropes[i], caches[i], slots[i], tables[i], query_start_loc, seq_lens, group, x,
-                  sum);
+      for (size_t i = 0; i < layers.size(); ++i) {
+        const Adapters of_layer{adapters.data() + (bounds ? MATRICES * i : 0), bounds};
+        run_layer(layers[i], of_layer, positions, ropes[i], caches[i], slots[i], tables[i], query_start_loc, seq_lens,
+                  group, x, sum);
+      }
       reusing.give_away(x, sum);
     };
     plain || x.size(0) <= FEW ? Team::lead(compute) : compute();
@@ -101,13 +125,13 @@ class Decoder : public torch::CustomClassHolder {
 
  private:
   // x: the output of the layer before, and then of this one; sum: the residual stream that it is to be added to.
-  static void run_layer(const Layer& layer, const Tensor& positions, const Tensor& rope, const Tensor& cache,
-                        const Tensor& slots, const Tensor& table, const Tensor& query_start_loc,
+  static void run_layer(const Layer& layer, const Adapters& adapted, const Tensor& positions, const Tensor& rope,
+                        const Tensor& cache, const Tensor& slots, const Tensor& table, const Tensor& query_start_loc,
                         const Tensor& seq_lens, const std::optional<c10::intrusive_ptr<SharedGroup>>& group, Tensor& x,
                         Tensor& sum) {
     std::tie(x, sum) = added(x, sum, layer.before_attention, layer.attention_eps);
     const int64_t tokens = x.size(0), size = layer.head_size, heads = layer.heads, kv_heads = layer.kv_heads;
-    const Tensor merged = layer.qkv(x);
+    const Tensor merged = adapted(layer.qkv, 0, x, {heads, kv_heads, kv_heads});
     TORCH_CHECK_VALUE(merged.size(1) == (heads + 2 * kv_heads) * size, "decoder: query, key and value have ",
                       merged.size(1), " elements, expected ", (heads + 2 * kv_heads) * size);
     const auto part = [&](int64_t first, int64_t count) {
@@ -117,9 +141,11 @@ class Decoder : public torch::CustomClassHolder {
         rotary_embedding(positions, part(0, heads), part(heads, kv_heads), size, rope, layer.neox);
     const Tensor attended = attend_pages(query, key, part(heads + kv_heads, kv_heads), cache, slots, table,
                                          query_start_loc, seq_lens, layer.scale, layer.window, layer.cap, layer.sinks);
-    const Tensor output = reduced(layer, group, layer.output(attended.view({tokens, heads * size})));
+    const Tensor values = attended.view({tokens, heads * size});
+    const Tensor output = reduced(layer, group, adapted(layer.output, 1, values, {1}));
     std::tie(x, sum) = added(output, sum, layer.before_mlp, layer.mlp_eps);
-    x = reduced(layer, group, layer.down(silu_and_mul(layer.gate_up(x))));
+    const Tensor product = silu_and_mul(adapted(layer.gate_up, 2, x, {1, 1}));
+    x = reduced(layer, group, adapted(layer.down, 3, product, {1}));
   }
 
   // What all ranks have, added.
@@ -135,6 +161,8 @@ class Decoder : public torch::CustomClassHolder {
     if (!sum.defined()) return {rms_norm(x, weight, eps, {}), x};
     return fused_add_rms_norm(x, sum, weight, eps, {});
   }
+
+  static constexpr size_t MATRICES = 8;  // of adapters for a layer
 
   std::vector<Layer> layers;
   bool plain = true;  // no quantized_linear, of whose rows torch multiplies many, and needs the threads itself for it
