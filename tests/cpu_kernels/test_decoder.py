@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from opgraft.config import CacheConfig, CompilationConfig, QuantizationSettings
+from opgraft.config.sections import LoRAConfig
 from opgraft.engine.core import EngineCore
+from opgraft.engine.lora.request import LoRARequest
 from opgraft.ops.decoder_plan import DecoderPlan
 from support.engines import prompts, recorded, serve, settings
 from support.random_decoders import LLAMA3, written
@@ -27,6 +29,7 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Logits = dict[Any, Tensor]
 
 
@@ -57,12 +60,14 @@ class Served:
         self.stack.plan = object.__new__(DecoderPlan)
         return self
 
-    def logits(self, *lengths: int) -> Logits:
-        """Serve prompts of these lengths at once."""
+    def logits(self, *lengths: int, loras: Sequence[LoRARequest | None] = ()) -> Logits:
+        """Serve prompts of these lengths at once, with adapters perhaps."""
         self.answered = self.left = 0
         pairs = [
             recorded(f"{number}", prompt, 6) for number, prompt in enumerate(prompts(*lengths))
         ]
+        for (request, _), lora in zip(pairs, loras, strict=False):
+            request.lora = lora
         serve(self.core, [request for request, _ in pairs])
         return {
             (number, key): row
@@ -112,6 +117,34 @@ def test_as_many_tokens_as_the_path_takes(folder: Path, dtype: str, path: str) -
     ours, modules = Served(folder, dtype), Served(folder, dtype).by_modules()
     expect_equal(ours.logits(6), modules.logits(6))
     assert (ours.answered > 0, ours.left > 0) == (limit > 0, limit < 6)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore::UserWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters(folder: Path, tmp_path: Path, dtype: str, path: str) -> None:
+    """The plan adds the adapters of requests as the modules do, and rows beside them keep their bits."""
+    from opgraft_cpu_kernels import linear
+    from support import adapters
+
+    loras = [
+        LoRARequest(f"{number}", number, str(saved))
+        for number, targets in enumerate((ADAPTED, ["v_proj", "down_proj"]), 1)
+        for saved in [
+            adapters.saved_adapter(folder, tmp_path / f"{number}", number, target_modules=targets)
+        ]
+    ]
+    given = [None, loras[0], loras[1], loras[0]]
+    served = [Served(folder, dtype, lora=LoRAConfig(enabled=True)) for _ in range(2)]
+    ours, modules = served[0], served[1].by_modules()
+    results = [each.logits(2, 1, 2, 1, loras=given) for each in (ours, modules)]
+    expect_equal(*results)
+    assert (ours.answered > 0) == (linear.FEW.get((path, getattr(torch, dtype)), 0) >= 6)
+    plain = ours.logits(2, 1, 2, 1)
+    assert plain.keys() != results[0].keys()
+    # The first request has none.
+    expect_equal(
+        *({key: row for key, row in each.items() if not key[0]} for each in (plain, results[0]))
+    )
 
 
 @pytest.mark.parametrize("method", ["int8", "int8_dynamic", "int4"])

@@ -64,6 +64,7 @@ NAMES = [
     "selective_scan",
     "selective_state_update",
     "fused_experts",
+    "add_lora_",
 ]
 FORMS = [name for name in NAMES if name in SPECS]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,11 +78,11 @@ def kernel(spec: OpSpec) -> Any:
 
 
 def function_of(name: str) -> Any:
-    from opgraft_cpu_kernels import dense_attention, experts, kernels
+    from opgraft_cpu_kernels import dense_attention, experts, kernels, lora
 
     return next(
         getattr(module, name)
-        for module in (dense_attention, experts, kernels)
+        for module in (dense_attention, experts, kernels, lora)
         if hasattr(module, name)
     )
 

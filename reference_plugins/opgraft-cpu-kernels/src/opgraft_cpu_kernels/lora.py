@@ -17,8 +17,9 @@ def add_lora_(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, sizes: Sequence[int]
 ) -> None:
     """Compute the form of that name."""
-    # Compiled code does not know the bounds, so that all adapters compute all rows.
-    if y.dtype in DTYPES and y.is_cpu and not is_dynamo_compiling():
+    # Ids are looked up by torch. Compiled code does not know the bounds: all adapters compute all rows.
+    taken = y.dtype in DTYPES and x.dtype is y.dtype and y.is_cpu
+    if taken and not is_dynamo_compiling():
         few = FEW.get((path_or_none(), y.dtype), 0)
         try:
             _add_lora_(y, x, a, b, bounds, sizes, few)

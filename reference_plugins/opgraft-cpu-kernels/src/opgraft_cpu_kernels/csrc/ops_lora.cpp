@@ -9,12 +9,12 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-void run(const Linear& linear, LinearKernel kernel) {
+void multiply(const Linear& linear, LinearKernel kernel) {
   const int64_t work = std::max<int64_t>(1, linear.in_features * linear.rows);
   share(linear.out_features, work, [&](int64_t begin, int64_t end) { kernel(linear, begin, end); });
 }
 
-std::vector<int64_t> values_of(const Tensor& bounds, int64_t adapters, int64_t rows) {
+std::vector<int64_t> ascending(const Tensor& bounds, int64_t adapters, int64_t rows) {
   TORCH_CHECK_VALUE(bounds.dim() == 1 && bounds.size(0) == adapters + 1 && bounds.is_cpu() &&
                         (bounds.scalar_type() == at::kInt || bounds.scalar_type() == at::kLong),
                     "add_lora_: bounds has shape ", bounds.sizes(), " and dtype ", bounds.scalar_type(), ", expected ",
@@ -31,14 +31,14 @@ std::vector<int64_t> values_of(const Tensor& bounds, int64_t adapters, int64_t r
 }
 
 // The arguments of a call, which lie in memory as the kernels read them.
-struct Call {
+struct Additions {
   const Tensor &y, &a, &b;
   at::IntArrayRef sizes;
   Matrix x;
   LinearKernel kernel;
   int64_t rank, outputs, parts, size_of_element;
 
-  Call(const Tensor& result, const Tensor& input, const Tensor& first, const Tensor& second, at::IntArrayRef given)
+  Additions(const Tensor& result, const Tensor& input, const Tensor& first, const Tensor& second, at::IntArrayRef given)
       : y(result), a(first), b(second), sizes(given), x("add_lora_", input) {
     refuse_gradient("add_lora_", y, input, a, b);
     kernel = path().linear[dtype_of("add_lora_", input)];
@@ -80,7 +80,7 @@ struct Call {
     down.weight = matrix(a, adapter, 0);
     down.out = rows_of(narrow, width);
     down.rows = rows, down.in_features = x.width, down.out_features = width;
-    run(down, kernel);
+    multiply(down, kernel);
     int64_t column = 0;
     for (int64_t part = 0; part < parts; column += sizes[part++]) {
       if (!sizes[part]) continue;
@@ -91,7 +91,7 @@ struct Call {
       up.residual = {to, stride};
       up.out = {to, stride};
       up.rows = rows, up.in_features = rank, up.out_features = sizes[part];
-      run(up, kernel);
+      multiply(up, kernel);
     }
   }
 
@@ -112,15 +112,15 @@ struct Call {
 // `few`: rows of an adapter up to which the kernels of the path are the faster ones.
 void add_lora_(const Tensor& y, const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& bounds,
                at::IntArrayRef sizes, int64_t few) {
-  const Call call(y, x, a, b, sizes);
-  const std::vector<int64_t> values = values_of(bounds, a.size(0), y.size(0));
-  if (call.is_empty()) return;
+  const Additions additions(y, x, a, b, sizes);
+  const std::vector<int64_t> values = ascending(bounds, a.size(0), y.size(0));
+  if (additions.is_empty()) return;
   for (int64_t adapter = 0; adapter < a.size(0); ++adapter) {
     const int64_t first = values[adapter], rows = values[adapter + 1] - first;
     if (rows > few)
-      call.add_many(adapter, first, rows);
+      additions.add_many(adapter, first, rows);
     else if (rows)
-      call.add(adapter, first, rows);
+      additions.add(adapter, first, rows);
   }
   written(y);
 }
