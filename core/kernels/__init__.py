@@ -125,6 +125,7 @@ __all__ = [
     "DecoderParts",
     "DecoderPlan",
     "HasParts",
+    # Adapters of the rows of a call.
     "adapter_bounds",
     # Proof of a functional form.
     "Draw",

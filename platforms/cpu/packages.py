@@ -24,6 +24,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "int8_dynamic_linear",
             "layer_norm",
             "linear",
+            "lora",
             "mixer2_gated_rms_norm",
             "mla_attention",
             "mla_paged_attention",

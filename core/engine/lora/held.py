@@ -140,7 +140,7 @@ class HeldAdapters:
             self._call_all("remove_lora", number)
 
     def _make_room(self, requests: Collection[Request], keep: Collection[int]) -> None:
-        """Forget adapters until there is room for one more: unnamed ones, then of waiting requests."""
+        """Forget unnamed adapters, and then those of waiting requests, until one more has room."""
         most = self._limits.max_cpu_loras or self._limits.max_loras
         running = {each.lora_number for each in requests if each.status == "running"}
         named = {each.lora_number for each in requests}

@@ -464,7 +464,9 @@ class ModelRunner(PluggableClass):
             self.model.max_position,
             limits.max_num_seqs,
         )
-        return None if bound is None else bound + self._bytes_of_drafts() + self._bytes_of_adapters
+        if bound is None:
+            return None
+        return bound + self._bytes_of_drafts() + self._bytes_of_adapters
 
     @property
     def _bytes_of_adapters(self) -> int:

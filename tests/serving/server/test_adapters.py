@@ -37,7 +37,14 @@ def running(checkpoint: Path, folders: list[Path]) -> Iterator[Server]:
     """A server with the first adapter, whose adapters may be changed."""
     options = ["--lora-modules", f"first={folders[0]}", "--lora.enabled", "true"]
     # One stays in memory, so that adapters are read again.
-    options += ["--server.lora_updates", "true", "--lora.max_cpu_loras", "1"]
+    options += [
+        "--server.lora_updates",
+        "true",
+        "--lora.max_cpu_loras",
+        "1",
+        "--lora.max_loras",
+        "1",
+    ]
     with serving(checkpoint, *options) as found:
         yield found
 
