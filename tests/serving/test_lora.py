@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import LLM, LoRARequest, SamplingParams
+from opgraft import LLM, LoRARequest, SamplingParams, ops
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.errors import ConfigError, RequestError
@@ -270,6 +270,30 @@ def test_layers_of_plugins(
     finally:
         target.unregister_oot(replacement)
     assert found == adapters.expected(base, folder, PROMPTS)
+
+
+class WrongAdditions(ops.LoRA):
+    """Adds NaN."""
+
+    def forward_native(self, y: torch.Tensor, x: torch.Tensor, bounds: torch.Tensor) -> None:
+        y[int(bounds[0]) :] += torch.nan
+
+
+def test_a_replaced_op(base: Path, requests: Any, answers: Any) -> None:
+    """The op of a plugin adds the adapters, ``explain`` shows it, and NaN is blamed on it."""
+    ops.LoRA.register_oot(WrongAdditions)
+    try:
+        with adapters.engine(base) as llm:
+            params = SamplingParams(temperature=0, max_tokens=2)
+            given = [requests["attention"], None]
+            failed, sound = llm.generate([PROMPTS[0]] * 2, params, lora_request=given)
+            explained = llm.explain()
+    finally:
+        ops.LoRA.unregister_oot(WrongAdditions)
+    assert "WrongAdditions" in str(failed.outputs[0].error)
+    assert list(sound.outputs[0].token_ids) == answers[None][0][:2]
+    paths = [row.path for row in explained.rows if row.op_class == "WrongAdditions"]
+    assert "model.layers.0.self_attn.qkv_proj.adapters" in paths
 
 
 class OwnRunner(ModelRunner):

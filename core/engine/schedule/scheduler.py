@@ -72,8 +72,8 @@ class Scheduler(PluggableClass):
             a pipeline. Each step has a part of the requests, and no request is in two steps. The
             workers compute the steps in order, so a block that is given away may be in the next
             step.
-        adapters: the numbers of the adapters that the workers have. Requests with another adapter
-            wait.
+        adapters: the numbers of the adapters that the workers have, by default of all. Requests
+            with another adapter wait.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Scheduler(PluggableClass):
         max_model_len: int,
         fits: Sequence[ContextFit] = (),
         depth: int = 1,
-        adapters: Container[int] = (),
+        adapters: Container[int] | None = None,
     ) -> None:
         self.opgraft_config = opgraft_config.resolved()
         self.config = self.opgraft_config.scheduler
@@ -501,7 +501,7 @@ class Scheduler(PluggableClass):
         """Return True if the adapter of a request, if any, may run beside the running ones."""
         if request.lora is None:
             return True
-        if request.lora_number not in self.adapters:
+        if self.adapters is not None and request.lora_number not in self.adapters:
             return False
         given_up = set(map(id, without))
         numbers = {each.lora_number for each in self.running if id(each) not in given_up}

@@ -125,12 +125,14 @@ def test_an_adapter_that_requests_use_is_unloaded(
     load = {"lora_name": "short", "lora_path": str(folders[1])}
     assert running.post("/v1/load_lora_adapter", **load).status_code == 200
     body = {"model": "short", "prompt": PROMPT, "max_tokens": 400, "return_token_ids": True}
+    undisturbed = running.complete(ignore_eos=True, **body).json()["choices"][0]["token_ids"]
+    assert undisturbed[: adapters.LENGTH] == answers[2]
     later = [running.later(lambda: running.complete(ignore_eos=True, **body)) for _ in range(3)]
     until(lambda: running.metric("num_requests_running") > 0)
     assert running.post("/v1/unload_lora_adapter", lora_name="short").status_code == 200
     for each in later:
         found = each.result().json()["choices"][0]["token_ids"]
-        assert found[: adapters.LENGTH] == answers[2]
+        assert found == undisturbed
 
 
 def test_an_adapter_that_cannot_be_read_again(
