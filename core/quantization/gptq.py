@@ -67,7 +67,13 @@ class Form:
         symmetric = setting("gptq", config, "sym", (None, False, True))
         setting("gptq", config, "pack_dtype", ("int32", "torch.int32"), "int32")
         # AutoGPTQ names the layout of Marlin by a setting of its own.
-        setting("gptq", config, "is_marlin_format", (False,), False)
+        setting(
+            "gptq",
+            config,
+            "is_marlin_format",
+            (False,),
+            default=False,
+        )
         # The name is "format" since transformers 5.0, which prefers the older name.
         older = config.get("checkpoint_format") is not None
         key = "checkpoint_format" if older else "format"
