@@ -46,7 +46,9 @@ if [ ! -f "$environment/complete" ]; then
     echo "==> Building the $lane environment, gigabytes, in $environment"
     "$python" -m venv --clear "$environment"
     if [ "$lane" != clients ]; then
-        install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
+        # The build of opgraft needs a recent setuptools: venv brings an old one, which some versions of torch leave.
+        # Both come first, so that nothing else has a say in which torch is taken.
+        install --upgrade setuptools torch
     fi
     install --requirement "$wanted"
     touch "$environment/complete"
