@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from opgraft.base.text import printable
@@ -14,7 +14,7 @@ from opgraft.errors import RecompilationError
 from opgraft.registry.state import host_state
 from torch import nn
 
-_STANCE = "fail_on_recompile"
+_STANCE: Final = "fail_on_recompile"
 _GUARD = re.compile(r"^\s*- (\d+/\d+: .*?)\s*(?:#.*)?$", re.MULTILINE)
 """A failed guard in torch's message: the number of the graph, the condition, and its source."""
 
@@ -53,7 +53,7 @@ class CompiledForGood:
         Raises:
             RecompilationError: the call would compile the model anew.
         """
-        stance = "default" if self._missing else _STANCE
+        stance: Literal["default", "fail_on_recompile"] = "default" if self._missing else _STANCE
         with self._turn, torch.no_grad(), torch.compiler.set_stance(stance):
             try:
                 found = self._compiled(*args, **kwargs)
