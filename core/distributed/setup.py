@@ -82,8 +82,9 @@ def _make_groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, Parall
         return {kind: ParallelGroup(kind) for kind in KINDS}
     own = dist.get_rank()
     everyone = tuple(range(layout.world))
-    # A second group of all ranks would take connections for nothing.
-    made = {everyone: dist.group.WORLD}
+    # A second group of all ranks would take connections for nothing. For a group of other ranks,
+    # torch returns a number.
+    made: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
     found = {}
     # Each rank makes all groups, in one order: torch.distributed asks for that.
     for kind in KINDS:

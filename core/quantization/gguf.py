@@ -163,7 +163,7 @@ class _BlockLoader:
         self.loader(param, _CopyRecorder(loaded_weight, copies), *shard)
         for rows, part in copies:
             codes = FORMATS[str(part.quantization)].codes(part.blocks()[...])
-            first_row = rows.storage_offset() // rows.shape[1]
+            first_row = int(rows.storage_offset()) // rows.shape[1]
             self.parts[first_row] = codes
         # A weight with too many rows counts as not loaded, too.
         if sum(part.codes.shape[0] for part in self.parts.values()) != param.shape[0]:
