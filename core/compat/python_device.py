@@ -175,7 +175,8 @@ def stores_values(x: torch.Tensor) -> bool:
 
     The class of a fake tensor or of a vendor's wrapper may have none.
     """
-    return type(x) in _classes
+    # First, as Dynamo of torch 2.8 looks up no class in a set.
+    return type(x) is torch.Tensor or type(x) in _classes
 
 
 def follows_tensor(x: torch.Tensor) -> bool:

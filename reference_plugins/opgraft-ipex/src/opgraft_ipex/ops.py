@@ -24,7 +24,7 @@ def _served(*tensors: Tensor) -> bool:
 
 @opgraft.CustomOp.register_oot("RMSNorm")
 class IpexRMSNorm(RMSNorm):
-    """With a residual, the sum is written to it, as the op allows."""
+    """With a residual, the kernel writes the sum to a copy of it."""
 
     @opgraft.inference_only
     def forward_cpu(
@@ -41,7 +41,10 @@ class IpexRMSNorm(RMSNorm):
         if residual is None:
             normed = ipex.rms_norm(x.contiguous(), weight, self.variance_epsilon)
             return normed
-        total = residual.contiguous()
+        # The kernel has no rule for compilers.
+        if torch.compiler.is_compiling():
+            return self.forward_native(x, residual)
+        total = residual.clone(memory_format=torch.contiguous_format)
         normed = ipex.add_rms_norm(total, x.contiguous(), weight, None, self.variance_epsilon, True)
         return normed, total
 

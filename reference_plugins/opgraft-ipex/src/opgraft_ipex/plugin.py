@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import logging
 
 import opgraft
+import torch
 from packaging.version import Version
 
 platforms = ("cpu", "xpu")
 EXTENSION = "intel-extension-for-pytorch"
+CHANGED = ((torch, "embedding_bag"), (torch.Tensor, "__format__"), (torch.Tensor, "numpy"))
+"""Functions of torch that the extension replaces when it is imported. No kernel here needs that."""
 
 
 @opgraft.hookimpl
@@ -18,9 +22,9 @@ def opgraft_veto(platform: opgraft.Platform) -> str | None:
     installed, build = machine.version_of(EXTENSION), machine.torch_build()
     if installed is None:
         return f"{EXTENSION} is not installed"
-    extension, torch = Version(installed), Version(build.version if build else "0")
-    if extension.release[:2] != torch.release[:2]:
-        return f"{EXTENSION} {installed} works with torch {extension.major}.{extension.minor} only, this is {torch}"
+    extension, present = Version(installed), Version(build.version if build else "0")
+    if extension.release[:2] != present.release[:2]:
+        return f"{EXTENSION} {installed} works with torch {extension.major}.{extension.minor} only, this is {present}"
     if platform.name == "xpu" and "xpu" not in (extension.local or ""):
         return f"{EXTENSION} {installed} is the build for CPUs: it has no kernels for XPUs"
     return None
@@ -28,5 +32,14 @@ def opgraft_veto(platform: opgraft.Platform) -> str | None:
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Import the replacements, which registers them; the extension is imported with them."""
+    """Import the replacements, which registers them; what the extension changes elsewhere is set back."""
+    former = [vars(owner).get(name) for owner, name in CHANGED]
+    handlers, loggers = [*logging.root.handlers], logging.getLoggerClass()
     importlib.import_module("opgraft_ipex.ops")
+    logging.setLoggerClass(loggers)
+    logging.root.handlers[:] = handlers
+    for (owner, name), function in zip(CHANGED, former, strict=True):
+        if function is not None:
+            setattr(owner, name, function)
+        elif name in vars(owner):
+            delattr(owner, name)
