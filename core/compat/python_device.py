@@ -175,8 +175,11 @@ def stores_values(x: torch.Tensor) -> bool:
 
     The class of a fake tensor or of a vendor's wrapper may have none.
     """
-    # First, as Dynamo of torch 2.8 looks up no class in a set.
-    return type(x) is torch.Tensor or type(x) in _classes
+    kind = type(x)
+    # Dynamo of torch 2.8 looks up no class in a set.
+    if kind is torch.Tensor:
+        return True
+    return kind in _classes
 
 
 def follows_tensor(x: torch.Tensor) -> bool:
