@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 import weakref
+from multiprocessing import spawn
 from pathlib import Path
 
 import opgraft
@@ -120,15 +121,18 @@ def test_torch_save_and_state_dict_round_trip(op, scale) -> None:
     torch.testing.assert_close(fresh(torch.ones(4)), torch.full((4,), 3.0))
 
 
-def test_an_op_travels_to_a_spawned_process(op, monkeypatch) -> None:
+def test_an_op_travels_to_a_spawned_process(op, monkeypatch, warm_python: str) -> None:
     """A worker that unpickles an op gets one that is bound in the worker."""
     monkeypatch.setattr(
         sys, "path", [*sys.path, str(Path(__file__).parents[2])]
     )  # the child imports this very file
     context = multiprocessing.get_context("spawn")
+    interpreter = spawn.get_executable()
+    context.set_executable(warm_python)
     here, there = context.Pipe()
     process = context.Process(target=run_in_child, args=(pickle.dumps(op), there))
     process.start()
+    context.set_executable(interpreter)
     assert here.poll(60)
     assert here.recv() == ("FastScale", [3.0] * 4, "FastScale.forward_oot")
     process.join()

@@ -31,7 +31,6 @@ def work(out):
     out.put(answers())
 if __name__ == "__main__":
     opgraft.share_decisions()
-    multiprocessing.set_executable(sys.executable)
     context = multiprocessing.get_context(sys.argv[1])
     out = context.Queue()
     process = context.Process(target=work, args=(out,))

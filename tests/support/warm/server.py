@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import marshal
+import multiprocessing
 import os
 import runpy
 import select
@@ -183,6 +184,7 @@ def become(request: dict[str, Any], files: list[int]) -> list[str]:
     os.environ.update(request["environ"])
     open_streams()
     sys.executable = request["executable"]
+    multiprocessing.set_executable(sys.executable)  # as it is read when its module is imported
     arguments: list[str] = request["arguments"]
     isolated, unbuffered = (arguments[0] == option for option in ("-I", "-u"))
     arguments = arguments[isolated or unbuffered :]
