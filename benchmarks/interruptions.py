@@ -298,6 +298,7 @@ def scene(name: str, runs: int, seed: int) -> dict[str, Any]:
     wrong = [fault for fault in faults if fault]
     return {
         "scene": name,
+        "seed": seed,
         "runs": len(faults),
         "correct": len(faults) - len(wrong),
         "faults": sorted(set(wrong))[:5],
@@ -323,16 +324,22 @@ def main() -> int:
         given = ["--alone", name, "--runs", str(runs), "--seed", str(asked.seed)]
         command = [sys.executable, __file__, *given]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        row = json.loads(told.splitlines()[-1])
-        rows.append(row)
-        print(f"{name}: {row['correct']} of {row['runs']} correct", *row["faults"], flush=True)
+        rows.append(json.loads(told.splitlines()[-1]))
+        print(f"{name}: {rows[-1]['correct']} of {rows[-1]['runs']} correct", *rows[-1]["faults"])
         # After each scene, as all of them may take an hour.
         if asked.json:
-            data = {"machine": machine(), "seed": asked.seed, "scenes": rows}
-            asked.json.write_text(json.dumps(data, indent=2) + "\n")
+            keep(asked.json, rows[-1])
     correct, runs = (sum(row[key] for row in rows) for key in ("correct", "runs"))
     print(f"{correct} of {runs} runs ended correctly, with the seed {asked.seed}")
     return 0 if correct == runs else 1
+
+
+def keep(path: Path, row: dict[str, Any]) -> None:
+    """Write the row of a scene into a file, and leave the rows of other scenes there."""
+    rows = json.loads(path.read_text())["scenes"] if path.exists() else []
+    by_scene = {each["scene"]: each for each in [*rows, row]}
+    scenes = [by_scene[name] for name in SHARES if name in by_scene]
+    path.write_text(json.dumps({"machine": machine(), "scenes": scenes}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

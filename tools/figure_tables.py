@@ -78,6 +78,7 @@ def tables() -> dict[Path, dict[str, str]]:
     engine, parallel, mechanism, vllm, compilation, fused = map(
         _measured, ("engine", "parallel", "mechanism", "vllm", "compilation", "fused")
     )
+    scenes = _measured("interruptions")["scenes"]
     engines = [_by_dtype(row) for row in engine["rows"]]
     fused_rows = [
         {**row, "name": row["name"].replace(" 1 rows", " 1 row")} for row in fused["rows"]
@@ -89,6 +90,7 @@ def tables() -> dict[Path, dict[str, str]]:
             **_split(engines, "measured", (ENGINES,)),
             **_split(compilation["rows"], "compiled", COMPILED),
             **_split(fused_rows, "at once", FUSED),
+            "| killed at random | runs | correct |": "".join(map(_interrupted, scenes)),
         },
         COMPARISON: {
             "| what the mechanism costs | opgraft | vLLM |": "".join(_costs(mechanism, vllm)),
@@ -180,6 +182,10 @@ def _target(row: Row) -> str:
 
 def _bound(row: Row) -> str:
     return f"at {'least' if row['least'] is None else 'most'} {row['bound']:.3g} here"
+
+
+def _interrupted(row: Row) -> str:
+    return f"| {row['scene']} | {row['runs']} | {row['correct']} |\n"
 
 
 def _costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
