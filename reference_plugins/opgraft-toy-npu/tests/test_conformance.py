@@ -1,11 +1,12 @@
-"""The plugin before the checks of opgraft; device.json stands in for the device."""
+"""Run opgraft's checks on the plugin. The file ``device.json`` stands in for the device."""
 
 import os
 from pathlib import Path
 
 from opgraft.testing import PluginConformance
 
-os.environ.setdefault("TOY_NPU_DEVICE", str(Path(__file__).parents[1] / "device.json"))
+DEVICE = Path(__file__).parents[1] / "device.json"
+os.environ.setdefault("TOY_NPU_DEVICE", str(DEVICE))
 
 
 class TestToyNpu(PluginConformance):

@@ -1,1 +1,1 @@
-"""A simulated NPU for opgraft."""
+"""An opgraft plugin for a simulated NPU."""

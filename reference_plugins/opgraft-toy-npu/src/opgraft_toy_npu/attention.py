@@ -1,15 +1,23 @@
-"""Attention over a cache in the device's own layout: in a block, heads are outermost, keys over values, then tokens."""
+"""Attention over a cache in the device's own layout.
+
+One block of the cache is ``[num_kv_heads, 2 * head_size, block_size]``. A column is one token: the
+key stands above the value.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from opgraft.ops import Attention, AttentionBatch, LayerPages
+from torch import Tensor
 
 
 class ToyAttention(Attention):
-    """Attends sequence by sequence; layers with a soft cap or sinks, unknown to the device, attend as opgraft does.
+    """Attention that computes one sequence after another.
 
-    A launch has room for as many tokens as the batch says that its longest sequence has.
+    The device knows no soft cap and no sinks. A layer with either of them keeps opgraft's layout
+    and runs opgraft's kernel.
     """
 
     @property
@@ -19,48 +27,75 @@ class ToyAttention(Attention):
     def kv_cache_shape(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> tuple[int, ...]:
+        """Return ``(num_blocks, num_kv_heads, 2 * head_size, block_size)``."""
         if not self._is_plain:
             return super().kv_cache_shape(num_blocks, block_size, dtype)
         return (num_blocks, self.num_kv_heads, 2 * self.head_size, block_size)
 
     def holds_codes(self) -> bool:
+        """Return False for the device's layout, which has no place for the scales of codes."""
         return not self._is_plain
 
     def attend_batch(
-        self,
-        batch: AttentionBatch,
-        pages: LayerPages,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
+        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Write the new tokens to their pages, attend, and return ``[tokens, heads, head_size]``."""
         if not self._is_plain:
             return super().attend_batch(batch, pages, query, key, value)
-        block, offset = pages.slots // batch.block_size, pages.slots % batch.block_size
-        pages.cache[block, :, :, offset] = torch.cat((key, value), dim=-1)
+        _write(batch.block_size, pages, key, value)
+        # Devices reserve memory for the longest sequence of a batch, once for all sequences.
+        buffer = query.new_empty(2, self.num_kv_heads, self.head_size, batch.max_seq_len)
+        lengths = batch.seq_lens.tolist()
         attended = torch.empty_like(query)
-        room = query.new_empty(2, self.num_kv_heads, self.head_size, batch.max_seq_len)
-        bounds = batch.query_start_loc.tolist()
-        for row, (length, start, end) in enumerate(
-            zip(batch.seq_lens.tolist(), bounds, bounds[1:], strict=False)
-        ):
-            blocks = pages.block_table[row, : -(-length // batch.block_size)]
-            tokens = pages.cache[blocks].permute(1, 2, 0, 3).flatten(2)[..., :length]
-            keys, values = room[..., :length].copy_(torch.stack(tokens.chunk(2, dim=1)))
-            attended[start:end] = self._attend_sequence(
-                query[start:end][: batch.max_query_len], keys, values
-            )
+        for row, (start, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
+            length = lengths[row]
+            keys_and_values = _read(batch.block_size, pages, row, length)
+            keys, values = buffer[..., :length].copy_(keys_and_values)
+            # A launch has room for the longest query that the batch announces.
+            queries = query[start:end][: batch.max_query_len]
+            attended[start:end] = self._attend_sequence(queries, keys, values)
         return attended
 
-    def _attend_sequence(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        behind = torch.arange(keys.shape[-1] - len(query), keys.shape[-1])[:, None] - torch.arange(
-            keys.shape[-1]
-        )
-        seen = (behind >= 0) & (behind < (self.sliding_window or len(behind[0]) + 1))
-        grouped = query.transpose(0, 1).reshape(self.num_kv_heads, -1, *query.shape[::2])
-        scores = (grouped @ keys[:, None] * self.scale).masked_fill(~seen, float("-inf"))
+    def _attend_sequence(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend with the last tokens of one sequence.
+
+        Args:
+            query: ``[new_tokens, heads, head_size]``.
+            keys: ``[num_kv_heads, head_size, length]``.
+            values: the same shape as ``keys``.
+        """
+        new_tokens, _, head_size = query.shape
+        seen = self._seen(new_tokens, keys.shape[-1])
+        by_head = query.transpose(0, 1)
+        grouped = by_head.reshape(self.num_kv_heads, -1, new_tokens, head_size)
+        scores = grouped @ keys[:, None] * self.scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        # A page outside the window may hold NaN, and NaN times a weight of zero is NaN.
         values = values.masked_fill(~seen.any(0), 0.0)
-        attended: torch.Tensor = scores.softmax(-1) @ values.mT[:, None]
+        attended: Tensor = weights @ values.mT[:, None]
         return attended.flatten(0, 1).transpose(0, 1)
+
+    def _seen(self, new_tokens: int, length: int) -> Tensor:
+        """Return ``[new_tokens, length]``: True if the new token attends to the other token."""
+        positions = torch.arange(length)
+        distance = positions[length - new_tokens :, None] - positions
+        seen = distance >= 0
+        if self.sliding_window:
+            seen &= distance < self.sliding_window
+        return seen
+
+
+def _write(block_size: int, pages: LayerPages, key: Tensor, value: Tensor) -> None:
+    block = pages.slots // block_size
+    offset = pages.slots % block_size
+    pages.cache[block, :, :, offset] = torch.cat((key, value), dim=-1)
+
+
+def _read(block_size: int, pages: LayerPages, row: int, length: int) -> Tensor:
+    """Return keys and values of one sequence, ``[2, num_kv_heads, head_size, length]``."""
+    num_blocks = -(-length // block_size)
+    blocks = pages.block_table[row, :num_blocks]
+    # [blocks, heads, 2 * head_size, block_size] becomes [heads, 2 * head_size, tokens].
+    tokens = pages.cache[blocks].permute(1, 2, 0, 3).flatten(2)
+    keys, values = tokens[..., :length].chunk(2, dim=1)
+    return torch.stack((keys, values))

@@ -1,33 +1,47 @@
-"""Collectives of devices that are wired in a ring: each talks to its neighbours only."""
+"""Collectives of devices that are wired in a ring: each rank talks to its two neighbours only."""
 
 from __future__ import annotations
 
 import torch
 from opgraft.distributed import Communicator
+from torch import Tensor
 
 
 class RingCommunicator(Communicator):
-    """Hands tensors on around the ring; what is not here stays as opgraft computes it."""
+    """Sums and gathers around the ring. All other collectives are opgraft's."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        # In the order of ranks: all have the same bits.
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks, in the shape and dtype of ``x``."""
+        # Every rank adds in the order of ranks, so that all ranks get the same bits.
         return torch.stack(self._gathered(x)).sum(0, dtype=x.dtype)
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._gathered(x if x.dim() else x.reshape(1)), dim)
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return the tensors of all ranks, joined along ``dim``. A scalar counts as one element."""
+        if x.dim() == 0:
+            x = x.reshape(1)
+        return torch.cat(self._gathered(x), dim)
 
-    def _gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each rank has: in every round each hands on what came last."""
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        """Return one tensor per rank, in the order of ranks.
+
+        In each round every rank hands the last tensor on. After the first round rank 2 has the
+        tensor of rank 1, after the second that of rank 0.
+        """
         parts = [x] * self.world_size
         for distance in range(1, self.world_size):
-            x = parts[self.rank - distance] = self._handed_on(x)
+            x = self._hand_on(x)
+            # A negative index counts from the end, as the ring does.
+            parts[self.rank - distance] = x
         return parts
 
-    def _handed_on(self, x: torch.Tensor) -> torch.Tensor:
-        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        if self.rank == 0:  # one sends first, or all would wait for each other
-            self.send(x, after)
-            return self.recv(x.shape, x.dtype, x.device, before)
-        came = self.recv(x.shape, x.dtype, x.device, before)
-        self.send(x, after)
-        return came
+    def _hand_on(self, x: Tensor) -> Tensor:
+        """Send a tensor to the next rank, and return the tensor of the previous rank."""
+        following = (self.rank + 1) % self.world_size
+        previous = (self.rank - 1) % self.world_size
+        # Rank 0 sends first. If all ranks received first, all would wait for each other.
+        if self.rank == 0:
+            self.send(x, following)
+            return self.recv(x.shape, x.dtype, x.device, previous)
+        received = self.recv(x.shape, x.dtype, x.device, previous)
+        self.send(x, following)
+        return received

@@ -1,4 +1,8 @@
-"""The kernels. Each class replaces one of the catalogue; its ``forward_oot`` takes every call that the target takes."""
+"""The kernels. Each class replaces one class of opgraft's catalogue.
+
+The host calls ``forward_oot`` with every call of the replaced class. A kernel hands a call that
+the device cannot compute to ``forward_native``, opgraft's own definition.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,89 @@ import math
 import opgraft
 import torch
 from opgraft.ops import GELU, LayerNorm, RMSNorm, SiluAndMul
+from torch import Tensor
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Widen to float32, in which the device computes half types."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def _wide(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of the device's arithmetic: float32 for half types."""
+    if x.dtype in HALF_TYPES:
+        return x.float()
+    return x
 
 
 class ToyRMSNorm(RMSNorm):
-    """Norm by dot product. It has no backward: where a gradient is required, the native definition runs."""
+    """RMS norm by a dot product. If a gradient is required, opgraft's definition runs."""
 
     @opgraft.inference_only
     def forward_oot(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise ``x``, ``[..., hidden_size]``.
+
+        With a residual, return the norm of ``x + residual`` and that sum, both in ``x.dtype``.
+        """
         if self.variance_size_override is not None:
             return self.forward_native(x, residual)
-        wide = _wide(x) if residual is None else _wide(x) + _wide(residual)
-        length = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
-        scale = math.sqrt(wide.shape[-1]) * torch.rsqrt(
-            length + wide.shape[-1] * self.variance_epsilon
-        )
-        out = wide * scale
+        summed = _wide(x)
+        if residual is not None:
+            summed = summed + _wide(residual)
+        normed = self._norm(summed).to(x.dtype)
+        if residual is None:
+            return normed
+        return normed, summed.to(x.dtype)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        square_sum = torch.linalg.vecdot(x, x).unsqueeze(-1)
+        inverse_length = torch.rsqrt(square_sum + size * self.variance_epsilon)
+        normed = x * (math.sqrt(size) * inverse_length)
         if self.has_weight:
-            out.mul_(self.weight)
-        return out.to(x.dtype) if residual is None else (out.to(x.dtype), wide.to(x.dtype))
+            normed.mul_(self.weight)
+        return normed
 
 
 class ToyLayerNorm(LayerNorm):
-    """Mean and variance from one pass over ``E[x]`` and a second over the centred values."""
+    """Layer norm in two passes: one for the mean, one for the variance of centred values."""
 
-    def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
+    def forward_oot(self, input: Tensor) -> Tensor:
+        """Normalise the last dimensions of ``input``, as many as ``normalized_shape`` has."""
         dims = tuple(range(-len(self.normalized_shape), 0))
         wide = _wide(input)
         centred = wide - wide.mean(dims, keepdim=True)
-        out = centred / torch.sqrt(centred.square().mean(dims, keepdim=True) + self.eps)
+        variance = centred.square().mean(dims, keepdim=True)
+        normed = centred / torch.sqrt(variance + self.eps)
         if self.weight is not None:
-            out = out * self.weight
-        return (out if self.bias is None else out + self.bias).to(input.dtype)
+            normed = normed * self.weight
+        if self.bias is not None:
+            normed = normed + self.bias
+        return normed.to(input.dtype)
 
 
 class ToyGELU(GELU):
-    """GELU through the complementary error function, or through a sigmoid for the tanh approximation."""
+    """GELU by the complementary error function. The tanh approximation goes by a sigmoid."""
 
-    def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
+    def forward_oot(self, input: Tensor) -> Tensor:
+        """Return GELU of each element, in the shape and dtype of ``input``."""
         x = _wide(input)
         if self.approximate == "tanh":
-            gate = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+            # 0.5 * (1 + tanh(y)) equals sigmoid(2 * y).
+            cubic = x + 0.044715 * x * x * x
+            gate = torch.sigmoid(2 * math.sqrt(2 / math.pi) * cubic)
         else:
             gate = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
         return (x * gate).to(input.dtype)
 
 
 class ToySiluAndMul(SiluAndMul):
-    """SiLU of the first half times the second half, through exp."""
+    """SiLU of the first half of the columns, times the second half."""
 
-    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_oot(self, x: Tensor) -> Tensor:
+        """Return ``[..., d]`` for ``x`` of ``[..., 2 * d]``, in ``x.dtype``."""
         gate, up = _wide(x).chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
+        silu = gate / (1 + torch.exp(-gate))
+        return (silu * up).to(x.dtype)
 
 
 REPLACEMENTS = {
@@ -73,3 +102,4 @@ REPLACEMENTS = {
     "GELU": ToyGELU,
     "SiluAndMul": ToySiluAndMul,
 }
+"""Name of a class in the catalogue → the class of this plugin that replaces it."""
