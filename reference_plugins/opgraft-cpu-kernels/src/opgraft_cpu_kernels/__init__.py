@@ -1,7 +1,8 @@
-"""Native kernels for opgraft's CPU platform, in paths for ``amx``, ``avx512_bf16``, ``avx512``, ``avx2`` and any CPU.
+"""Native kernels for opgraft's CPU platform.
 
-The fastest that the CPU has is in force, unless the environment variable ``CPU_KERNELS_PATH`` or ``set_path``
-names another.
+The kernels are compiled for several instruction sets, the paths: ``amx``, ``avx512_bf16``,
+``avx512``, ``avx2`` and ``scalar``. The fastest path of the CPU is in force. The environment
+variable ``CPU_KERNELS_PATH`` and the function ``set_path`` choose another one.
 """
 
 from opgraft_cpu_kernels.library import missing, path, paths, set_path

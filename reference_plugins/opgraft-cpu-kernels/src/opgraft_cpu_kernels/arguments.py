@@ -1,5 +1,8 @@
-"""The dtypes and devices that an op takes together, for those who ask before it runs: compiled code, which cannot catch
-what an op raises, and the rules by which ops are traced."""
+"""The dtypes and devices that the ops take.
+
+An op refuses wrong arguments with an error. Two callers ask beforehand: compiled code, which
+cannot catch the error, and the fake rules, by which torch traces the ops.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,13 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+
 LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "B", "C")
+"""Arguments with the dtype of the first tensor."""
+
 STATES = ("state", "initial_states")
+"""Arguments in float32."""
+
 FACTORS = (
     "weight",
     "bias",
@@ -24,6 +32,8 @@ FACTORS = (
     "alpha_p",
     "alpha_n",
 )
+"""Arguments in any floating dtype, unless the op is in ROUNDED_TO_WEIGHT."""
+
 ROUNDED_TO_WEIGHT = (
     "rms_norm",
     "rms_norm_out",
@@ -36,26 +46,36 @@ ROUNDED_TO_WEIGHT = (
     "layer_norm",
     "add_layer_norm",
 )
-"""The ops whose definitions round to the dtype of the weight, or take few, where the kernels compute in float32."""
+"""Ops whose definitions round to the weight's dtype, or take few dtypes of weights.
 
+The kernels compute in float32. So they take a weight in float32 or in the dtype of the input only.
+"""
 
 CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_update")
-"""The ops whose weights and states have the dtype of their inputs."""
+LIKE_THE_INPUT = ("weight", "bias", "initial_states", "conv_state")
+"""Arguments of convolutions with the dtype of the input."""
 
 CODES = {"quantized_linear": (torch.int8, torch.uint8), "int8_dynamic_linear": (torch.int8,)}
-"""Op → the dtypes of its weight, where that holds codes."""
+"""Op → the dtypes of its weight, if the weight holds codes."""
 
 
 def named(
     parameters: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the arguments of a call by the names of the parameters."""
-    given = parameters[: len(args)]  # Dynamo of torch 2.8 takes no zip that leaves names out
+    # Dynamo of torch 2.8 takes a zip of equal lengths only.
+    given = parameters[: len(args)]
     return {**dict(zip(given, args, strict=True)), **kwargs}
 
 
 def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
-    """Return what the op says to dtypes and devices that it refuses, ``None`` where it takes them."""
+    """Return the op's message about a wrong dtype or device, or None if the op takes them all.
+
+    Args:
+        op: the name of the op.
+        arguments: by name, with the first tensor as ``query`` or ``x``. Others than tensors are
+            ignored.
+    """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first = "query" if "query" in tensors else "x"
     x = tensors[first]
@@ -69,15 +89,17 @@ def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
 
 
 def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, ...] | None:
-    """Return the dtypes that an argument may have, ``None`` for any."""
-    if name in LIKE_THE_FIRST or (
-        op in CONVOLUTIONS and name in ("weight", "bias", "initial_states", "conv_state")
-    ):
+    """Return the dtypes that an argument may have, or None if the op takes every dtype."""
+    if name in LIKE_THE_FIRST:
+        return (x.dtype,)
+    if op in CONVOLUTIONS and name in LIKE_THE_INPUT:
         return (x.dtype,)
     if name in STATES:
         return (torch.float32,)
+    if name == "cache" and op == "mla_paged_attention":
+        return (x.dtype,)
     if name == "cache":
-        return (x.dtype,) if op == "mla_paged_attention" else (x.dtype, *LARGEST_CODES)
+        return (x.dtype, *LARGEST_CODES)
     if name == "attn_mask":
         return (torch.bool, torch.float32, x.dtype)
     if name == "positions":
@@ -90,4 +112,6 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
         return None
     if op not in ROUNDED_TO_WEIGHT:
         return FLOATING
-    return (weight.dtype,) if name == "bias" and weight is not None else (x.dtype, torch.float32)
+    if name == "bias" and weight is not None:
+        return (weight.dtype,)
+    return (x.dtype, torch.float32)

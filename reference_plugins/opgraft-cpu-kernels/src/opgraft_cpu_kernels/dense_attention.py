@@ -1,9 +1,12 @@
-"""Attention over all keys at once, for query, key and value of at most four dimensions, without dropout.
+"""Attention over all keys at once, without dropout.
 
-What the kernel does not take is computed by the native definition, which is torch's function.
+The kernel takes query, key and value of at most four dimensions. In all other cases opgraft's
+native definition runs, which is torch's function.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from opgraft.functional import scaled_dot_product_attention as form
@@ -28,9 +31,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.scaled_dot_product_attention``."""
     taken = query.dtype in DTYPES and query.is_cpu
-    if taken and is_dynamo_compiling():  # compiled code cannot catch what an op raises
+    # Compiled code cannot catch the error of an op. So it asks for all arguments beforehand.
+    if taken and is_dynamo_compiling():
         fits = dropout_p == 0 and not (is_causal and attn_mask is not None)
         taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
     if taken:
@@ -54,9 +58,9 @@ def scaled_dot_product_attention_quant_fp8_static(
     enable_gqa: bool = False,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
-    """Compute the form of that name."""
-    taken = query.dtype in DTYPES and query.is_cpu and dtype is FP8
-    taken = taken and output_scale.is_cpu and output_scale.shape in SINGLE
+    """Compute ``opgraft.functional.scaled_dot_product_attention_quant_fp8_static``."""
+    by_one_scale = output_scale.is_cpu and output_scale.shape in SINGLE
+    taken = query.dtype in DTYPES and query.is_cpu and dtype is FP8 and by_one_scale
     if taken and is_dynamo_compiling():
         fits = not (is_causal and attn_mask is not None)
         taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
@@ -73,28 +77,39 @@ def scaled_dot_product_attention_quant_fp8_static(
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
-    arguments = {"query": query, "key": key, "value": value, "attn_mask": mask}
-    if refusal(form.name, arguments) or not (2 + grouped <= query.dim() <= 4):
+    """Return True if the kernel takes these dtypes, devices and shapes.
+
+    Args:
+        query: ``[batch, heads, queries, size]``, or without the first dimensions.
+        key: ``[batch, heads, keys, size]``.
+        value: ``[batch, heads, keys, width]``.
+        mask: broadcast to ``[batch, heads, queries, keys]``.
+        grouped: whether several heads of ``query`` share a head of ``key``.
+    """
+    given = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    if refusal(form.name, given):
         return False
+    least_dims = 3 if grouped else 2
+    if not least_dims <= query.dim() <= 4 or key.dim() != query.dim():
+        return False
+    if key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
+        return False
+    # The heads count as a part of the batch, unless their numbers may differ.
     batch = query.shape[: -3 if grouped else -2]
-    alike = (
-        key.shape[:-1] == value.shape[:-1]
-        and key.shape[: len(batch)] == batch
-        and key.dim() == query.dim()
-    )
-    if (
-        not alike
-        or query.shape[-1] != key.shape[-1]
-        or not all(x.numel() for x in (query, key, value))
-    ):
+    if key.shape[: len(batch)] != batch:
+        return False
+    if not all(x.numel() for x in (query, key, value)):
         return False
     if grouped and query.shape[-3] % key.shape[-3]:
         return False
-    scores = (*query.shape[:-1], key.shape[-2])
-    return mask is None or (
-        mask.dim() <= len(scores)
-        and all(size in (1, to) for size, to in zip(mask.shape[::-1], scores[::-1], strict=False))
-    )
+    return mask is None or _broadcasts(mask, (*query.shape[:-1], key.shape[-2]))
+
+
+def _broadcasts(mask: Tensor, shape: Sequence[int]) -> bool:
+    if mask.dim() > len(shape):
+        return False
+    pairs = zip(mask.shape[::-1], shape[::-1], strict=False)
+    return all(size in (1, wanted) for size, wanted in pairs)
 
 
 _attend = op("scaled_dot_product_attention")

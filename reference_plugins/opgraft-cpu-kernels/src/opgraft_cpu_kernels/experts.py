@@ -1,4 +1,8 @@
-"""Experts on few tokens, over the weights as they are; on many, and for whatever the kernel refuses, opgraft's own."""
+"""Experts with few tokens each. The kernel reads the weights as they lie in memory.
+
+If experts have many tokens, and if the kernel refuses its arguments, opgraft's native definition
+runs.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +26,27 @@ def fused_experts(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form of that name, reading of the weights only those of chosen experts."""
+    """Compute ``opgraft.functional.fused_experts``. Only weights of chosen experts are read."""
+    tensors = (x, w13, w2, topk_weights, topk_ids)
+    biases = (w13_bias, w2_bias)
     if not is_dynamo_compiling() and _takes(x, topk_ids, w13.shape[0]):
         try:
-            return _fused_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)  # type: ignore[no-any-return]
+            return _fused_experts(*tensors, activation, *biases)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return functional.fused_experts.native(
-        x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
-    )
+    return functional.fused_experts.native(*tensors, activation, *biases)
 
 
 def _takes(x: Tensor, topk_ids: Tensor, experts: int) -> bool:
-    """Return True if experts have few rows each, up to the limit of linear layers.
+    """Return True if an expert has few rows on average, up to the limit of linear layers.
 
-    On a core of Zen 3 ("avx2") the native definition takes 1.7 times as long for 8 rows of each expert in float32,
-    and 3.8 to 7.4 times for 4 to 256 rows in half types.
+    On a core of Zen 3 (path ``avx2``) the native definition takes 1.7 times as long with 8 rows of
+    each expert in float32, and 3.8 to 7.4 times as long with 4 to 256 rows in half types.
     """
-    limit = FEW.get((path_or_none(), x.dtype), 0)
-    return x.dtype in DTYPES and x.is_cpu and topk_ids.numel() <= limit * experts and not watched()
+    if x.dtype not in DTYPES or not x.is_cpu or watched():
+        return False
+    most_rows = FEW.get((path_or_none(), x.dtype), 0)
+    return topk_ids.numel() <= most_rows * experts
 
 
 _fused_experts = op("fused_experts")

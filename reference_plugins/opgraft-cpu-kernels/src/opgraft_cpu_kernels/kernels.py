@@ -1,7 +1,8 @@
 """The kernels as functions with the signatures of opgraft's forms.
 
-Each takes float32, bfloat16 and float16 of any strides. For everything else, and for arguments that the kernels
-refuse, the native definition runs, which computes or says what is wrong.
+Each function takes float32, bfloat16 and float16 tensors of any strides. With other tensors, and
+if the kernel refuses its arguments, the native definition runs. The native definition computes the
+result or raises the error that users of opgraft know.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from opgraft_cpu_kernels.library import missing
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP8 = torch.float8_e4m3fn
 REFUSED = (ValueError, NotImplementedError)
-"""The errors of the kernels for arguments that they do not take, on other devices too."""
+"""The errors by which kernels refuse arguments, such as tensors on another device."""
 
 
 def op(name: str) -> Callable[..., Any]:
-    """Return the torch op of that name; one that says what is missing where the library is."""
+    """Return the library's op of that name. Without the library, the op refuses all arguments."""
     packet = getattr(torch.ops.opgraft_cpu_kernels, name, None)
-    return packet.default if packet is not None else _absent
+    if packet is None:
+        return _absent
+    return packet.default  # type: ignore[no-any-return]
 
 
 def _absent(*args: Any, **kwargs: Any) -> Any:
@@ -37,14 +40,19 @@ def _absent(*args: Any, **kwargs: Any) -> Any:
 
 
 def kernel(form: Any) -> Callable[..., Any]:
-    """Return the kernel of a form whose arguments are those of the op of the same name."""
-    name, run, native = form.name, op(form.name), form.native
+    """Return a function for a form whose first argument is the tensor ``x``.
+
+    The library's op has the name and the arguments of the form.
+    """
+    name = form.name
+    native = form.native
+    run = op(name)
     parameters = tuple(inspect.signature(native).parameters)
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Asked here, as compiled code cannot catch what an op raises; of dtypes that only it must ask about.
         taken = x.dtype in DTYPES and x.is_cpu and x.dim()
+        # Compiled code cannot catch the error of an op. So it asks for all arguments beforehand.
         if taken and is_dynamo_compiling():
             taken = not refusal(name, named(parameters, (x, *args), kwargs))
         if taken:
@@ -58,8 +66,10 @@ def kernel(form: Any) -> Callable[..., Any]:
 
 
 def stepping(form: Any) -> Callable[..., Any]:
-    """Return the kernel of a form that brings states forward."""
-    name, run, native = form.name, op(form.name), form.native
+    """Return a function for a form whose first argument is ``state``, updated in place."""
+    name = form.name
+    native = form.native
+    run = op(name)
     parameters = tuple(inspect.signature(native).parameters)
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
@@ -78,8 +88,10 @@ def stepping(form: Any) -> Callable[..., Any]:
 
 
 def rotation(form: Any) -> Callable[..., Any]:
-    """Return the kernel of a form that rotates query and key by positions."""
-    name, run, native = form.name, op(form.name), form.native
+    """Return a function for a form that rotates query and key by positions."""
+    name = form.name
+    native = form.native
+    run = op(name)
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def function(
@@ -104,55 +116,65 @@ def rotation(form: Any) -> Callable[..., Any]:
 def _rotates(
     name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
 ) -> bool:
-    if query.dtype not in DTYPES or not query.is_cpu or positions.dtype not in INTEGERS:
+    """Return True if the kernel may be called with these tensors."""
+    if query.dtype not in DTYPES or not query.is_cpu:
+        return False
+    if positions.dtype not in INTEGERS:
         return False
     if not is_dynamo_compiling():
         return True
-    return not refusal(
-        name, {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache}
-    )
+    given = {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache}
+    return not refusal(name, given)
 
 
 def by_given_scales(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype, shape: Sequence[int]
 ) -> bool:
-    """Tell whether the kernels quantise by given scales what they compute of ``x``.
+    """Return True if a kernel can quantise its result by the given scales.
 
     Args:
-        x: the first argument.
-        scale: of each group.
-        group_shape: rows and columns of a group.
+        x: the first argument of the kernel.
+        scale: one scale for each group, or one for all.
+        group_shape: rows and columns of a group, where -1 stands for all of them.
         dtype: of the result.
         shape: of the result.
     """
     if x.dtype not in DTYPES or dtype is not FP8 or not x.is_cpu or not shape:
         return False
-    # A form takes other shapes of scales, too.
+    # The native definitions take scales of more shapes than the kernels.
+    given = tuple(scale.shape)
     if tuple(group_shape) == (-1, -1):
-        return tuple(scale.shape) in ((1,), ())
-    return in_rows(group_shape) and tuple(scale.shape) in (scale_shape(shape, group_shape), ())
+        return given in ((1,), ())
+    return in_rows(group_shape) and given in (scale_shape(shape, group_shape), ())
 
 
 def by_own_scales(
     x: Tensor, group_shape: Sequence[int], scale_ub: Tensor | None, dtype: torch.dtype
 ) -> bool:
-    """Tell whether the kernels quantise by computed scales what they compute of ``x``."""
+    """Return True if a kernel can quantise its result by scales of its own.
+
+    Args:
+        x: the first argument of the kernel.
+        group_shape: rows and columns of a group, where -1 stands for all of them.
+        scale_ub: the upper bound of scales, which the kernels take for whole rows only.
+        dtype: of the result.
+    """
     if x.dtype not in DTYPES or dtype is not FP8 or not x.is_cpu or not x.dim():
         return False
-    if scale_ub is not None and (scale_ub.numel() != 1 or tuple(group_shape) != (1, -1)):
-        return False
-    return in_rows(group_shape)
+    if scale_ub is None:
+        return in_rows(group_shape)
+    return scale_ub.numel() == 1 and tuple(group_shape) == (1, -1)
 
 
 def _refused(name: str, **given: Tensor | None) -> bool:
-    """Tell whether compiled code, which cannot catch what an op raises, must leave the kernel alone."""
+    """Return True if compiled code must not call the kernel: it cannot catch the op's error."""
     return is_dynamo_compiling() and refusal(name, given) is not None
 
 
 def quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.quant_fp8_static``."""
     if by_given_scales(x, scale, group_shape, dtype, x.shape):
         try:
             return _quant_fp8_static(x, scale, group_shape)  # type: ignore[no-any-return]
@@ -168,7 +190,7 @@ def quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.quant_fp8_dynamic``."""
     if by_own_scales(x, group_shape, scale_ub, dtype):
         try:
             return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
@@ -185,7 +207,7 @@ def rms_norm_quant_fp8_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.rms_norm_quant_fp8_static``."""
     form = functional.rms_norm_quant_fp8_static
     taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and not _refused(form.name, x=x, weight=weight):
@@ -205,7 +227,7 @@ def rms_norm_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.rms_norm_quant_fp8_dynamic``."""
     form = functional.rms_norm_quant_fp8_dynamic
     taken = by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and not _refused(form.name, x=x, weight=weight):
@@ -225,7 +247,7 @@ def fused_add_rms_norm_quant_fp8_static(
     eps: float,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.fused_add_rms_norm_quant_fp8_static``."""
     form = functional.fused_add_rms_norm_quant_fp8_static
     taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
@@ -246,7 +268,7 @@ def fused_add_rms_norm_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.fused_add_rms_norm_quant_fp8_dynamic``."""
     form = functional.fused_add_rms_norm_quant_fp8_dynamic
     taken = by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
@@ -262,8 +284,9 @@ def fused_add_rms_norm_quant_fp8_dynamic(
 def silu_and_mul_quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.silu_and_mul_quant_fp8_static``."""
     form = functional.silu_and_mul_quant_fp8_static
+    # Gate and up stand side by side in a row, so that a result is half as wide.
     shape = (*x.shape[:-1], x.shape[-1] // 2) if x.dim() else ()
     if by_given_scales(x, scale, group_shape, dtype, shape):
         try:
@@ -280,7 +303,7 @@ def silu_and_mul_quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.silu_and_mul_quant_fp8_dynamic``."""
     form = functional.silu_and_mul_quant_fp8_dynamic
     if by_own_scales(x, group_shape, scale_ub, dtype):
         try:
@@ -297,18 +320,24 @@ def mixer2_gated_rms_norm(
     eps: float = 1e-6,
     group_size: int | None = None,
 ) -> Tensor:
-    """Compute the form of that name: the gated norm, where there is one."""
+    """Compute ``opgraft.functional.mixer2_gated_rms_norm``.
+
+    With a weight, the kernel of ``rms_norm_gated`` computes the same.
+    """
     if weight is None or x.shape != gate.shape or x.dtype != gate.dtype:
         return functional.mixer2_gated_rms_norm.native(x, gate, weight, eps, group_size)
     return rms_norm_gated(x, weight, gate, eps, group_size)  # type: ignore[no-any-return]
 
 
 def in_rows(group_shape: Sequence[int]) -> bool:
-    """Tell whether what shares a scale is the tensor, or a row or a part of one."""
-    return tuple(group_shape) == (-1, -1) or (len(group_shape) == 2 and group_shape[0] == 1)
+    """Return True if a group is the whole tensor, a whole row, or a part of one row."""
+    if tuple(group_shape) == (-1, -1):
+        return True
+    return len(group_shape) == 2 and group_shape[0] == 1
 
 
-missing()  # loads the library, which defines the ops
+# Loading the library defines the ops, which op() looks up below.
+missing()
 rms_norm = kernel(functional.rms_norm)
 fused_add_rms_norm = kernel(functional.fused_add_rms_norm)
 fused_add_rms_norm_ = kernel(functional.fused_add_rms_norm_)

@@ -1,6 +1,7 @@
-"""Attention over latents in pages, of ranks that 64 divides, and the products by head around it.
+"""Attention over latents in pages, and the products by head before and after.
 
-What the kernels do not take is computed by the native definition.
+The kernel takes latents whose rank is a multiple of 64. In all other cases opgraft's native
+definition runs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
 from opgraft_cpu_kernels.library import path_or_none
 
 COLUMNS = 64
-"""Elements of a latent that are taken at once."""
+"""Elements of a latent that the kernel takes at once."""
 
 FEW = {"amx": 16, "avx512_bf16": 16, "avx512": 4, "avx2": 4}
-"""Path → up to how many tokens products by head gain, measured on two cores of Zen 4, with 16 heads, 128 and 512."""
+"""Path → the most tokens for products by head. With more tokens, torch is faster.
+
+Measured on two cores of Zen 4, with 16 heads, 128 inputs and 512 outputs of a head.
+"""
 
 
 def mla_paged_attention(
@@ -30,11 +34,12 @@ def mla_paged_attention(
     kv_lora_rank: int,
     scale: float,
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.mla_paged_attention``."""
     taken = query.dtype in DTYPES and query.is_cpu
-    if taken and is_dynamo_compiling():  # compiled code cannot catch what an op raises
-        taken = kv_lora_rank % COLUMNS == 0 and cache.shape[-1] % (COLUMNS // 2) == 0
-        taken = taken and not refusal(form.name, {"query": query, "cache": cache})
+    # Compiled code cannot catch the error of an op. So it asks for all arguments beforehand.
+    if taken and is_dynamo_compiling():
+        fits = kv_lora_rank % COLUMNS == 0 and cache.shape[-1] % (COLUMNS // 2) == 0
+        taken = fits and not refusal(form.name, {"query": query, "cache": cache})
     if taken:
         try:
             return _attend(  # type: ignore[no-any-return]
@@ -46,12 +51,18 @@ def mla_paged_attention(
 
 
 def by_heads(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Multiply as ``MLAAttention.by_heads`` does, few tokens; ``None`` where torch is to do it."""
-    if (
-        len(x) > FEW.get(path_or_none(), 0)
-        or is_dynamo_compiling()
-        or gradient_required((x, weight), {})
-    ):
+    """Return the products of ``MLAAttention.by_heads``, or None if torch has to compute them.
+
+    Args:
+        x: ``[tokens, heads, inputs]``.
+        weight: ``[heads, inputs, outputs]``.
+
+    Returns:
+        ``[tokens, heads, outputs]``, or None.
+    """
+    if len(x) > FEW.get(path_or_none(), 0):
+        return None
+    if is_dynamo_compiling() or gradient_required((x, weight), {}):
         return None
     try:
         return _by_heads(x, weight.transpose(1, 2))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The library of kernels: whether it is there, why not, and which of its paths is in force."""
+"""The compiled library: load it, say why it is missing, and choose one of its paths."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ VARIABLE = "CPU_KERNELS_PATH"
 _FOLDER = Path(__file__).parent
 _DISTRIBUTION = "opgraft-cpu-kernels"
 
+# Asking torch for the path each time would take longer than a small layer.
+_path_in_force = ""
+
 
 @functools.cache
 def missing() -> str | None:
-    """Say why the kernels cannot run here, or return ``None``; load them when called first."""
+    """Return the reason why the kernels cannot run here, or None. The first call loads them."""
     try:
         record = json.loads((_FOLDER / "_build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return f"the library was not built: {_again()}"
+        return f"the library was not built: {_how_to_build()}"
     if record["missing"]:
-        return f"the library was not built: {record['missing']}; then {_again()}"
-    if record["torch"] != torch.__version__:
-        return f"the library was built for torch {record['torch']}, this is {torch.__version__}: {_again()}"
+        return f"the library was not built: {record['missing']}; then {_how_to_build()}"
+    built_for = record["torch"]
+    if built_for != torch.__version__:
+        here = torch.__version__
+        return f"the library was built for torch {built_for}, this is {here}: {_how_to_build()}"
     try:
-        torch.ops.load_library(_FOLDER / "_kernels.so")  # type: ignore[no-untyped-call]  # torch leaves it so
-        asked_for = os.environ.get(VARIABLE)
-        if asked_for:
-            torch.ops.opgraft_cpu_kernels._set_path(asked_for)
+        _load()
     except OSError as error:
         return f"the library cannot be loaded: {error}"
     except ValueError as error:
@@ -44,12 +46,26 @@ def missing() -> str | None:
     return None
 
 
-def _again() -> str:
-    """Return the command that builds the library again."""
+def _load() -> None:
+    """Load the library and put the path of the environment in force.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        ValueError: this CPU does not have the path.
+    """
+    library = _FOLDER / "_kernels.so"
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        torch.ops.opgraft_cpu_kernels._set_path(wanted)
+
+
+def _how_to_build() -> str:
+    """Return the command that builds the library again, as the end of a message."""
     source = source_of(_DISTRIBUTION)
     command = "pip install --force-reinstall --no-cache-dir --no-deps"
     if source == _DISTRIBUTION:
-        # The wheel of an index has the library that it was built with.
+        # A wheel from an index has the library that it was built with.
         return f"build it again by {command} --no-binary {_DISTRIBUTION} {_DISTRIBUTION}"
     if urlsplit(source).path.endswith(".whl"):
         return (
@@ -59,15 +75,12 @@ def _again() -> str:
     return f"build it again by {command} {shlex.quote(source)}"
 
 
-_in_force = ""
-
-
 def _note_path() -> None:
-    global _in_force  # asking torch each time would take longer than a small layer does
-    _in_force = torch.ops.opgraft_cpu_kernels.path()
+    global _path_in_force
+    _path_in_force = torch.ops.opgraft_cpu_kernels.path()
 
 
-def _loaded() -> None:
+def _require_library() -> None:
     reason = missing()
     if reason:
         raise RuntimeError(f"opgraft-cpu-kernels: {reason}")
@@ -79,13 +92,13 @@ def path() -> str:
     Raises:
         RuntimeError: the library is missing.
     """
-    _loaded()
-    return _in_force
+    _require_library()
+    return _path_in_force
 
 
 def path_or_none() -> str:
-    """Return the path in force, an empty name where the library is missing."""
-    return _in_force
+    """Return the path in force, or an empty string if the library is missing."""
+    return _path_in_force
 
 
 def paths() -> list[str]:
@@ -94,18 +107,18 @@ def paths() -> list[str]:
     Raises:
         RuntimeError: the library is missing.
     """
-    _loaded()
+    _require_library()
     names: list[str] = torch.ops.opgraft_cpu_kernels.paths()
     return names
 
 
 def set_path(name: str) -> None:
-    """Let all kernels of this process take one of ``paths()`` from now on.
+    """Put one of ``paths()`` in force, for all kernels of this process.
 
     Raises:
-        ValueError: this CPU does not have it.
+        ValueError: this CPU does not have the path.
         RuntimeError: the library is missing.
     """
-    _loaded()
+    _require_library()
     torch.ops.opgraft_cpu_kernels._set_path(name)
     _note_path()

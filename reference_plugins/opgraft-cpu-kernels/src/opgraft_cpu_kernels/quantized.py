@@ -1,10 +1,16 @@
-"""Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of
-some rows of the weight at a time; and on 8-bit integers throughout.
+"""Linear layers with quantized weights.
 
-Codes in tiles are multiplied as bytes, with inputs that are integers of as many bytes as their dtype needs.
+With few rows the kernel reads the codes as they lie in memory. With many rows it turns some rows
+of the weight at a time into plain numbers. ``int8_dynamic_linear`` multiplies 8-bit integers.
 
-For groups whose size is no multiple of 16 (32 with 4 bits and in tiles), save one group for all inputs, the native
-definition runs. It does for tiles on a path that multiplies no bytes, too.
+Codes in tiles are multiplied as bytes. The inputs become integers of as many bytes as their dtype
+needs.
+
+The native definition runs in two cases:
+
+- if the inputs of a group are no multiple of 16, or of 32 for codes of 4 bits and in tiles. One
+  group for all inputs may have any size;
+- if codes lie in tiles, and the path in force multiplies no bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +26,10 @@ from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
 from opgraft_cpu_kernels.library import path_or_none
 
 LANES = {torch.int8: 16, torch.uint8: 32}
-"""Inputs that kernels take to be of one group, by the dtype of the weight."""
+"""Dtype of the codes → the number of inputs that the kernels read by one scale."""
 
 TILED = ("amx", "avx512_bf16")
-"""The paths that take codes in tiles."""
+"""The paths that multiply bytes, and so take codes in tiles."""
 
 
 def quantized_linear(
@@ -33,7 +39,7 @@ def quantized_linear(
     offsets: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form of that name, with weights in float32 on few rows."""
+    """Compute ``opgraft.functional.quantized_linear``. With few rows, weights become float32."""
     named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
     if _takes("quantized_linear", named) and in_lanes(x.shape[-1], weight, scales):
         try:
@@ -46,11 +52,9 @@ def quantized_linear(
 def int8_dynamic_linear(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute the form of that name, with sums in 32-bit integers."""
-    if (
-        _takes("int8_dynamic_linear", {"x": x, "weight": weight, "scales": scales, "bias": bias})
-        and x.shape[-1]
-    ):
+    """Compute ``opgraft.functional.int8_dynamic_linear``, with sums in 32-bit integers."""
+    named = {"x": x, "weight": weight, "scales": scales, "bias": bias}
+    if _takes("int8_dynamic_linear", named) and x.shape[-1]:
         try:
             return _int8_dynamic_linear(x, weight, scales, bias)  # type: ignore[no-any-return]
         except REFUSED:
@@ -59,27 +63,35 @@ def int8_dynamic_linear(
 
 
 def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
-    """Tell whether the kernel may be called: compiled code cannot catch what it raises, so there all is asked."""
-    x, scales = tensors["x"], tensors["scales"]
-    if (
-        x is None
-        or scales is None
-        or x.dtype not in DTYPES
-        or scales.dtype not in DTYPES
-        or not x.is_cpu
-    ):
+    """Return True if the kernel may be called with these tensors, of which some may be None."""
+    x = tensors["x"]
+    scales = tensors["scales"]
+    if x is None or scales is None:
         return False
-    return bool(x.dim()) and not (is_dynamo_compiling() and refusal(name, tensors))
+    if x.dtype not in DTYPES or scales.dtype not in DTYPES:
+        return False
+    if not x.is_cpu or not x.dim():
+        return False
+    # Compiled code cannot catch the error of an op. So it asks for all arguments beforehand.
+    return not (is_dynamo_compiling() and refusal(name, tensors))
 
 
 def in_lanes(inputs: int, weight: Tensor, scales: Tensor) -> bool:
-    """Tell whether so many inputs make groups that the kernel can take."""
+    """Return True if the kernel can take the groups of a weight.
+
+    Args:
+        inputs: the number of inputs of the layer.
+        weight: codes, ``[outputs, ...]``, or ``[tiles, ..., ...]``.
+        scales: of as many dimensions, the groups in the second one.
+    """
     tiled = weight.dim() == 3
     if tiled and path_or_none() not in TILED:
         return False
     groups = scales.shape[1] if scales.dim() == weight.dim() else 0
+    if groups == 1:
+        return True
     lanes = TILE if tiled else LANES.get(weight.dtype, 0)
-    return groups == 1 or (groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0)
+    return groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0
 
 
 _quantized_linear = op("quantized_linear")

@@ -1,6 +1,8 @@
-"""Experts with quantized weights, by their codes as they are, or plain numbers of a few rows of a matrix at a time.
+"""Experts with quantized weights.
 
-For what the kernel refuses, opgraft's own definition runs, which makes plain numbers of an expert's weights first.
+The kernel reads the codes as they lie in memory. With many tokens it turns a few rows of a matrix
+at a time into plain numbers. If the kernel refuses its arguments, opgraft's native definition
+runs, which turns all weights of an expert into plain numbers first.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ def quantized_experts(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute the form of that name, reading of the weights only those of chosen experts."""
-    given = x, w13, w13_scales, w2, w2_scales, topk_weights, topk_ids
-    more = activation, w13_offsets, w2_offsets, w13_bias, w2_bias
+    """Compute ``opgraft.functional.quantized_experts``. Only codes of chosen experts are read."""
+    tensors = (x, w13, w13_scales, w2, w2_scales, topk_weights, topk_ids)
+    optional = (w13_offsets, w2_offsets, w13_bias, w2_bias)
     if x.dtype in DTYPES and x.is_cpu and not is_dynamo_compiling() and not watched():
         try:
-            return _quantized_experts(*given, *more)  # type: ignore[no-any-return]
+            return _quantized_experts(*tensors, activation, *optional)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return functional.quantized_experts.native(*given, *more)
+    return functional.quantized_experts.native(*tensors, activation, *optional)
 
 
 _quantized_experts = op("quantized_experts")

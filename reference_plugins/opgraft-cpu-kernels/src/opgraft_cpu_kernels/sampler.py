@@ -1,4 +1,4 @@
-"""The sampler, which finds the likeliest tokens by one reading of the logits, in the dtype that they come in."""
+"""The sampler. It finds the likeliest tokens in one reading of the logits, in their own dtype."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from opgraft_cpu_kernels.kernels import DTYPES, op
 
 
 class Sampler(Base):
-    """Finds the likeliest tokens by a kernel of the library."""
+    """A sampler that finds the likeliest tokens by a kernel of the library."""
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the greatest logit of each row and the first token that has it."""
+        """Return the greatest logit of each row, and the first token with that logit.
+
+        Args:
+            logits: ``[rows, tokens]``.
+
+        Returns:
+            float32 and int64 tensors, both ``[rows]``.
+        """
         if logits.is_cpu and logits.dtype in DTYPES and logits.shape[1]:
             return _greatest(logits)  # type: ignore[no-any-return]
         return super().likeliest(logits)

@@ -1,7 +1,7 @@
-"""Steps of a layer that follow one another, in one call of the library.
+"""Several steps of a layer in one call of the library.
 
-That is for ops whose own kernels are the plugin's, and for whose calls nobody waits: the results are the same bits as
-those of calling each.
+The results are the same bits as those of calling each op. The steps run only if every op has a
+kernel of this plugin, and if nothing observes the single calls.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from opgraft_cpu_kernels.linear import takes_few
 
 
 def runs(layer: Any, *kernels: object) -> bool:
-    """Tell whether calling a layer does no more than to run one of these methods of the plugin's classes."""
+    """Return True if calling a layer runs one of these methods and nothing else."""
     return type(layer).forward in kernels and not is_observed(layer)
 
 
 def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Any:
-    """Rotate query and key as ``ApplyRotaryEmb.rotate_heads`` does; ``None`` where the op must be called."""
+    """Rotate query and key, both ``[batch, heads, tokens, head_size]``.
+
+    Returns:
+        Both tensors as ``ApplyRotaryEmb.rotate_heads`` returns them, or None if the caller has to
+        call the op.
+    """
     if is_dynamo_compiling() or gradient_required((query, key, cos, sin), {}):
         return None
     try:
@@ -33,24 +38,31 @@ def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_neox_s
 
 
 def gated_mlp(joint: Linear, down: Linear, x: Tensor, activation: str) -> Tensor | None:
-    """Compute ``down(act(gate(x)) · up(x))``, gate and up by ``joint``; ``None`` where the layers must be called.
+    """Compute ``down(act(gate(x)) * up(x))``.
 
-    Both are of one class, whose kernel is the plugin's.
+    Args:
+        joint: the layer that computes gate and up, of the same class as ``down``.
+        down: the second layer. Its kernel is this plugin's.
+        x: the rows, ``[..., hidden_size]``.
+        activation: the name of the activation.
+
+    Returns:
+        The rows in the shape of ``x``, or None if the caller has to call the layers.
     """
-    held = down._parameters
-    gate_up, weight = joint._parameters["weight"], held.get("weight")
-    if (
-        type(weight) is not nn.Parameter
-        or "bias" not in held
-        or down.activation != "none"
-        or gate_up is None
-    ):
+    # Asking a module for its parameters by attribute takes much longer than by this dictionary.
+    parameters = down._parameters
+    gate_up = joint._parameters["weight"]
+    weight = parameters.get("weight")
+    if type(weight) is not nn.Parameter or gate_up is None:
         return None
-    bias = held["bias"]
+    if "bias" not in parameters or down.activation != "none":
+        return None
+    bias = parameters["bias"]
     if not takes_few(x, gate_up, weight, bias):
         return None
+    gate_up_bias = joint._parameters["bias"]
     try:
-        return _gated_mlp(x, gate_up, joint._parameters["bias"], weight, bias, activation)  # type: ignore[no-any-return]
+        return _gated_mlp(x, gate_up, gate_up_bias, weight, bias, activation)  # type: ignore[no-any-return]
     except REFUSED:
         return None
 

@@ -38,7 +38,7 @@ GROUPS = {
 def all_reduce_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.all_reduce_rms_norm``."""
     shared = _shared(kind, x, residual, weight)
     if shared is not None:
         try:
@@ -57,7 +57,7 @@ def all_reduce_rms_norm(
 def all_reduce_gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kind: str = "tensor"
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.all_reduce_gemma_rms_norm``."""
     shared = _shared(kind, x, residual, weight)
     if shared is not None:
         try:
@@ -83,7 +83,7 @@ def all_reduce_rms_norm_quant_fp8_static(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.all_reduce_rms_norm_quant_fp8_static``."""
     shared = _shared(kind, x, residual, weight, scale)
     taken = kernels.by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and shared is not None:
@@ -109,7 +109,7 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     dtype: torch.dtype = FP8,
     kind: str = "tensor",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.all_reduce_rms_norm_quant_fp8_dynamic``."""
     shared = _shared(kind, x, residual, weight, scale_ub)
     taken = kernels.by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and shared is not None:
