@@ -1,7 +1,9 @@
-"""Compiles the kernels against the torch that is installed; without a compiler or torch, installs without them.
+"""Compile the kernels against the installed torch.
 
-Beside the package's modules the build puts ``_build.json``: the version of torch that the library is for, or why there
-is no library. Only headers and shared libraries of torch are needed, so it is found and not imported.
+Without a compiler or torch, the plugin is installed without its library. The build writes
+``_build.json`` beside the package's modules. The file names the library's version of torch, or the
+reason why there is no library. The build finds torch without an import: it needs only the headers
+and the shared libraries.
 """
 
 from __future__ import annotations
@@ -24,24 +26,26 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/opgraft_cpu_kernels/csrc")
-# The first error says what is wrong. Those that follow from it would take minutes and hide it.
+# The first error says what is wrong. Further errors would take minutes and hide the first one.
 COMPILE = ["-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-Wfatal-errors"]
-# Kernels need all that a compiler can do. What is around them gains nothing by it, and those for a CPU without vectors
-# are there to be right.
+# -O3 pays for kernels. The code around them gains nothing by it, and the kernels for a CPU without
+# vectors need to be right, not fast.
 KERNELS, OTHERS = "-O3", "-O2"
-# Compiled for OpenMP and not linked with it: its functions are to be those that torch has loaded, so that there is one
-# pool of threads.
+# Compiled for OpenMP, but not linked with it: the library uses the OpenMP that torch has loaded, so
+# that there is one pool of threads.
 OPENMP = ["-fopenmp"]
-# The headers of torch take longer to read than a file that uses them to compile, so that some of these share a reading:
-# few enough that a change compiles little of what is left as it was, and that two processors have as much to do.
+# Reading the headers of torch takes longer than compiling a file that uses them. So some files are
+# compiled together. With few files at once, a change compiles little again, and two processors
+# share the work evenly.
 TORCH_AT_ONCE = 8
+# Seconds for one run of the compiler.
 TIME_LIMIT = 1800
-# How compilers and linkers begin to say what is wrong. Lines before it name the files on the way there.
+# The words of compilers and linkers that begin a message. Lines before it name including files.
 FAULT = re.compile(r"error:|undefined reference|undefined symbols|cannot find", re.IGNORECASE)
 
 
 class UnavailableError(Exception):
-    """The library cannot be built here; the message says why."""
+    """The library cannot be built here, for the reason in the message."""
 
 
 def compiler(standard: list[str]) -> list[str]:
@@ -58,10 +62,11 @@ def compiler(standard: list[str]) -> list[str]:
         raise UnavailableError(
             f"the C++ compiler {command[0]} was not found; install g++, or name one by CXX"
         )
-    wanted = " ".join(standard)
+    trial = [*command, *standard, "-x", "c++", "-fsyntax-only", "-"]
     try:
-        run([*command, *standard, "-x", "c++", "-fsyntax-only", "-"], b"#include <new>\n")
+        run(trial, b"#include <new>\n")
     except UnavailableError as error:
+        wanted = " ".join(standard)
         raise UnavailableError(
             f"the C++ compiler does not compile an empty program with {wanted}, as torch's headers "
             f"need: {error}; install a newer g++, or name one by CXX"
@@ -70,10 +75,10 @@ def compiler(standard: list[str]) -> list[str]:
 
 
 def words(variable: str) -> list[str]:
-    """Divide an environment variable into words as a shell divides it.
+    """Return the words of an environment variable, divided as a shell divides them.
 
     Raises:
-        UnavailableError: a quotation in it does not end.
+        UnavailableError: a quotation does not end.
     """
     try:
         return shlex.split(os.environ.get(variable, ""))
@@ -82,20 +87,22 @@ def words(variable: str) -> list[str]:
 
 
 def torch_folder() -> Path:
-    """Find the installed torch. Where pip builds in isolation it is off the path, but in the environment all the same.
+    """Return the folder of the installed torch.
 
     Raises:
-        UnavailableError: there is none.
+        UnavailableError: torch with headers is not installed.
     """
     spec = importlib.util.find_spec("torch")
     found = list(spec.submodule_search_locations or []) if spec else []
-    found += [str(Path(sysconfig.get_path(name)) / "torch") for name in ("platlib", "purelib")]
+    # If pip builds in isolation, torch is not on the path, but in the environment all the same.
+    for name in ("platlib", "purelib"):
+        found.append(str(Path(sysconfig.get_path(name)) / "torch"))
     for folder in map(Path, found):
         if (folder / "include" / "ATen" / "Parallel.h").is_file():
             return folder
     raise UnavailableError(
-        "torch with its headers was not found; install torch, then the plugin again, with --no-build-isolation where "
-        "the installer builds in an environment apart"
+        "torch with its headers was not found; install torch, then the plugin again, with "
+        "--no-build-isolation where the installer builds in an environment apart"
     )
 
 
@@ -103,95 +110,92 @@ def version_of(torch: Path) -> str:
     """Return the version of the torch in that folder.
 
     Raises:
-        UnavailableError: torch does not say it.
+        UnavailableError: the folder names no version.
     """
-    match = re.search(
-        r"__version__ = '([^']+)'", (torch / "version.py").read_text(encoding="utf-8")
-    )
+    file = torch / "version.py"
+    match = re.search(r"__version__ = '([^']+)'", file.read_text(encoding="utf-8"))
     if not match:
-        raise UnavailableError(f"{torch / 'version.py'} names no version")
+        raise UnavailableError(f"{file} names no version")
     return match.group(1)
 
 
 def standard_of(torch: Path) -> list[str]:
     """Return the option for the C++ standard that the headers of this torch need.
 
-    Torch compiles extensions by ``torch/utils/cpp_extension.py``, whose options name the standard again and again; an
-    example in its documentation may name another. The check in the headers themselves lags behind: those of torch 2.14
-    ask for C++17 and use names of C++20.
+    Torch compiles extensions by ``torch/utils/cpp_extension.py``. Its options name the standard
+    several times. An example in the documentation may name another one, so the most frequent
+    standard wins. The headers check for a standard, too, but the check lags behind: the headers of
+    torch 2.14 ask for C++17 and use names of C++20.
     """
     builder = torch / "utils" / "cpp_extension.py"
     named = re.findall(r"-std=c\+\+(\d+)", builder.read_text(encoding="utf-8"))
     if not named:
-        return []  # whatever the compiler takes for granted
+        return []  # the compiler's own default
     times = Counter(named)
     most = max(times, key=lambda number: (times[number], int(number)))
     return [f"-std=c++{most}"]
 
 
 def compile_library(target: Path, objects: Path) -> str:
-    """Compile and link; return the version of torch.
+    """Compile and link the library, and return the version of torch.
+
+    Args:
+        target: the path of the library.
+        objects: the folder for the compiled parts.
 
     Raises:
-        UnavailableError: something is missing or fails.
+        UnavailableError: the compiler or torch is missing, or a command fails.
     """
     if os.name != "posix":
         raise UnavailableError("the kernels are built on Linux and macOS only")
     torch = torch_folder()
     standard = standard_of(torch)
     command = compiler(standard)
-    includes = [
-        argument
-        for name in ("include", "include/torch/csrc/api/include")
-        for argument in ("-isystem", str(torch / name))
-    ]
+    includes = ["-isystem", str(torch / "include")]
+    includes += ["-isystem", str(torch / "include/torch/csrc/api/include")]
+    # The user's flags come last, so that they win.
     more = words("CXXFLAGS")
     objects.mkdir(parents=True, exist_ok=True)
 
     def compile_together(sources: list[Path]) -> str:
         made = str(objects / sources[0].with_suffix(".o").name)
-        name = sources[0].stem
-        level = KERNELS if name.startswith("path_") and name != "path_scalar" else OTHERS
+        options = [*standard, *COMPILE, optimization(sources[0]), *OPENMP, *includes, *more]
         text = "".join(f'#include "{source}"\n' for source in sources)
-        options = [*standard, *COMPILE, level, *OPENMP, *includes, *more]
         run([*command, *options, "-c", "-x", "c++", "-", "-o", made], text.encode())
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = list(pool.map(compile_together, translation_units()))
     target.parent.mkdir(parents=True, exist_ok=True)
-    run(
-        [
-            *command,
-            "-shared",
-            *made,
-            f"-L{torch / 'lib'}",
-            "-ltorch_cpu",
-            "-lc10",
-            "-s",
-            "-o",
-            str(target),
-        ]
-    )
+    libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    run([*command, "-shared", *made, *libraries, "-s", "-o", str(target)])
     return version_of(torch)
 
 
+def optimization(source: Path) -> str:
+    """Return the compiler's level of optimisation for a source."""
+    is_kernel = source.stem.startswith("path_") and source.stem != "path_scalar"
+    return KERNELS if is_kernel else OTHERS
+
+
 def translation_units() -> list[list[Path]]:
-    """List the sources that are compiled together, those that take longest first."""
+    """Return lists of sources that are compiled together. The lists that take longest come first."""
     paths = sorted(SOURCES.glob("path_*.cpp"), reverse=True)
     others = sorted(set(SOURCES.glob("*.cpp")) - set(paths))
-    return [[path] for path in paths] + [
-        others[i : i + TORCH_AT_ONCE] for i in range(0, len(others), TORCH_AT_ONCE)
-    ]
+    units = [[path] for path in paths]
+    for first in range(0, len(others), TORCH_AT_ONCE):
+        units.append(others[first : first + TORCH_AT_ONCE])
+    return units
 
 
 def run(command: list[str], text: bytes = b"") -> None:
-    """Run a compiler.
+    """Run a compiler, with ``text`` as its input.
 
     Raises:
-        UnavailableError: the compiler fails; the message has its first error.
+        UnavailableError: the compiler fails. The message has the first error.
     """
-    english = {**os.environ, "LC_ALL": "C"}  # the words by which an error is found
+    # FAULT finds an error by English words.
+    english = {**os.environ, "LC_ALL": "C"}
     try:
         result = subprocess.run(  # noqa: S603
             command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT, env=english
@@ -204,15 +208,19 @@ def run(command: list[str], text: bytes = b"") -> None:
 
 
 def first_error(output: bytes) -> str:
-    """Return the line of a compiler's output that has the first error, or all lines if none has one."""
+    """Return the first line with an error in a compiler's output, or all lines if none has one."""
     lines = output.decode(errors="replace").strip().splitlines()
-    return next((line.strip() for line in lines if FAULT.search(line)), "\n".join(lines))
+    for line in lines:
+        if FAULT.search(line):
+            return line.strip()
+    return "\n".join(lines)
 
 
 class BuildLibrary(build_ext):
-    """Builds the one library, whose name says nothing of Python: it knows torch only."""
+    """Builds the one library. Its name has no version of Python, as it depends on torch only."""
 
     def build_extension(self, extension: Extension) -> None:
+        """Build the library, and record the torch that it is for, or the reason why it is missing."""
         target = Path(self.build_lib) / self.get_ext_filename(extension.name)
         record: dict[str, Any]
         try:
@@ -224,26 +232,32 @@ class BuildLibrary(build_ext):
         target.with_name("_build.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path in the package."""
         return f"{fullname.replace('.', '/')}.so"
 
     def get_outputs(self) -> list[str]:
+        """Return the paths that belong into a wheel."""
         return [str(path) for path in self.made()]
 
     def copy_extensions_to_source(self) -> None:
-        """Copy for an editable install."""
+        """Copy the library beside its modules, for an editable install."""
         for path in self.made():
             self.copy_file(str(path), f"src/opgraft_cpu_kernels/{path.name}")
 
     def made(self) -> list[Path]:
-        target = Path(self.build_lib) / self.get_ext_filename(self.extensions[0].name)
-        return [path for path in (target, target.with_name("_build.json")) if path.exists()]
+        """Return the paths of the library and its record, as far as they exist."""
+        library = Path(self.build_lib) / self.get_ext_filename(self.extensions[0].name)
+        record = library.with_name("_build.json")
+        return [path for path in (library, record) if path.exists()]
 
 
 class WheelForEachPython(bdist_wheel):
-    """The library does not know Python, so that one wheel serves all versions of it."""
+    """A wheel for all versions of Python, as the library depends on torch only."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        """Return the wheel's tags: any Python 3, no ABI, and the platform."""
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
 
 
 setup(

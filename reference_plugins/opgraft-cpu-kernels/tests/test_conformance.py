@@ -1,4 +1,4 @@
-"""The plugin before the checks of opgraft, a thousand; ``--opgraft-brief`` asks those that tell most."""
+"""Run opgraft's checks on the plugin, about a thousand. ``--opgraft-brief`` runs fewer of them."""
 
 from opgraft.testing import PluginConformance
 

@@ -1,4 +1,4 @@
-"""The communicator of ranks of one host: collectives over memory that all of them have mapped."""
+"""Collectives for ranks of one host, over memory that all of them have mapped."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from torch import distributed as dist
 from opgraft_cpu_kernels.library import missing
 
 MOST_RANKS = 64
+"""The most ranks that a group of the library can have."""
+
 SUMMED = frozenset(
     (
         *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
         *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
     )
 )
-"""The dtypes of sums; others are left to ``torch.distributed``."""
+"""The dtypes that the library sums. Sums of other dtypes go to ``torch.distributed``."""
 
 
 class _Offer(NamedTuple):
-    """The part of a rank in setting up the memory, as it tells the others.
+    """Facts about one rank that all ranks need to share memory.
 
     Attributes:
-        host: the same for all processes that can see each other.
-        process: its id.
-        file: of the memory, a descriptor of the first rank.
-        processors: that it may run on.
-        obstacle: why it cannot take part; empty where it can.
+        host: equal for all processes that can see each other.
+        process: the id of the rank's process.
+        file: the first rank's descriptor of the memory, -1 for the other ranks.
+        processors: the processors that the rank may run on.
+        obstacle: the reason why the rank cannot share memory, or "".
     """
 
     host: str = ""
@@ -44,21 +46,23 @@ class _Offer(NamedTuple):
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Collectives in C++ over shared memory; over ``torch.distributed`` where ranks are on several hosts.
+    """Collectives in C++ over shared memory. Ranks of several hosts use ``torch.distributed``.
 
-    Sums are computed in the order of the ranks, so that all ranks have the same bits; those of half types are rounded
-    once. The memory has no name: nothing of it outlasts the processes, however they end.
+    Ranks are summed in their order, so that all ranks get the same bits. Sums of half types are
+    rounded once. The memory has no name, so that nothing is left when the processes have ended.
 
-    A collective fails where a rank has ended or left, and after the time limit of the process group.
+    A collective fails if a rank has ended or left the group, and after the time limit of the
+    process group. After a failure, all further collectives of the group fail as well.
 
     Raises:
-        DistBackendError: of torch, by a collective that failed, and by all that follow.
+        DistBackendError: torch's error, raised by a collective that failed.
     """
 
     shared: Any = None
-    """The group of the library; ``None`` where ranks have no memory in common."""
+    """The library's group, or None if the ranks have no memory in common."""
+
     obstacle: str = ""
-    """The reason why they have none."""
+    """The reason why the ranks have no memory in common, or ""."""
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str
@@ -67,6 +71,7 @@ class SharedMemoryCommunicator(Communicator):
         self.shared, self.obstacle = _join(self)
 
     def remark(self, owner: object) -> str:
+        """Return the words that ``opgraft.explain`` shows about the group."""
         if self.shared is None:
             return f"by torch.distributed, as {self.obstacle}"
         few = "" if self.shared.spins() else ", with fewer processors than ranks"
@@ -81,22 +86,20 @@ class SharedMemoryCommunicator(Communicator):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         if self.shared is None or not x.is_cpu:
             return super().all_gather(x, dim)
-        gathered: Tensor = self.shared.all_gather(x if x.dim() else x.reshape(1), dim)
+        gathered: Tensor = self.shared.all_gather(_with_dimension(x), dim)
         return gathered
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         if self.shared is None or not x.is_cpu:
             return super().gather(x, dst, dim)
-        gathered: Tensor | None = self.shared.gather(x if x.dim() else x.reshape(1), dst, dim)
+        gathered: Tensor | None = self.shared.gather(_with_dimension(x), dst, dim)
         return gathered
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
-        if (
-            self.shared is None
-            or not x.is_cpu
-            or x.dtype not in SUMMED
-            or x.shape[dim] % self.world_size
-        ):
+        if self.shared is None or not x.is_cpu or x.dtype not in SUMMED:
+            return super().reduce_scatter(x, dim)
+        # opgraft's method says what is wrong with a length that ranks cannot share evenly.
+        if x.shape[dim] % self.world_size:
             return super().reduce_scatter(x, dim)
         part: Tensor = self.shared.reduce_scatter(x, dim)
         return part
@@ -119,39 +122,52 @@ class SharedMemoryCommunicator(Communicator):
         super().destroy()
 
 
+def _with_dimension(x: Tensor) -> Tensor:
+    """Return a scalar as a tensor of one element, other tensors as they are."""
+    return x if x.dim() else x.reshape(1)
+
+
 def _join(communicator: Communicator) -> tuple[Any, str]:
-    """Map memory of the first rank on all ranks, or return why not: the same on each."""
+    """Map memory of the first rank on all ranks.
+
+    Returns:
+        The library's group and "", or None and the reason. All ranks return the same reason.
+    """
     file = -1
     try:
         obstacle = _obstacle(communicator)
         if not obstacle and communicator.rank == 0:
             try:
                 file = os.memfd_create("opgraft", os.MFD_CLOEXEC)
-                os.ftruncate(
-                    file, torch.ops.opgraft_cpu_kernels.shared_group_bytes(communicator.world_size)
-                )
-            except OSError as error:  # told to all, who would wait for it else
+                size = torch.ops.opgraft_cpu_kernels.shared_group_bytes(communicator.world_size)
+                os.ftruncate(file, size)
+            except OSError as error:
+                # Without this rank's answer below, all other ranks would wait.
                 obstacle = f"this system gives no memory to share ({error})"
-        offers = _told(communicator, _Offer(obstacle=obstacle) if obstacle else _offer(file))
+        offer = _Offer(obstacle=obstacle) if obstacle else _offer(file)
+        offers = _exchanged(communicator, offer)
         obstacle = _common_obstacle(offers)
         if obstacle:
             return None, obstacle
-        group, reason = _mapped(communicator, offers)
-        reasons = [each for each in _told(communicator, reason) if each]
-        return (None, reasons[0]) if reasons else (group, "")
+        group, failure = _mapped(communicator, offers)
+        for reason in _exchanged(communicator, failure):
+            if reason:
+                return None, reason
+        return group, ""
     finally:
         if file >= 0:
             os.close(file)
 
 
-def _told(communicator: Communicator, own: Any) -> list[Any]:
-    told: list[Any] = [None] * communicator.world_size
-    dist.all_gather_object(told, own, group=communicator.process_group)
-    return told
+def _exchanged(communicator: Communicator, own: Any) -> list[Any]:
+    """Return one object of each rank, in the order of ranks."""
+    objects: list[Any] = [None] * communicator.world_size
+    dist.all_gather_object(objects, own, group=communicator.process_group)
+    return objects
 
 
 def _obstacle(communicator: Communicator) -> str:
-    """Say what keeps this rank from shared memory, or return ""."""
+    """Return the reason why this rank cannot share memory, or ""."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this system lacks memfd_create or pidfd_open"
     if communicator.world_size > MOST_RANKS:
@@ -164,7 +180,10 @@ def _offer(file: int) -> _Offer:
 
 
 def _host() -> str:
-    """Name what processes have in common that can open each other's files: a running system and its numbers."""
+    """Return a name that is equal for processes that can open each other's files.
+
+    Such processes run on the same system, and in the same namespace of process ids.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -172,34 +191,37 @@ def _host() -> str:
 
 
 def _common_obstacle(offers: Sequence[_Offer]) -> str:
+    """Return the first reason why these ranks cannot share memory, or ""."""
     for number, offer in enumerate(offers):
         if offer.obstacle:
             return f"on rank {number} of the group {offer.obstacle}"
         if not offer.host or offer.host != offers[0].host:
-            return f"rank {number} of the group is on another host, or in another container, than the first"
+            place = "on another host, or in another container, than the first"
+            return f"rank {number} of the group is {place}"
     return ""
 
 
 def _mapped(communicator: Communicator, offers: Sequence[_Offer]) -> tuple[Any, str]:
-    """Return the group of the library, or ``None`` and why there is none."""
-    first, seconds = offers[0], communicator.time_limit
-    # A rank may be bound to a processor: what counts are those of all ranks together.
-    spins = len(frozenset().union(*(offer.processors for offer in offers))) >= len(offers)
+    """Map the first rank's memory: return the library's group and "", or None and the reason."""
+    first = offers[0]
+    # Ranks spin while they wait if each can have a processor. A rank may be bound to one
+    # processor, so the processors of all ranks together count.
+    processors = frozenset().union(*(offer.processors for offer in offers))
+    spins = len(processors) >= len(offers)
+    # A descriptor of a process tells the library when that rank has ended.
     opened: list[int] = []
     try:
         file = os.open(f"/proc/{first.process}/fd/{first.file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             opened += [os.pidfd_open(offer.process) for offer in offers]
             group = torch.classes.opgraft_cpu_kernels.SharedGroup(
-                file, communicator.rank, opened, seconds, spins
+                file, communicator.rank, opened, communicator.time_limit, spins
             )
         finally:
             os.close(file)
     except (OSError, RuntimeError) as error:
         for each in opened:
             os.close(each)
-        return (
-            None,
-            f"rank {communicator.rank} cannot map the memory of the first: {type(error).__name__}: {error}",
-        )
+        fault = f"{type(error).__name__}: {error}"
+        return None, f"rank {communicator.rank} cannot map the memory of the first: {fault}"
     return group, ""

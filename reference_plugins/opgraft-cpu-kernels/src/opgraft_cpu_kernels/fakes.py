@@ -1,4 +1,7 @@
-"""Fake rules of the kernels, by which torch traces and compiles their callers: their results, without values."""
+"""Fake rules of the ops. A rule returns tensors with the shapes and dtypes of the op's results.
+
+torch calls the rules instead of the ops when it traces or compiles code.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def _mapped_by_heads(x: Tensor, weight: Tensor) -> Tensor:
 def _mapped_by_codes(
     x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
+    outputs = weight.shape[0]
+    if weight.dim() == 3:  # in tiles
+        outputs *= TILE
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
 def _mapped_twice(
@@ -66,8 +72,12 @@ def _query_and_key(
 
 
 def _heads(query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    rotated = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key))
-    return next(rotated), next(rotated)
+    return _with_heads_inside(query), _with_heads_inside(key)
+
+
+def _with_heads_inside(x: Tensor) -> Tensor:
+    """Return ``[batch, heads, tokens, size]`` in memory of ``[batch, tokens, heads, size]``."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _fp8(x: Tensor, *others: object) -> Tensor:
@@ -76,37 +86,43 @@ def _fp8(x: Tensor, *others: object) -> Tensor:
 
 def _fp8_and_scale(x: Tensor, group_shape: Sequence[int], *others: object) -> tuple[Tensor, Tensor]:
     rows, columns = group_shape
+    if rows == -1:  # one scale for the tensor
+        return _fp8(x), x.new_empty((1,), dtype=torch.float32)
     groups = 1 if columns == -1 else -(-x.shape[-1] // columns)
-    return _fp8(x), x.new_empty(
-        (1,) if rows == -1 else (*x.shape[:-1], groups), dtype=torch.float32
-    )
+    scales = x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
+    return _fp8(x), scales
 
 
 def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(
-        (*x.shape[:-1], 1), dtype=torch.float32
-    )
+    codes = x.new_empty(x.shape, dtype=torch.int8)
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return codes, scales
 
 
 def _value_and_place(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(
-        x.shape[:1], dtype=torch.int64
-    )
+    values = x.new_empty(x.shape[:1], dtype=torch.float32)
+    places = x.new_empty(x.shape[:1], dtype=torch.int64)
+    return values, places
 
 
 def _attended(
     query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object
 ) -> Tensor:
     *batch, tokens, _ = query.shape
+    width = value.shape[-1]
     if not batch:
-        return query.new_empty((tokens, value.shape[-1]))
-    return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
+        return query.new_empty((tokens, width))
+    # In memory a token's heads lie side by side.
+    *outer, heads = batch
+    return query.new_empty((*outer, tokens, heads, width)).transpose(-3, -2)
 
 
 def _attended_by_layer(
     query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None
 ) -> Tensor:
-    return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
+    if width is None:
+        width = query.shape[-1]
+    return query.new_empty((*query.shape[:-1], width))
 
 
 def _latents(
@@ -149,7 +165,7 @@ QUANTIZED = (
     "silu_and_mul_quant_fp8_dynamic",
     "scaled_dot_product_attention_quant_fp8_static",
 )
-"""The ops whose arguments are those of the forms of the same names, without the dtype of the result."""
+"""Ops with the rules of opgraft's forms of the same names. The ops have no ``dtype`` argument."""
 
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
@@ -179,22 +195,23 @@ RULES: dict[Callable[..., object], str] = {
     _convolved: "causal_conv1d",
     _scanned: "selective_scan",
 }
-"""Rule → the ops that it is for."""
+"""Rule → the names of its ops."""
 
 
 def register() -> None:
-    """Give each op its rule."""
+    """Register the rule of each op with torch. Call this once, after the library is loaded."""
     for rule, names in RULES.items():
         for name in names.split():
             torch.library.register_fake(f"opgraft_cpu_kernels::{name}", _refusing(name, rule))
 
 
 def _refusing(name: str, rule: Callable[..., object]) -> Callable[..., object]:
-    """Make the rule refuse what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
-    parameters = [
-        argument.name
-        for argument in getattr(torch.ops.opgraft_cpu_kernels, name).default._schema.arguments
-    ]
+    """Return a rule that refuses wrong arguments with the error of the op.
+
+    If one tensor is on the device ``meta``, torch calls the rule instead of the op.
+    """
+    schema = getattr(torch.ops.opgraft_cpu_kernels, name).default._schema
+    parameters = [argument.name for argument in schema.arguments]
 
     @functools.wraps(rule)
     def checked(*args: object, **kwargs: object) -> object:

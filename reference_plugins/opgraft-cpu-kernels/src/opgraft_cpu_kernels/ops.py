@@ -1,6 +1,8 @@
-"""The op classes that bring the kernels, each by the functional forms that it computes; methods follow from them.
+"""The op classes of this plugin. Each class replaces the catalogue's class of the same name.
 
-None has a backward: where a gradient is required, the native definition runs, or what opgraft has for linear layers.
+A class lists kernels for the functional forms of its op, and opgraft makes ``forward_cpu`` of
+them. The kernels have no backward. If a gradient is required, opgraft's native definition runs, or
+opgraft's own kernel for linear layers.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from opgraft_cpu_kernels.library import missing
 
 
 def _kernels(*names: str) -> opgraft.FunctionalKernels:
+    """Return the kernels of these functional forms, which need the library."""
     functions = {}
     for name in names:
         module = summed_norms if name.startswith("all_reduce") else kernels
@@ -162,10 +165,12 @@ class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     def rotate_heads(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        rotated = None
+        rotated: tuple[Tensor, Tensor] | None = None
         if steps.runs(self, ApplyRotaryEmb.forward_cpu):
             rotated = steps.rotate_heads(query, key, cos, sin, self.is_neox_style)
-        return super().rotate_heads(query, key, cos, sin) if rotated is None else rotated
+        if rotated is None:
+            return super().rotate_heads(query, key, cos, sin)
+        return rotated
 
 
 class RotaryEmbedding(catalogue.RotaryEmbedding):
@@ -209,14 +214,12 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        # Finding them as attributes takes torch as long as the rest of a call does.
-        held = self._parameters
-        weight, plain = (
-            held.get("weight"),
-            type(self.quant_method) is UnquantizedLinearMethod and self._packed is None,
-        )
-        if plain and weight is not None and "bias" in held:
-            return linear.linear(input, weight, held["bias"], self.activation, residual)
+        # Looking parameters up as attributes takes torch as long as the rest of a call.
+        parameters = self._parameters
+        weight = parameters.get("weight")
+        plain = type(self.quant_method) is UnquantizedLinearMethod and self._packed is None
+        if plain and weight is not None and "bias" in parameters:
+            return linear.linear(input, weight, parameters["bias"], self.activation, residual)
         return self.quant_method.apply(
             self,
             input,
@@ -230,12 +233,16 @@ class Linear(catalogue.Linear):
 class GatedMLP(catalogue.GatedMLP):
     def at_once(self, joint: catalogue.Linear, x: Tensor) -> Tensor:
         modules: dict[str, Any] = self._modules
-        down, out = modules[self.names[2]], None
-        gates = SiluAndMul.forward_cpu, GeluAndMul.forward_cpu
-        alike = type(down) is type(joint) and steps.runs(down, Linear.forward_cpu)
-        if alike and steps.runs(modules["act_and_mul"], *gates):
+        # The names are those of gate, up and down, in this order.
+        down = modules[self.names[2]]
+        activation = modules["act_and_mul"]
+        out = None
+        maps = type(down) is type(joint) and steps.runs(down, Linear.forward_cpu)
+        if maps and steps.runs(activation, SiluAndMul.forward_cpu, GeluAndMul.forward_cpu):
             out = steps.gated_mlp(joint, down, x, self.activation)
-        return super().at_once(joint, x) if out is None else out
+        if out is None:
+            return super().at_once(joint, x)
+        return out
 
 
 class UnquantizedFusedMoEMethod(catalogue.UnquantizedFusedMoEMethod):
@@ -276,7 +283,9 @@ class MLAPagedAttention(catalogue.MLAPagedAttention):
 class MLAAttention(catalogue.MLAAttention):
     def by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         products = latent_attention.by_heads(x, weight)
-        return super().by_heads(x, weight) if products is None else products
+        if products is None:
+            return super().by_heads(x, weight)
+        return products
 
 
 class Attention(catalogue.Attention):
@@ -306,7 +315,7 @@ class Attention(catalogue.Attention):
     ) -> Tensor:
         if not attention.takes(self.head_size, batch.block_size):
             return super().attend_batch(batch, pages, query, key, value)
-        settings = self.scale, self.sliding_window, self.logits_soft_cap, self.sinks
+        settings = (self.scale, self.sliding_window, self.logits_soft_cap, self.sinks)
         return attention.attend(batch, pages, query, key, value, *settings)
 
 

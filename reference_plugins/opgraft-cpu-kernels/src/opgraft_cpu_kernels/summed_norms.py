@@ -1,7 +1,11 @@
-"""Norms of sums over the ranks of a host: rows are normed while the caches have their sums.
+"""Norms of sums over the ranks of a host. A row is normed while its sum is in the cache.
 
-A rank alone sums nothing. Ranks without memory in common, and arguments that the kernels refuse, take one step after
-the other: the collective of the group, and the kernels of this plugin.
+There are three ways:
+
+1. Ranks with memory in common sum and norm in one call.
+2. Ranks without memory in common, and calls that the library refuses, take two steps: the
+   collective of the group, then the kernel of the norm.
+3. A rank alone has nothing to sum.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ GROUPS = {
     "data": get_dp_group,
     "expert": get_ep_group,
 }
-"""By kind: the group of ranks."""
+"""Kind of a group of ranks → the function that returns the group."""
 
 
 def all_reduce_rms_norm(
@@ -126,22 +130,30 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
 
 
 def _shared(kind: str, x: Tensor, *others: Tensor | None) -> Any:
-    """Return the group of the library with all ranks of a kind, or ``None`` if the kernels are not for the call.
+    """Return the library's group for a kind of ranks, or None if the library cannot take the call.
 
-    The object of the library refuses dtypes itself, but reads memory of any device as it lies there, without the sign
-    of a view.
+    Args:
+        kind: a key of GROUPS.
+        x: the tensor to sum.
+        others: the other tensors of the call.
     """
-    # Compilers cannot look into the object of the library.
+    # torch.compile cannot trace calls of the library's group.
     if kind not in GROUPS or x.dtype not in DTYPES or is_dynamo_compiling():
         return None
+    # The group refuses wrong dtypes, but it would read other devices' memory, and ignore that a
+    # view is negated.
     for each in (x, *others):
         if each is not None and (not each.is_cpu or each.is_neg()):
             return None
     communicator = GROUPS[kind]().communicator
-    return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
+    if isinstance(communicator, SharedMemoryCommunicator):
+        return communicator.shared
+    return None
 
 
 def _summed(x: Tensor, kind: str) -> Tensor:
-    """Return the sum over ranks in new memory."""
+    """Return the sum over ranks, in new memory."""
     group = GROUPS[kind]()
-    return x.clone() if group.world_size == 1 else group.all_reduce(x)
+    if group.world_size == 1:
+        return x.clone()
+    return group.all_reduce(x)

@@ -1,7 +1,8 @@
-"""Weight methods that hold codes in tiles, where the path in force multiplies bytes.
+"""Weight methods that hold codes in tiles, if the path in force multiplies bytes.
 
-Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without. Codes of 8 bits
-gain by tiles too: in rows each becomes a float32 number, at 25 GB/s a thread (Zen 4), which is less than memory gives.
+A layer keeps its tiles only. In a ``state_dict``, codes, scales and offsets lie in rows, as they do
+without tiles. Codes of 8 bits gain by tiles, too: in rows, each code becomes a float32 number, at
+25 GB/s of a thread of Zen 4, which is slower than memory.
 """
 
 from __future__ import annotations
@@ -29,36 +30,39 @@ from opgraft_cpu_kernels.kernels import DTYPES
 from opgraft_cpu_kernels.library import path_or_none
 
 NAMES = ("weight", "scales", "offsets")
-"""The parameters of a layer that lie in tiles."""
+"""The parameters of a layer that are put in tiles."""
 
 
 class _Tiling(QuantizeMethodBase):
-    """A way to hold codes, with scales and perhaps offsets, that has them in tiles."""
+    """A weight method that puts codes, scales and offsets in tiles once they are loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        """Put the layer's codes in tiles, if its kernel is the one of this plugin."""
         super().process_weights_after_loading(layer)
-        if path_or_none() in quantized.TILED and _can_be_tiled(layer):
-            put(
-                layer,
-                {name: _in_tiles(layer, name, each.data) for name, each in _held(layer).items()},
-            )
-            layer.register_state_dict_post_hook(_save_rows)
-            layer.register_load_state_dict_pre_hook(_load_tiles)
+        if path_or_none() not in quantized.TILED or not _can_be_tiled(layer):
+            return
+        tiles = {}
+        for name, rows in _held(layer).items():
+            tiles[name] = _in_tiles(layer, name, rows.data)
+        put(layer, tiles)
+        layer.register_state_dict_post_hook(_save_rows)
+        layer.register_load_state_dict_pre_hook(_load_tiles)
 
     def remark(self, owner: Any) -> str:
+        """Return the words that ``opgraft.explain`` shows about a layer."""
         return "in tiles" if owner.weight.dim() == 3 else ""
 
 
 class GGUFLinearMethod(_Tiling, parts.GGUFLinearMethod):
-    """Holds the codes of a GGUF file's blocks."""
+    """Codes of the blocks of a GGUF file."""
 
 
 class Int8LinearMethod(_Tiling, parts.Int8LinearMethod):
-    """Holds codes of eight bits that are made while loading."""
+    """Codes of eight bits, made while a model is loaded."""
 
 
 class Int4LinearMethod(_Tiling, parts.Int4LinearMethod):
-    """Holds codes of four bits that are made while loading."""
+    """Codes of four bits, made while a model is loaded."""
 
 
 METHODS: Mapping[str, type[_Tiling]] = {
@@ -66,52 +70,62 @@ METHODS: Mapping[str, type[_Tiling]] = {
     "int8_linear_method": Int8LinearMethod,
     "int4_linear_method": Int4LinearMethod,
 }
-"""Name of a weight method → the class that takes its place."""
+"""Name of a weight method → the class that replaces it."""
 
 
 def _can_be_tiled(layer: Any) -> bool:
-    """Tell whether the codes of a layer fill tiles, and the kernel that takes these is the one that it calls."""
+    """Return True if the codes of a layer fill tiles, and the layer calls this plugin's kernel."""
+    binding = binding_of(functional.quantized_linear)
+    if binding.function("quantized_linear") is not quantized.quantized_linear:
+        return False
+    weight = layer.weight
+    if weight.dim() != 2 or not weight.is_cpu or layer.scales.dtype not in DTYPES:
+        return False
     rows, groups = layer.scales.shape
-    known = binding_of(functional.quantized_linear).function("quantized_linear")
+    if rows == 0 or rows % TILE:
+        return False
+    # A group must begin at the edge of a tile. One group for all inputs always does.
     whole: bool = groups == 1 or _inputs(layer) % (groups * TILE) == 0
-    fits = whole and rows > 0 and rows % TILE == 0 and layer.weight.dim() == 2
-    return (
-        fits
-        and layer.scales.dtype in DTYPES
-        and layer.weight.is_cpu
-        and known is quantized.quantized_linear
-    )
+    return whole
 
 
 def _inputs(layer: Any) -> int:
-    size: int = (
-        layer.embedding_dim
-        if isinstance(layer, VocabParallelEmbedding)
-        else layer.input_size_per_partition
-    )
-    return size
+    """Return the number of columns of a layer's weight."""
+    if isinstance(layer, VocabParallelEmbedding):
+        return layer.embedding_dim
+    return layer.input_size_per_partition  # type: ignore[no-any-return]
 
 
 def _held(layer: Any) -> dict[str, Tensor]:
-    return {name: each for name in NAMES if (each := layer._parameters.get(name)) is not None}
+    """Return the parameters of NAMES that a layer has."""
+    parameters = {name: layer._parameters.get(name) for name in NAMES}
+    return {name: each for name, each in parameters.items() if each is not None}
 
 
 def _in_tiles(layer: Any, name: str, rows: Tensor) -> Tensor:
-    return in_tiles(rows, _inputs(layer)) if name == "weight" else scales_in_tiles(rows)
+    if name == "weight":
+        return in_tiles(rows, _inputs(layer))
+    return scales_in_tiles(rows)
 
 
 def _in_rows(layer: Any, name: str, tiles: Tensor) -> Tensor:
-    return rows_of_tiles(tiles, _inputs(layer)) if name == "weight" else scales_of_tiles(tiles)
+    if name == "weight":
+        return rows_of_tiles(tiles, _inputs(layer))
+    return scales_of_tiles(tiles)
 
 
 def _save_rows(layer: Any, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
     for name in _held(layer):
-        state_dict[f"{prefix}{name}"] = _in_rows(layer, name, state_dict[f"{prefix}{name}"])
+        key = f"{prefix}{name}"
+        state_dict[key] = _in_rows(layer, name, state_dict[key])
 
 
 def _load_tiles(layer: Any, state_dict: dict[str, Tensor], prefix: str, *others: object) -> None:
-    """Bring what is to be loaded into tiles; what has another shape stays, and torch says so."""
-    for name, held in _held(layer).items():
-        given = state_dict.get(f"{prefix}{name}")
-        if given is not None and given.shape == _in_rows(layer, name, held.to("meta")).shape:
-            state_dict[f"{prefix}{name}"] = _in_tiles(layer, name, given)
+    """Put loaded rows in tiles. A tensor of another shape stays, and torch reports the shape."""
+    for name, tiles in _held(layer).items():
+        key = f"{prefix}{name}"
+        given = state_dict.get(key)
+        # On the device "meta" only the shape is computed.
+        expected = _in_rows(layer, name, tiles.to("meta")).shape
+        if given is not None and given.shape == expected:
+            state_dict[key] = _in_tiles(layer, name, given)
