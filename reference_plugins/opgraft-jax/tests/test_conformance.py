@@ -1,4 +1,4 @@
-"""The plugin before the checks of opgraft, on JAX for the CPU."""
+"""Run opgraft's checks on the plugin, with JAX for the CPU."""
 
 import os
 

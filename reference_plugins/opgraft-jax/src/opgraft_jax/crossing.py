@@ -1,7 +1,8 @@
 """Tensors from torch to JAX and back, by DLPack.
 
-Nothing is copied on the CPU where a tensor is contiguous and begins at an address that 64 divides, as those that torch
-allocates do. Views with gaps are copied by torch, and what begins elsewhere by JAX. On another device every tensor is.
+On the CPU both share the memory of a tensor, if the tensor is contiguous and begins at a multiple
+of 64 bytes. Tensors that torch allocates do. torch copies views with gaps, and JAX copies tensors
+that begin elsewhere. For another device every tensor is copied.
 """
 
 from __future__ import annotations
@@ -19,23 +20,32 @@ from torch.utils.dlpack import from_dlpack
 from opgraft_jax.device import VARIABLE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that both have by default: JAX makes float32 of float64 and int32 of int64, which is no crossing."""
+"""The dtypes of the ops. By default JAX turns float64 into float32, and int64 into int32."""
 
 
 @functools.cache
 def device() -> Any:
-    """Return JAX's device of this process, initialised."""
-    return jax.devices(os.environ.get(VARIABLE, "cpu"))[0]
+    """Return JAX's device of this process. The first call initialises it."""
+    kind = os.environ.get(VARIABLE, "cpu")
+    return jax.devices(kind)[0]
 
 
 def to_jax(x: Tensor) -> Any:
-    """Hand a tensor of the host to JAX, which must not be written to before the result is there."""
+    """Return a tensor of the host as JAX's array, on JAX's device.
+
+    The memory may be shared, so nobody may write to the tensor until JAX has computed the result.
+    """
     array = jax.dlpack.from_dlpack(x.detach().contiguous())
-    return array if device().platform == "cpu" else jax.device_put(array, device())
+    if device().platform == "cpu":
+        return array
+    return jax.device_put(array, device())
 
 
 def to_torch(array: Any) -> Tensor:
-    """Take over an array that nobody else has, once it is computed."""
+    """Return an array as a tensor of the host, once JAX has computed the array.
+
+    The memory may be shared, so the caller must not use the array afterwards.
+    """
     if device().platform != "cpu":
         array = jax.device_put(array, jax.devices("cpu")[0])
     tensor: Tensor = from_dlpack(array.block_until_ready())
@@ -43,6 +53,12 @@ def to_torch(array: Any) -> Tensor:
 
 
 def call(program: Callable[..., Any], *tensors: Tensor | None, **settings: Any) -> list[Tensor]:
-    """Run a program of JAX on tensors; return its results."""
+    """Return the results of a JAX program.
+
+    Args:
+        program: a function that returns a tuple of arrays, such as ``programs.gelu``.
+        tensors: the arguments of the program. None stays None.
+        settings: the program's settings by name.
+    """
     arrays = [None if x is None else to_jax(x) for x in tensors]
     return [to_torch(result) for result in program(*arrays, **settings)]

@@ -1,7 +1,7 @@
 """The ops as functions with the signatures of opgraft's forms.
 
-Each takes float32, bfloat16 and float16 of the host. For all else the native definition runs, which computes it or says
-what is wrong with it.
+Each function takes float32, bfloat16 and float16 tensors in the host's memory. Otherwise the
+native definition runs: it computes the result, or raises the error that users of opgraft know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opgraft_jax.crossing import DTYPES
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.rms_norm``."""
     if variance_size is not None or not _taken(x) or not _fits(x.shape[-1:], weight):
         return functional.rms_norm.native(x, weight, eps, variance_size)
     out: Tensor = torch.ops.opgraft.jax_rms_norm(x, weight, eps)
@@ -33,20 +33,16 @@ def fused_add_rms_norm(
     eps: float = 1e-6,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
-    if (
-        variance_size is not None
-        or not _taken(x)
-        or not _alike(x, residual)
-        or not _fits(x.shape[-1:], weight)
-    ):
+    """Compute ``opgraft.functional.fused_add_rms_norm``."""
+    taken = _taken(x) and _alike(x, residual) and _fits(x.shape[-1:], weight)
+    if variance_size is not None or not taken:
         return functional.fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
     out, total = torch.ops.opgraft.jax_fused_add_rms_norm(x, residual, weight, eps)
     return out, total
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.gemma_rms_norm``."""
     if not _taken(x) or not _fits(x.shape[-1:], weight):
         return functional.gemma_rms_norm.native(x, weight, eps)
     out: Tensor = torch.ops.opgraft.jax_gemma_rms_norm(x, weight, eps)
@@ -56,7 +52,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def fused_add_gemma_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.fused_add_gemma_rms_norm``."""
     if not _taken(x) or not _alike(x, residual) or not _fits(x.shape[-1:], weight):
         return functional.fused_add_gemma_rms_norm.native(x, residual, weight, eps)
     out, total = torch.ops.opgraft.jax_fused_add_gemma_rms_norm(x, residual, weight, eps)
@@ -70,17 +66,17 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.layer_norm``."""
     sizes = tuple(normalized_shape)
-    whole = sizes and _taken(x) and x.shape[-len(sizes) :] == sizes
-    if not whole or not _fits(sizes, weight) or not _fits(sizes, bias):
+    taken = sizes and _taken(x) and x.shape[-len(sizes) :] == sizes
+    if not taken or not _fits(sizes, weight) or not _fits(sizes, bias):
         return functional.layer_norm.native(x, normalized_shape, weight, bias, eps)
     out: Tensor = torch.ops.opgraft.jax_layer_norm(x, len(sizes), weight, bias, eps)
     return out
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.gelu``."""
     if approximate not in ("none", "tanh") or not _taken(x):
         return functional.gelu.native(x, approximate)
     out: Tensor = torch.ops.opgraft.jax_gelu(x, approximate)
@@ -88,7 +84,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.gelu_and_mul``."""
     if approximate not in ("none", "tanh") or not _taken(x) or x.shape[-1] % 2:
         return functional.gelu_and_mul.native(x, approximate)
     out: Tensor = torch.ops.opgraft.jax_gelu_and_mul(x, approximate)
@@ -96,7 +92,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Compute the form of that name."""
+    """Compute ``opgraft.functional.silu_and_mul``."""
     if not _taken(x) or x.shape[-1] % 2:
         return functional.silu_and_mul.native(x)
     out: Tensor = torch.ops.opgraft.jax_silu_and_mul(x)
@@ -104,14 +100,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def _taken(x: Tensor) -> bool:
-    """Tell whether JAX takes a tensor. Nested and sparse ones have no strides that DLPack could tell."""
-    return (
-        x.dtype in DTYPES
-        and x.is_cpu
-        and x.dim() > 0
-        and not x.is_nested
-        and x.layout is torch.strided
-    )
+    """Return True if JAX can take a tensor. DLPack cannot describe nested and sparse tensors."""
+    if x.dtype not in DTYPES or not x.is_cpu or x.dim() == 0:
+        return False
+    return not x.is_nested and x.layout is torch.strided
 
 
 def _alike(x: Tensor, residual: Tensor) -> bool:
@@ -119,5 +111,7 @@ def _alike(x: Tensor, residual: Tensor) -> bool:
 
 
 def _fits(sizes: Sequence[int], weight: Tensor | None) -> bool:
-    """Tell whether a weight is none, or one of those sizes in a dtype to which nothing is rounded in between."""
-    return weight is None or (_taken(weight) and tuple(weight.shape) == tuple(sizes))
+    """Return True if there is no weight, or JAX can take the weight, and it has these sizes."""
+    if weight is None:
+        return True
+    return _taken(weight) and tuple(weight.shape) == tuple(sizes)

@@ -1,4 +1,7 @@
-"""Each op as one torch op, ``torch.ops.opgraft.jax_<name>``, with its fake rule, by which compilers keep it whole."""
+"""Each op as one torch op, ``torch.ops.opgraft.jax_<name>``.
+
+torch's compilers do not look into such an op. A fake rule gives them the shapes of its results.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from opgraft_jax.crossing import call, device
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Compute the norm in Pallas."""
+    """Return the RMS norm, computed in Pallas."""
     (out,) = call(pallas.rms_norm, x, None, weight, eps=eps, interpret=_interpreted())
     return out
 
@@ -21,19 +24,19 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the norm of a sum, and the sum, in Pallas."""
+    """Return the RMS norm of a sum, and the sum, computed in Pallas."""
     out, total = call(pallas.rms_norm, x, residual, weight, eps=eps, interpret=_interpreted())
     return out, total
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Compute the gate in Pallas."""
+    """Return SiLU of the first half, times the second half, computed in Pallas."""
     (out,) = call(pallas.silu_and_mul, x, interpret=_interpreted())
     return out
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute Gemma's norm."""
+    """Return Gemma's norm."""
     (out,) = call(programs.gemma_rms_norm, x, None, weight, eps=eps)
     return out
 
@@ -41,7 +44,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_gemma_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute Gemma's norm of a sum, and the sum."""
+    """Return Gemma's norm of a sum, and the sum."""
     out, total = call(programs.gemma_rms_norm, x, residual, weight, eps=eps)
     return out, total
 
@@ -49,24 +52,25 @@ def fused_add_gemma_rms_norm(
 def layer_norm(
     x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute the layer norm over the last ``dims`` dimensions."""
+    """Return the layer norm over the last ``dims`` dimensions."""
     (out,) = call(programs.layer_norm, x, weight, bias, dims=dims, eps=eps)
     return out
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    """Compute GELU, exact or by tanh."""
+    """Return GELU. ``approximate`` is "none" or "tanh"."""
     (out,) = call(programs.gelu, x, approximate=approximate == "tanh")
     return out
 
 
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
-    """Compute GELU's gate."""
+    """Return GELU of the first half, times the second half."""
     (out,) = call(programs.gelu_and_mul, x, approximate=approximate == "tanh")
     return out
 
 
 def _interpreted() -> bool:
+    """Return True on the CPU, which has no compiler for Pallas."""
     return bool(device().platform == "cpu")
 
 
@@ -92,6 +96,8 @@ FAKES: dict[Callable[..., Any], Callable[..., Any]] = {
     gelu: _like,
     gelu_and_mul: _half_of,
 }
+
+"""Op → its fake rule."""
 
 for function, fake in FAKES.items():
     direct_register_custom_op(f"jax_{function.__name__}", function, fake_impl=fake)

@@ -1,4 +1,7 @@
-"""The classes that bring the kernels. None has a backward: where a gradient is required, the native definition runs."""
+"""The op classes of this plugin. Each class replaces the catalogue's class of the same name.
+
+The kernels have no backward. If a gradient is required, opgraft's native definition runs.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,43 @@ from opgraft_jax import kernels
 
 
 def _kernels(*names: str) -> opgraft.FunctionalKernels:
-    return opgraft.FunctionalKernels(
-        {name: getattr(kernels, name) for name in names}, inference_only=True
-    )
+    """Return the kernels of these functional forms."""
+    functions = {name: getattr(kernels, name) for name in names}
+    return opgraft.FunctionalKernels(functions, inference_only=True)
 
 
 class JaxRMSNorm(catalogue.RMSNorm):
-    """In Pallas."""
+    """Computed in Pallas."""
 
     functional_oot = _kernels("rms_norm", "fused_add_rms_norm")
 
 
 class JaxSiluAndMul(catalogue.SiluAndMul):
-    """In Pallas."""
+    """Computed in Pallas."""
 
     functional_oot = _kernels("silu_and_mul")
 
 
 class JaxGemmaRMSNorm(catalogue.GemmaRMSNorm):
-    """In ``jax.numpy``."""
+    """Computed in ``jax.numpy``."""
 
     functional_oot = _kernels("gemma_rms_norm", "fused_add_gemma_rms_norm")
 
 
 class JaxLayerNorm(catalogue.LayerNorm):
-    """In ``jax.numpy``."""
+    """Computed in ``jax.numpy``."""
 
     functional_oot = _kernels("layer_norm")
 
 
 class JaxGELU(catalogue.GELU):
-    """In ``jax.numpy``."""
+    """Computed in ``jax.numpy``."""
 
     functional_oot = _kernels("gelu")
 
 
 class JaxGeluAndMul(catalogue.GeluAndMul):
-    """In ``jax.numpy``."""
+    """Computed in ``jax.numpy``."""
 
     functional_oot = _kernels("gelu_and_mul")
 

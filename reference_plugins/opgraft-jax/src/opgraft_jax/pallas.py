@@ -1,4 +1,4 @@
-"""The two ops in Pallas. On the CPU its interpreter runs them, which is there to check them and not to be fast."""
+"""Two ops in Pallas. On the CPU, Pallas's interpreter runs them: slowly, to check the results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jax.experimental import pallas as pl
 from opgraft_jax.programs import Arrays, wide
 
 BLOCK = 2**18
-"""The elements of a block, at most: with what is computed of them they fill a fraction of a TPU's vector memory."""
+"""The most elements of a block. With all intermediate values, they fit into a TPU's vector memory."""
+
 SUBLANES = 16
-"""The rows of a block are a multiple of it, which every dtype here allows on a TPU."""
+"""The rows of a block are a multiple of this number, as half types need on a TPU."""
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -27,20 +28,24 @@ def rms_norm(
     eps: float,
     interpret: bool,
 ) -> Arrays:
-    """Compute the norm, of the sum with a residual where there is one; the sum is the second result then."""
+    """Return the RMS norm. With a residual, return the norm of the sum, and the sum."""
     width = x.shape[-1]
-    rows = [each.reshape(-1, width) for each in (x, residual) if each is not None]
+    rows = [x.reshape(-1, width)]
+    if residual is not None:
+        rows.append(residual.reshape(-1, width))
     scale = None if weight is None else weight.reshape(1, width)
-    kernel = functools.partial(_rms_norm, streams=len(rows), scaled=scale is not None, eps=eps)
+    kernel = functools.partial(_rms_norm, summands=len(rows), scaled=scale is not None, eps=eps)
+    # One result of a norm alone, two of a sum and its norm.
     results = _by_rows(kernel, rows, scale, width, len(rows), interpret)
     return tuple(result.reshape(x.shape) for result in results)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def silu_and_mul(x: jax.Array, *, interpret: bool) -> Arrays:
-    """Compute SiLU of the first half, times the second half."""
+    """Return SiLU of the first half, times the second half."""
     width = x.shape[-1] // 2
-    (result,) = _by_rows(_silu_and_mul, [x.reshape(-1, 2 * width)], None, width, 1, interpret)
+    rows = [x.reshape(-1, 2 * width)]
+    (result,) = _by_rows(_silu_and_mul, rows, None, width, 1, interpret)
     return (result.reshape(*x.shape[:-1], width),)
 
 
@@ -52,45 +57,73 @@ def _by_rows(
     count: int,
     interpret: bool,
 ) -> Any:
-    """Run a kernel over blocks of rows. What it makes of rows beyond the last is never stored.
+    """Run a kernel over blocks of rows, and return its results, ``[rows, width]`` each.
+
+    The last block may reach beyond the last row. Pallas drops the results of such rows.
 
     Args:
-        kernel: gets references to the inputs, to what is shared and to the results.
-        inputs: ``[rows, columns]`` each.
-        shared: ``[1, columns]``, which every block gets.
+        kernel: a function of references: to the inputs, to ``shared`` and to the results.
+        inputs: arrays of ``[rows, columns]``.
+        shared: an array of ``[1, columns]`` for every block, or None.
         width: the columns of each result.
         count: the number of results.
         interpret: run the kernel by Pallas's interpreter.
     """
     rows, columns = inputs[0].shape
-    if not inputs[0].size:  # a grid has at least one block
-        return [jnp.zeros((rows, width), inputs[0].dtype)] * count
-    step = min(max(BLOCK // columns // SUBLANES, 1), -(-rows // SUBLANES)) * SUBLANES
-    own = [pl.BlockSpec((step, columns), lambda block: (block, 0)) for _ in inputs]
-    common = [] if shared is None else [pl.BlockSpec(shared.shape, lambda block: (0, 0))]
+    result = jax.ShapeDtypeStruct((rows, width), inputs[0].dtype)
+    # A grid has at least one block, and there may be no row.
+    if not inputs[0].size:
+        return [jnp.zeros(result.shape, result.dtype)] * count
+    step = _rows_of_block(rows, columns)
+    arguments = list(inputs)
+    in_specs = [pl.BlockSpec((step, columns), lambda block: (block, 0)) for _ in inputs]
+    if shared is not None:
+        arguments.append(shared)
+        in_specs.append(pl.BlockSpec(shared.shape, lambda block: (0, 0)))
     call = pl.pallas_call(
         kernel,
         grid=(-(-rows // step),),
-        in_specs=own + common,
+        in_specs=in_specs,
         out_specs=[pl.BlockSpec((step, width), lambda block: (block, 0))] * count,
-        out_shape=[jax.ShapeDtypeStruct((rows, width), inputs[0].dtype)] * count,
+        out_shape=[result] * count,
         interpret=interpret,
     )
-    return call(*inputs, *([] if shared is None else [shared]))
+    return call(*arguments)
 
 
-def _rms_norm(*refs: Any, streams: int, scaled: bool, eps: float) -> None:
-    inputs, outs = refs[:streams], refs[streams + scaled :]
-    total = sum((wide(ref[...]) for ref in inputs[1:]), wide(inputs[0][...]))
-    out = total * jax.lax.rsqrt(jnp.mean(jnp.square(total), -1, keepdims=True) + eps)
+def _rows_of_block(rows: int, columns: int) -> int:
+    """Return a multiple of SUBLANES: as many rows as a block may have, and no more than needed."""
+    most = max(BLOCK // columns // SUBLANES, 1)
+    needed = -(-rows // SUBLANES)
+    return min(most, needed) * SUBLANES
+
+
+def _rms_norm(*refs: Any, summands: int, scaled: bool, eps: float) -> None:
+    """Compute the norm of one block.
+
+    Args:
+        refs: one or two summands, the weight if ``scaled``, the norm, and the sum of two summands.
+        summands: 1 or 2.
+        scaled: whether there is a weight.
+        eps: added to the mean square.
+    """
+    results = refs[summands + scaled :]
+    total = wide(refs[0][...])
+    if summands == 2:
+        total = total + wide(refs[1][...])
+    mean_square = jnp.mean(jnp.square(total), -1, keepdims=True)
+    normed = total * jax.lax.rsqrt(mean_square + eps)
     if scaled:
-        out = out * wide(refs[streams][...])
-    outs[0][...] = out.astype(outs[0].dtype)
-    if streams == 2:
-        outs[1][...] = total.astype(outs[1].dtype)
+        weight = refs[summands]
+        normed = normed * wide(weight[...])
+    results[0][...] = normed.astype(results[0].dtype)
+    if summands == 2:
+        results[1][...] = total.astype(results[1].dtype)
 
 
 def _silu_and_mul(x: Any, out: Any) -> None:
+    """Compute one block of ``silu_and_mul``."""
     width = out.shape[-1]
     gate = wide(x[:, :width])
-    out[...] = (gate * jax.nn.sigmoid(gate) * wide(x[:, width:])).astype(out.dtype)
+    up = wide(x[:, width:])
+    out[...] = (gate * jax.nn.sigmoid(gate) * up).astype(out.dtype)

@@ -11,32 +11,31 @@ from opgraft_jax import crossing
 
 
 class JaxPlatform(Platform):
-    """One device of JAX. Tensors are torch's, in the memory of the host; ops take them over and bring results back."""
+    """One device of JAX. Tensors stay in the host's memory, and each op hands them to JAX."""
 
     name = "jax"
     device_type = "cpu"
-    # What JAX does not compute, torch does where the tensors are.
-    dispatch_chain = (
-        "cpu",
-        "native",
-    )
+    # Ops without a program of JAX run on the CPU, where the tensors are.
+    dispatch_chain = ("cpu", "native")
 
     def device_count(self) -> int:
+        """Return 1: a process uses the first device of JAX."""
         return 1
 
     def capability(self, index: int = 0) -> DeviceCapability:
+        """Return the name that JAX gives the device, and the dtypes of the ops."""
         return DeviceCapability(crossing.device().device_kind, crossing.DTYPES)
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        """Tell the memory of the host, as tensors stay there."""
+        """Return the host's memory in bytes, because tensors stay there."""
         page = os.sysconf("SC_PAGE_SIZE")
-        return DeviceMemory(
-            os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-        )
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        free = os.sysconf("SC_AVPHYS_PAGES") * page
+        return DeviceMemory(total, free)
 
     def synchronize(self, index: int = 0) -> None:
-        """Do nothing: an op returns when JAX has computed it."""
+        """Do nothing: an op returns when JAX has computed the result."""
 
     def manual_seed(self, seed: int) -> None:
-        """Seed torch: no op here draws random numbers."""
+        """Seed torch, because no op of this plugin draws random numbers."""
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The plugin's hooks, which the host calls where the platform was asked for."""
+"""The plugin's hooks. The host calls them if the platform was asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opgraft_jax.ops import REPLACEMENTS
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Put the ops in place of the catalogue's."""
+    """Register each op under the class of the catalogue that it replaces."""
     for replacement in REPLACEMENTS:
         (target,) = replacement.__bases__
         opgraft.CustomOp.register_oot(replacement, name=target)

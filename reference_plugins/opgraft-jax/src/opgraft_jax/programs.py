@@ -1,6 +1,7 @@
-"""The ops in ``jax.numpy``, compiled by XLA for each shape and dtype that comes. Half types are computed in float32.
+"""Ops in ``jax.numpy``. XLA compiles a program for each shape and dtype.
 
-Each returns a tuple, and takes what the op of that name takes; statistics are those of the last dimension.
+Each function takes the arguments of the op of its name, and returns a tuple of arrays. Half types
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -17,21 +18,28 @@ Arrays = tuple[jax.Array, ...]
 def gemma_rms_norm(
     x: jax.Array, residual: jax.Array | None, weight: jax.Array, *, eps: float
 ) -> Arrays:
-    """Compute Gemma's norm, of the sum with a residual where there is one; the sum is the second result then."""
-    total = wide(x) if residual is None else wide(x) + wide(residual)
-    normed = total * jax.lax.rsqrt(jnp.mean(jnp.square(total), -1, keepdims=True) + eps)
+    """Return Gemma's norm. With a residual, return the norm of the sum, and the sum."""
+    total = wide(x)
+    if residual is not None:
+        total = total + wide(residual)
+    mean_square = jnp.mean(jnp.square(total), -1, keepdims=True)
+    normed = total * jax.lax.rsqrt(mean_square + eps)
     out = (normed * (1.0 + wide(weight))).astype(x.dtype)
-    return (out,) if residual is None else (out, total.astype(x.dtype))
+    if residual is None:
+        return (out,)
+    return out, total.astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("dims", "eps"))
 def layer_norm(
     x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, *, dims: int, eps: float
 ) -> Arrays:
-    """Compute the layer norm over the last ``dims`` dimensions."""
+    """Return the layer norm over the last ``dims`` dimensions."""
     axes = tuple(range(-dims, 0))
-    centred = wide(x) - jnp.mean(wide(x), axes, keepdims=True)
-    out = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + eps)
+    x_wide = wide(x)
+    centred = x_wide - jnp.mean(x_wide, axes, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axes, keepdims=True)
+    out = centred * jax.lax.rsqrt(variance + eps)
     if weight is not None:
         out = out * wide(weight)
     if bias is not None:
@@ -41,17 +49,19 @@ def layer_norm(
 
 @functools.partial(jax.jit, static_argnames=("approximate",))
 def gelu(x: jax.Array, *, approximate: bool) -> Arrays:
-    """Compute GELU, exact or by tanh."""
-    return (jax.nn.gelu(wide(x), approximate=approximate).astype(x.dtype),)
+    """Return GELU: exact, or approximated by tanh."""
+    out = jax.nn.gelu(wide(x), approximate=approximate)
+    return (out.astype(x.dtype),)
 
 
 @functools.partial(jax.jit, static_argnames=("approximate",))
 def gelu_and_mul(x: jax.Array, *, approximate: bool) -> Arrays:
-    """Compute GELU of the first half, times the second half."""
+    """Return GELU of the first half, times the second half."""
     gate, up = jnp.split(wide(x), 2, -1)
-    return ((jax.nn.gelu(gate, approximate=approximate) * up).astype(x.dtype),)
+    out = jax.nn.gelu(gate, approximate=approximate) * up
+    return (out.astype(x.dtype),)
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """Widen to float32."""
+    """Return an array in float32."""
     return x.astype(jnp.float32)

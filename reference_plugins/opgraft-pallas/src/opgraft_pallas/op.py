@@ -1,4 +1,4 @@
-"""The kernels as torch ops, and the classes that put them in place of the catalogue's attention."""
+"""The kernels as torch ops, and the classes that replace the catalogue's attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("opgraft_pallas::attention", mutates_args=(), device_types="xla")
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
-    """Attend over ``[..., heads, tokens, features]``; on XLA's CPU client Pallas interprets the kernel."""
-    interpret = torch_xla.runtime.device_type() == "CPU"
-    function = kernel.attention(scale, is_causal, interpret)
-    attended: Tensor = call_jax(function, tuple(x.flatten(0, -3) for x in (query, key, value)))
+    """Return ``[..., heads, queries, value_size]``.
+
+    Args:
+        query: ``[..., heads, queries, size]``.
+        key: ``[..., key_heads, keys, size]``.
+        value: ``[..., key_heads, keys, value_size]``.
+        scale: the factor of scores.
+        is_causal: whether a query sees no later keys.
+    """
+    function = kernel.attention(scale, is_causal, _interpreted())
+    inputs = tuple(x.flatten(0, -3) for x in (query, key, value))
+    attended: Tensor = call_jax(function, inputs)
     return attended.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _interpreted() -> bool:
+    """Return True on XLA's CPU client, which has no compiler for Pallas."""
+    return bool(torch_xla.runtime.device_type() == "CPU")
 
 
 @attention.register_fake
@@ -31,7 +44,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) 
 
 @ScaledDotProductAttention.register_oot
 class PallasAttention(ScaledDotProductAttention):
-    """The kernel where it applies: no mask, no dropout, at most float32, equal batches. Elsewhere the native form."""
+    """Attention by the kernel, without mask and dropout. Otherwise the native definition runs."""
 
     @opgraft.inference_only
     def forward_tpu(
@@ -46,6 +59,7 @@ class PallasAttention(ScaledDotProductAttention):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Return ``[..., heads, queries, value_size]``, as ``torch``'s function of this name."""
         if attn_mask is not None or dropout_p or not _fits(query, key, value, enable_gqa):
             return self.forward_native(
                 query,
@@ -63,18 +77,19 @@ class PallasAttention(ScaledDotProductAttention):
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    tensors = (query, key, value)
-    if {x.dtype for x in tensors} - {query.dtype} or query.dtype not in DTYPES:
+    """Return True if the kernel takes these dtypes and shapes."""
+    if query.dtype not in DTYPES or query.dim() < 3:
         return False
-    if any(x.dim() < 3 or x.dim() != query.dim() or x.numel() == 0 for x in tensors):
+    for x in (query, key, value):
+        if x.dtype is not query.dtype or x.dim() != query.dim() or x.numel() == 0:
+            return False
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
         return False
-    heads, key_heads = query.shape[-3], key.shape[-3]
-    return (
-        query.shape[:-3] == key.shape[:-3]
-        and query.shape[-1] == key.shape[-1]
-        and key.shape[:-1] == value.shape[:-1]
-        and (heads % key_heads == 0 if enable_gqa else heads == key_heads)
-    )
+    if key.shape[:-1] != value.shape[:-1]:
+        return False
+    heads = query.shape[-3]
+    key_heads = key.shape[-3]
+    return heads % key_heads == 0 if enable_gqa else heads == key_heads
 
 
 @torch.library.custom_op("opgraft_pallas::paged_attention", mutates_args=(), device_types="xla")
@@ -88,11 +103,9 @@ def paged_attention(
     sliding_window: int | None,
     logits_soft_cap: float | None,
 ) -> Tensor:
-    """Attend over pages, as ``PaddedAttention.attend_rows`` does."""
-    interpret = torch_xla.runtime.device_type() == "CPU"
-    function = paged.paged_attention(
-        paged.Settings(scale, sliding_window, logits_soft_cap), interpret
-    )
+    """Return the result of ``PaddedAttention.attend_rows``, in the shape of ``query``."""
+    settings = paged.Settings(scale, sliding_window, logits_soft_cap)
+    function = paged.paged_attention(settings, _interpreted())
     attended: Tensor = call_jax(function, (query, cache, block_table, first, seq_lens))
     return attended
 
@@ -104,11 +117,15 @@ def _(query: Tensor, *others: object) -> Tensor:
 
 @Attention.register_oot
 class PallasPagedAttention(PaddedAttention):
-    """The kernel for a cache of numbers, without sinks. Elsewhere, and over chips of one process, the native form."""
+    """Attention over pages by the kernel, for a cache of numbers and without sinks.
+
+    Otherwise, and if one process has several chips, the native definition runs.
+    """
 
     def attend_rows(
         self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor
     ) -> Tensor:
+        """Return attention in the shape of ``query``, ``[sequences, tokens, heads, head_size]``."""
         if self.sinks is not None or cache.dtype not in DTYPES or torch_xla.runtime.is_spmd():
             return super().attend_rows(query, cache, block_table, first, seq_lens)
         attended: Tensor = paged_attention(

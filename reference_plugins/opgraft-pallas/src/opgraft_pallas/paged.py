@@ -1,8 +1,13 @@
-"""Attention over keys and values in pages (Kwon et al., arXiv:2309.06180) with an online softmax (arXiv:1805.02867).
+"""Attention over keys and values in pages, with an online softmax.
 
-A program of the grid holds rows of one sequence that share a key head, and walks the pages of the sequence: the table
-is known before a page is fetched, and pages that no row sees are not. Its numbers were checked in Pallas's interpreter
-on a CPU, and jax lowers it for a TPU; it has not been run on one.
+Sources: Kwon et al., arXiv:2309.06180, and arXiv:1805.02867.
+
+A program of the grid holds rows of one sequence that share a key head, and walks the pages of the
+sequence. The page table is known before a page is fetched, so pages that no row sees are not
+fetched.
+
+The results were checked in Pallas's interpreter on a CPU, and jax lowers the kernel for a TPU. It
+has not been run on a TPU.
 """
 
 from __future__ import annotations
@@ -16,48 +21,60 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from opgraft_pallas.kernel import BLOCK, dot
+from opgraft_pallas.kernel import BLOCK, Softmax, dot, softmax_memory
 
 LOWEST = -1e30
-"""Of scores; finite, as a row may see nothing of a page."""
+"""Stands below every score. It is finite, because a row may see no key of a page."""
+
+SUBLANES = 16
+"""The rows of a block are a multiple of this number, as half types need on a TPU."""
 
 
 class Settings(NamedTuple):
-    """The settings of a layer, as of ``opgraft.ops.attention.Attention``."""
+    """The settings of a layer, as in ``opgraft.ops.Attention``."""
 
     scale: float
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
 
 
+class Sequence(NamedTuple):
+    """One sequence, and the place of a block in it.
+
+    Attributes:
+        first: the position of the first new token.
+        length: the number of tokens in the cache, the new ones included.
+        first_row: the first of the block's rows.
+        first_key: the position of the page's first key.
+    """
+
+    first: Any
+    length: Any
+    first_row: Any
+    first_key: Any
+
+
 @functools.cache
 def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
-    """Build a function of what ``PaddedAttention.attend_rows`` takes; the same one for the same arguments.
+    """Return a function of the arguments of ``PaddedAttention.attend_rows``.
 
-    The query is ``[S, T, H, D]``, the cache ``[N, 2, K, B, D]``, the table ``[S, W]``; ``K`` divides ``H``.
+    The function takes query ``[sequences, tokens, heads, size]``, cache
+    ``[blocks, 2, kv_heads, block_size, size]`` and table ``[sequences, pages]``. It returns a
+    tensor in the shape of the query. ``heads`` is a multiple of ``kv_heads``.
+
+    Equal arguments give the same function, because torch_xla traces every new function anew.
     """
 
     def attend(
         query: jax.Array, cache: jax.Array, table: jax.Array, first: jax.Array, lens: jax.Array
     ) -> jax.Array:
         sequences, tokens, heads, size = query.shape
-        kv_heads, block_size, group = cache.shape[2], cache.shape[3], heads // cache.shape[2]
-        rows = query.reshape(sequences, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
-        rows = rows.reshape(sequences, kv_heads, tokens * group, size)
-        # What a matrix unit takes, or what there is.
-        step = min(BLOCK, -(-tokens * group // 16) * 16)
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % step), (0, 0)))
-
-        def page(kind: int) -> Any:
-            def place(
-                sequence: Any, head: Any, _: Any, column: Any, table: Any, first: Any, lens: Any
-            ) -> Any:
-                # Unseen pages are the last one, once more.
-                last = jnp.maximum(lens[sequence] - 1, 0) // block_size
-                return table[sequence, jnp.minimum(column, last)], kind, head, 0, 0
-
-            return pl.BlockSpec((None, None, None, block_size, size), place)
-
+        kv_heads, block_size = cache.shape[2:4]
+        group = heads // kv_heads
+        # A step takes as many rows as a matrix unit, or all rows if they are fewer.
+        needed = -(-tokens * group // SUBLANES) * SUBLANES
+        step = min(BLOCK, needed)
+        rows = _in_rows(query, kv_heads, step)
         own = pl.BlockSpec(
             (None, None, step, size),
             lambda sequence, head, row, column, *_: (sequence, head, row, 0),
@@ -67,21 +84,53 @@ def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=3,
                 grid=(sequences, kv_heads, rows.shape[2] // step, table.shape[1]),
-                in_specs=[own, page(0), page(1)],
+                in_specs=[own, _page(0, block_size, size), _page(1, block_size, size)],
                 out_specs=own,
-                scratch_shapes=[pltpu.VMEM((step, width), jnp.float32) for width in (1, 1, size)],
+                scratch_shapes=softmax_memory(step, size),
             ),
             out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
             interpret=interpret,
         )
-        attended = call(table, first, lens, rows, cache, cache)[:, :, : tokens * group]
-        attended = attended.reshape(sequences, kv_heads, tokens, group, size).transpose(
-            0, 2, 1, 3, 4
-        )
-        result: jax.Array = attended.reshape(query.shape)
-        return result
+        attended = call(table, first, lens, rows, cache, cache)
+        return _by_token(attended, query.shape)
 
     return attend
+
+
+def _in_rows(query: jax.Array, kv_heads: int, step: int) -> jax.Array:
+    """Return ``[sequences, kv_heads, rows, size]``, the rows padded to a multiple of ``step``.
+
+    A row is one query head of one token. The rows of a token follow one another.
+    """
+    sequences, tokens, heads, size = query.shape
+    group = heads // kv_heads
+    by_head = query.reshape(sequences, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    rows = by_head.reshape(sequences, kv_heads, tokens * group, size)
+    padding = -rows.shape[2] % step
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+
+def _by_token(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undo ``_in_rows``: return ``[sequences, tokens, heads, size]``, the given shape."""
+    sequences, tokens, heads, size = shape
+    kv_heads = rows.shape[1]
+    group = heads // kv_heads
+    rows = rows[:, :, : tokens * group]
+    by_head = rows.reshape(sequences, kv_heads, tokens, group, size)
+    return by_head.transpose(0, 2, 1, 3, 4).reshape(shape)
+
+
+def _page(kind: int, block_size: int, size: int) -> pl.BlockSpec:
+    """Return the pages of a sequence: of keys if ``kind`` is 0, of values if it is 1."""
+
+    def place(
+        sequence: Any, head: Any, _: Any, column: Any, table: Any, first: Any, lens: Any
+    ) -> Any:
+        # A step beyond the sequence takes the last page again: an equal page is not fetched.
+        last = jnp.maximum(lens[sequence] - 1, 0) // block_size
+        return table[sequence, jnp.minimum(column, last)], kind, head, 0, 0
+
+    return pl.BlockSpec((None, None, None, block_size, size), place)
 
 
 def _step(
@@ -92,47 +141,65 @@ def _step(
     key: Any,
     value: Any,
     out: Any,
-    highest: Any,
-    total: Any,
-    weighted: Any,
-    *,
+    *memory: Any,
     settings: Settings,
     group: int,
 ) -> None:
-    """Attend to one page. The last three tensors hold over the pages what softmax needs: maximum, sum, result."""
+    """Attend to one page. ``memory`` holds the softmax from page to page."""
     sequence, row, column = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    start, length, (count, _) = column * key.shape[0], lens[sequence], query.shape
-    last = first[sequence] + ((row + 1) * count - 1) // group
+    count = query.shape[0]
+    place = Sequence(
+        first=first[sequence],
+        length=lens[sequence],
+        first_row=row * count,
+        first_key=column * key.shape[0],
+    )
+    softmax = Softmax(*memory)
 
     def begin() -> None:
-        highest[...] = jnp.full_like(highest, LOWEST)
-        total[...] = jnp.zeros_like(total)
-        weighted[...] = jnp.zeros_like(weighted)
+        softmax.begin(LOWEST)
 
     def update() -> None:
-        scores = dot(query[...], key[...].T) * settings.scale
-        if settings.logits_soft_cap is not None:
-            scores = settings.logits_soft_cap * jnp.tanh(scores / settings.logits_soft_cap)
-        keys = start + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        rows = row * count + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-        behind = first[sequence] + rows // group - keys
-        seen = (keys < length) & (behind >= 0)
-        if settings.sliding_window is not None:
-            seen &= behind < settings.sliding_window
-        new_highest = jnp.maximum(
-            highest[...], jnp.where(seen, scores, LOWEST).max(axis=1, keepdims=True)
-        )
-        weights = jnp.where(seen, jnp.exp(scores - new_highest), 0.0)
-        fading = jnp.exp(highest[...] - new_highest)
-        # The rest may be NaN.
-        filled = start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < length
-        total[...] = total[...] * fading + weights.sum(axis=1, keepdims=True)
-        weighted[...] = weighted[...] * fading + dot(weights, jnp.where(filled, value[...], 0))
-        highest[...] = new_highest
+        scores = _scores(query[...], key[...], settings)
+        seen = _seen(scores.shape, place, settings, group)
+        masked = jnp.where(seen, scores, LOWEST)
+        highest = jnp.maximum(softmax.highest[...], masked.max(axis=1, keepdims=True))
+        # Not exp of the masked scores: in a row that sees nothing, they equal the highest one.
+        weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
+        softmax.add(highest, weights, _filled(value[...], place))
 
     def finish() -> None:
-        out[...] = (weighted[...] / jnp.maximum(total[...], 1e-30)).astype(out.dtype)
+        attended = softmax.weighted[...] / jnp.maximum(softmax.total[...], 1e-30)
+        out[...] = attended.astype(out.dtype)
 
+    last_position = place.first + ((row + 1) * count - 1) // group
+    is_seen = (place.first_key < place.length) & (place.first_key <= last_position)
     pl.when(column == 0)(begin)
-    pl.when((start < length) & (start <= last))(update)
+    pl.when(is_seen)(update)
     pl.when(column == pl.num_programs(3) - 1)(finish)
+
+
+def _scores(query: jax.Array, key: jax.Array, settings: Settings) -> jax.Array:
+    scores = dot(query, key.T) * settings.scale
+    cap = settings.logits_soft_cap
+    if cap is None:
+        return scores
+    return cap * jnp.tanh(scores / cap)
+
+
+def _seen(shape: tuple[int, ...], place: Sequence, settings: Settings, group: int) -> jax.Array:
+    """Return ``[rows, keys]``: True if the row's token attends to the key."""
+    keys = place.first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    rows = place.first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    # The rows of a token follow one another: one for each head of the group.
+    distance = place.first + rows // group - keys
+    seen = (keys < place.length) & (distance >= 0)
+    if settings.sliding_window is not None:
+        seen &= distance < settings.sliding_window
+    return seen
+
+
+def _filled(value: jax.Array, place: Sequence) -> jax.Array:
+    """Return the values of a page, with zeros behind the sequence's end, where NaN may lie."""
+    keys = place.first_key + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0)
+    return jnp.where(keys < place.length, value, 0)

@@ -12,9 +12,9 @@ platforms = ("tpu",)
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Import the replacement, which registers it; torch_xla and jax are imported with it."""
+    """Import the replacements. The import registers them, and imports torch_xla and jax."""
     before = [*sys.meta_path]
     importlib.import_module("opgraft_pallas.op")
-    # absl, which jax imports, puts a finder before the last one. New finders belong behind all.
+    # jax imports absl, and absl puts a finder before the last one. New finders belong at the end.
     added = [finder for finder in sys.meta_path if finder not in before]
     sys.meta_path[:] = [*before, *added]
