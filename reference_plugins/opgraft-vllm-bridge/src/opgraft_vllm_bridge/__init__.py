@@ -1,1 +1,1 @@
-"""Device plugins that were written for vLLM, run by opgraft as they are."""
+"""Run device plugins of vLLM on opgraft, without a change."""

@@ -1,4 +1,4 @@
-"""A plugin's platform class of vLLM as a platform class of opgraft."""
+"""A platform class of a vLLM plugin as a platform class of opgraft."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ _CHAINS = {
     PlatformEnum.XPU: ("xpu", "native"),
     PlatformEnum.CPU: ("cpu", "native"),
 }
-"""The dispatch chains of plugins that say that they are one of the kinds that vLLM itself has kernels for."""
-
+"""Kind of platform, as the plugin declares it → dispatch chain. Other kinds run native kernels."""
 
 _CUSTOM_OPS = "compilation_config.custom_ops"
 
 
 class BridgedPlatform(Platform):
-    """A device of a vLLM plugin. Classes that derive from it say which.
+    """The base of platform classes for devices of vLLM plugins.
 
     Attributes:
         offer: the entry point of the platform.
-        vllm_class: the plugin's.
-        theirs: an instance of it, of which there is one for all.
+        vllm_class: the plugin's platform class.
+        theirs: the one instance of that class.
     """
 
     offer: Offer
@@ -62,21 +61,21 @@ class BridgedPlatform(Platform):
         return int(torch.get_device_module(self.device_type).device_count())
 
     def capability(self, index: int = 0) -> DeviceCapability:
+        name = self.theirs.get_device_name(index)
+        dtypes = tuple(self.theirs.supported_dtypes)
         fp8 = self.theirs.fp8_dtype() if self.theirs.supports_fp8() else None
-        features: tuple[str, ...] = ()
+        return DeviceCapability(name, dtypes, fp8, self._features(index))
+
+    def _features(self, index: int) -> tuple[str, ...]:
         if self.theirs.is_cpu():
-            features = built_in_platform("cpu").capability().features
-        elif (
-            self.theirs.is_cuda_alike()
-            and (level := self.theirs.get_device_capability(index)) is not None
-        ):
-            features = (f"sm_{level.to_int()}",)
-        return DeviceCapability(
-            self.theirs.get_device_name(index), tuple(self.theirs.supported_dtypes), fp8, features
-        )
+            return built_in_platform("cpu").capability().features
+        if not self.theirs.is_cuda_alike():
+            return ()
+        level = self.theirs.get_device_capability(index)
+        return () if level is None else (f"sm_{level.to_int()}",)
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        """Return the memory of a device; all of it is free where the plugin does not say what is in use."""
+        """Return the memory of a device. If the plugin reports no use, all memory is free."""
         total = self.theirs.get_device_total_memory(index)
         try:
             used = int(self.theirs.get_current_memory_usage(torch.device(self.device_type, index)))
@@ -107,42 +106,50 @@ class BridgedPlatform(Platform):
         return self.theirs.ray_device_key or None
 
     def default_config(self) -> OpgraftConfig:
-        """Return what the plugin changes of vLLM's settings, as far as they are opgraft's.
+        """Return the settings that the plugin changes, as far as opgraft has them.
 
-        What it does when it is chosen comes before: kernels, and what settings may name. It is
-        given the settings of this process and the model that they name.
+        The plugin is given the settings of this process, and the model in them. Before, it may
+        import its kernels and register names that settings contain, as in vLLM.
         """
         with loading(type(self)):
             self.theirs.import_kernels()
             self.theirs.pre_register_and_update(None)
             before, settings = self._changed_settings()
         after = config.values_of(settings)
-        # A section that a plugin has replaced may have fields of its own.
-        changed = {n: value for n, value in after.items() if n not in before or before[n] != value}
-        # Those of the user are in a layer of their own, which comes first.
-        former = before[_CUSTOM_OPS]
-        after[_CUSTOM_OPS] = tuple(each for each in after[_CUSTOM_OPS] if each not in former)
+        changed = {}
+        for name, value in after.items():
+            # A section that a plugin has replaced may have fields of its own.
+            if name not in before or before[name] != value:
+                changed[name] = value
+        # opgraft adds the user's entries, in a layer above the plugin's.
+        users = before[_CUSTOM_OPS]
+        after[_CUSTOM_OPS] = tuple(each for each in after[_CUSTOM_OPS] if each not in users)
         if _CUSTOM_OPS in changed:
             changed[_CUSTOM_OPS] = after[_CUSTOM_OPS]
+        self._warn_of_unheeded(changed)
+        # A dtype that the plugin assigns holds, even if 'auto' stood for the same dtype.
+        for name in config.assigned_in(settings) & after.keys():
+            changed[name] = after[name]
+        return config.as_opgraft(changed)
+
+    def _warn_of_unheeded(self, changed: dict[str, Any]) -> None:
+        """Log each setting of the plugin that has no effect, and the reason."""
         for name, value in changed.items():
-            why = config.unheeded(name) or _outranked(name)
-            if why is not None:
+            reason = config.unheeded(name) or _outranked(name)
+            if reason is not None:
                 logger.warning(
                     "plugin %s sets %s to %s, to no effect: %s",
                     self.name,
                     name,
                     shortened(repr(value)),
-                    why,
+                    reason,
                 )
-        # A dtype that the plugin assigns holds, although 'auto' stood for the same one.
-        assigned = config.assigned_in(settings)
-        return config.as_opgraft(changed | {name: after[name] for name in assigned & after.keys()})
 
     def _changed_settings(self) -> tuple[dict[str, Any], config.VllmConfig]:
-        """Return the values of settings before, and the settings that the plugin has changed.
+        """Return the values of the settings before, and the settings that the plugin has changed.
 
-        If no model is named, a plugin that needs one is asked again with ``model_config=None``,
-        which vLLM allows.
+        If no model is named, a plugin that needs a model may raise. Then it is asked again with
+        ``model_config=None``, as vLLM may do.
         """
         dtype = self.theirs.supported_dtypes[0]
         settings = config.VllmConfig.of(current_config(), self.device_type, dtype)
@@ -174,28 +181,32 @@ class BridgedPlatform(Platform):
     def prepare(self, opgraft_config: OpgraftConfig) -> None:
         """Tell the user if no kernel of the plugin runs."""
         provider = self.offer.provider
-        if not classes_replaced_by(provider):
-            report_fault(
-                f"platform {self.name!r} of {provider} registers no op: every op runs opgraft's own kernels. "
-                f"'opgraft-vllm-bridge names {provider.name}' lists the names of vLLM that it lacks",
-                provider,
-            )
+        if classes_replaced_by(provider):
+            return
+        report_fault(
+            f"platform {self.name!r} of {provider} registers no op: every op runs opgraft's own "
+            f"kernels. 'opgraft-vllm-bridge names {provider.name}' lists the names of vLLM that "
+            "it lacks",
+            provider,
+        )
 
 
 def _outranked(name: str) -> str | None:
-    """Say which setting of the user stands above that of a plugin; ``None`` if there is none."""
+    """Return the reason why a setting of the user comes before a plugin's, or None."""
     ours = config.SETTINGS[name]
     origin = origin_of(ours)
-    return None if origin == "default" else f"{ours} is set by {origin}, which comes first"
+    if origin == "default":
+        return None
+    return f"{ours} is set by {origin}, which comes first"
 
 
 _LOADING: list[VllmPlatform] = []
-"""The platform whose op modules are imported or whose settings are asked, which is not chosen yet."""
+"""The platforms being loaded, the latest last. None of them is chosen yet."""
 
 
 @contextmanager
 def loading(platform: type[BridgedPlatform]) -> Iterator[None]:
-    """Let code of the plugin that runs within the block see a platform as the current one."""
+    """Within the block, let the plugin's code see this platform as the current one."""
     _LOADING.append(platform.theirs)
     try:
         yield
@@ -204,12 +215,16 @@ def loading(platform: type[BridgedPlatform]) -> Iterator[None]:
 
 
 def platform_in_loading() -> VllmPlatform | None:
-    """Return the platform that is being loaded right now, if any."""
+    """Return the platform that is being loaded, or None."""
     return _LOADING[-1] if _LOADING else None
 
 
 def adapted(offer: Offer, theirs: Any) -> type[BridgedPlatform]:
-    """Return the platform class for that of a plugin, under the name of its entry point."""
+    """Return a platform class of opgraft for a plugin's class, named as the entry point.
+
+    Raises:
+        TypeError: ``theirs`` is no platform class of vLLM.
+    """
     if not (isinstance(theirs, type) and issubclass(theirs, VllmPlatform)):
         raise TypeError(f"{theirs!r} is no subclass of vllm.platforms.Platform")
     members = {

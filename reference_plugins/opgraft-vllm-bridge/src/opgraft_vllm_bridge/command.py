@@ -33,7 +33,8 @@ def names(plugin: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_dict(offer, found), indent=2))
         return
-    answered, missing = len(found.answered), len(found.missing)
+    answered = len(found.answered)
+    missing = len(found.missing)
     uses = f"{offer.provider} uses {answered + missing} names of vLLM"
     click.echo(f"{uses}: {answered} are answered, {missing} are missing.")
     click.echo("To import, annotate with or derive from a missing name costs nothing.")
@@ -54,10 +55,11 @@ def _listed(plugin: str) -> tuple[Offer, Listing]:
     offers = [offer for offer in discover().offers if offer.stands_in in _GROUPS]
     meant = next((offer for offer in offers if offer.answers_to(plugin)), None)
     if meant is None:
-        known = ", ".join(sorted({offer.provider.name for offer in offers})) or "there is none"
+        names = {offer.provider.name for offer in offers}
+        known = ", ".join(sorted(names)) or "there is none"
         raise InputError(f"{plugin!r} is no installed plugin of vLLM: {known}")
-    packages = sorted({offer.package for offer in offers if offer.provider == meant.provider})
-    return meant, listing_of(*packages)
+    packages = {offer.package for offer in offers if offer.provider == meant.provider}
+    return meant, listing_of(*sorted(packages))
 
 
 def _as_dict(offer: Offer, found: Listing) -> dict[str, object]:

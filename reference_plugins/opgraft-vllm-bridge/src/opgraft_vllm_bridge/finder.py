@@ -1,4 +1,4 @@
-"""The finder that answers imports of ``vllm`` where vLLM is not installed."""
+"""The finder that answers imports of ``vllm`` if vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IMPORTING = frozenset({dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"]})
 
 
 class VllmModule(ModuleType):
-    """A module of vLLM. A name without a counterpart becomes a ``Missing`` object by an import."""
+    """A module of vLLM. An import of a name without a counterpart returns a ``Missing`` object."""
 
     def __getattr__(self, name: str) -> Any:
         qualified = f"{self.__name__}.{name}"
@@ -53,16 +53,17 @@ class VllmModule(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         # Imports set submodules, and attributes such as __spec__.
         is_part = isinstance(value, ModuleType) or name.startswith("__")
-        if not (is_part or name in NAMES.get(self.__name__, {})):
+        if not is_part and name not in NAMES.get(self.__name__, {}):
             raise absence(f"{self.__name__}.{name}", "sets", kind=MissingAttributeError)
         super().__setattr__(name, value)
 
 
 class VllmFinder(MetaPathFinder, Loader):
-    """Makes the modules of vLLM. Each plugin has a finder of its own, and they are all alike.
+    """Makes the modules of vLLM. Each plugin has a finder of its own.
 
-    A statement imports every module. If the statement provides for an ``ImportError``, or another
-    way of importing is used, only modules with counterparts are found.
+    An import statement finds every module of vLLM. Two kinds of imports find only modules with
+    counterparts: statements that provide for an ``ImportError``, and calls such as
+    ``importlib.import_module``.
 
     Attributes:
         plugin: the name of the plugin's distribution.
@@ -101,7 +102,7 @@ class VllmFinder(MetaPathFinder, Loader):
                 setattr(module, name, getattr(importlib.import_module(home), name))
 
     def install(self, packages: Iterable[str] = ()) -> None:
-        """Answer imports from now on, after all other finders; once for each plugin.
+        """Answer imports from now on, after all other finders. A second call changes nothing.
 
         Args:
             packages: the top-level packages of the plugin, for messages about it.
@@ -117,5 +118,5 @@ def _imports(frame: FrameType) -> bool:
 
 
 def is_installed() -> bool:
-    """Tell whether vLLM itself is there, to which plugins belong then."""
+    """Return True if vLLM itself is installed. Then vLLM runs its plugins."""
     return PathFinder.find_spec("vllm") is not None

@@ -1,4 +1,4 @@
-"""Imports whose failure a plugin provides for, such as those in a ``try`` with ``except ImportError``."""
+"""Guarded imports: a plugin provides for their failure, for example by ``except ImportError``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ABSENT = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseExc
 
 
 def is_guarded(frame: FrameType) -> bool:
-    """Return True if the line that a frame executes provides for the failure of an import."""
+    """Return True if a frame executes a guarded import."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     return frame.f_lineno in guarded_lines("".join(lines))
 
 
 @functools.lru_cache(maxsize=256)
 def guarded_lines(source: str) -> frozenset[int]:
-    """Return the lines of imports whose failure source code provides for."""
+    """Return the line numbers of guarded imports in source code."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -45,13 +45,17 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def _suppresses(expression: ast.expr) -> bool:
+    """Return True for ``suppress(ImportError)`` and its like."""
     if not isinstance(expression, ast.Call) or "suppress" not in set(words_in(expression.func)):
         return False
-    return bool(_ABSENT & {word for argument in expression.args for word in words_in(argument)})
+    return any(_ABSENT & set(words_in(argument)) for argument in expression.args)
 
 
 def words_in(node: ast.expr | None) -> Iterator[str]:
-    """Yield the names in an expression, such as a handler's classes; ``except:`` catches all."""
+    """Yield the names in an expression, such as the classes of a handler.
+
+    ``except:`` has no expression, and catches the same as ``except BaseException:``.
+    """
     if node is None:
         yield "BaseException"
         return
@@ -63,7 +67,7 @@ def words_in(node: ast.expr | None) -> Iterator[str]:
 
 
 def _lines_of_imports(nodes: Iterable[ast.AST]) -> Iterator[int]:
-    """Yield the lines of imports in statements, but for those in functions that are defined there."""
+    """Yield the lines of imports in statements, without imports in functions defined there."""
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)

@@ -1,4 +1,4 @@
-"""The names of vLLM that a plugin uses: which are answered here, and which are missing."""
+"""The names of vLLM in a plugin's source, divided into answered and missing names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class NamedUse:
     place: str
 
     def __str__(self) -> str:
-        told = hint(self.name)
-        return f"{self.name} ({self.place}{f'; {told}' if told else ''})"
+        next_step = hint(self.name)
+        if not next_step:
+            return f"{self.name} ({self.place})"
+        return f"{self.name} ({self.place}; {next_step})"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The names that a plugin uses, and the files that cannot be read, with reasons."""
+    """The names of vLLM in a plugin, and the messages about files that cannot be read."""
 
     answered: tuple[NamedUse, ...]
     missing: tuple[NamedUse, ...]
@@ -38,7 +40,7 @@ class Listing:
 
 
 def listing_of(*packages: str) -> Listing:
-    """Return the names of vLLM in all files of packages. Nothing of them is imported."""
+    """Return the names of vLLM in all files of packages. None of the packages is imported."""
     answered: dict[str, NamedUse] = {}
     missing: dict[str, NamedUse] = {}
     unreadable = []
@@ -70,37 +72,49 @@ def _above(name: str) -> set[str]:
 
 
 def lacking(use: Use) -> str | None:
-    """Return the part of a used name, from its beginning on, that there is nothing of, or ``None``."""
-    parts = use.name.split(".")
-    depth = max(
-        count for count in range(len(parts) + 1) if ".".join(parts[:count]) in {"", *MODULES}
-    )
-    module, rest = ".".join(parts[:depth]), parts[depth:]
+    """Return the missing part of a used name, or None if the name is answered.
+
+    For ``vllm.platforms.Platform.get_nothing.then`` this is
+    ``vllm.platforms.Platform.get_nothing``.
+    """
+    module, rest = _divided(use.name)
     if not rest:
         return None if module else use.name
-    home = NAMES.get(module, {}).get(rest[0])
+    thing, *attributes = rest
+    home = NAMES.get(module, {}).get(thing)
     if home is None:
         return use.name
+    # Instances of opgraft's own classes have more attributes than their classes declare.
     if not is_adapted(home):
-        return None  # of opgraft's own, whose instances have more than their classes tell
-    thing = rest[0]
+        return None
     if thing == "current_platform":
-        home, thing = NAMES[module]["Platform"], "Platform"
+        home = NAMES[module]["Platform"]
+        thing = "Platform"
     classes = classes_in(home)
-    for index, attribute in enumerate(rest[1:], 2):
+    for index, attribute in enumerate(attributes, 2):
+        # Only classes of this module are known, and every class has names with underscores.
         if thing not in classes or attribute.startswith("__"):
-            return None  # a function, or of another module; or what any class has
+            return None
         if attribute not in classes[thing]:
             return ".".join([module, *rest[:index]])
         thing = classes[thing][attribute]
     return None
 
 
+def _divided(name: str) -> tuple[str, list[str]]:
+    """Return the longest known module that a dotted name begins with, and the other parts."""
+    parts = name.split(".")
+    depth = len(parts)
+    while depth and ".".join(parts[:depth]) not in MODULES:
+        depth -= 1
+    return ".".join(parts[:depth]), parts[depth:]
+
+
 @functools.cache
 def classes_in(home: str) -> dict[str, dict[str, str]]:
-    """Return the classes of a module here, and of each the members with the names of their classes, where these tell.
+    """Return class → member → annotation, for the classes of a module of this package.
 
-    They are read: importing them would import torch, for which a probe has not the time.
+    The source is read. An import would import torch, and a probe has no time for that.
     """
     *_, spec = specs_of(home)
     tree = ast.parse(Path(str(spec.origin)).read_bytes())

@@ -1,6 +1,7 @@
-"""Names of vLLM without a counterpart: objects that a plugin may import and hold, and that raise when it uses them.
+"""Names of vLLM without a counterpart in opgraft.
 
-A plugin is judged by what it executes. A missing name in a function that nobody calls costs nothing.
+A plugin may import such a name and hold it. An error is raised only when the plugin uses the name.
+So a missing name in a function that nobody calls costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opgraft.errors import PluginError
 from opgraft_vllm_bridge.counterparts import hint
 
 PLUGINS: dict[str, str] = {}
-"""By top-level package, the name of the plugin that has it."""
+"""Top-level package → the name of its plugin."""
 
 _OWN = __name__.partition(".")[0]
 _NOT_PLUGINS = frozenset({_OWN, "importlib", "abc", "typing", "functools"})
@@ -24,25 +25,30 @@ _ADVICE = "'opgraft-vllm-bridge names {}' lists the names that it uses"
 
 
 class MissingNameError(PluginError):
-    """A plugin uses a name of vLLM that opgraft has no counterpart of."""
+    """A plugin uses a name of vLLM without a counterpart in opgraft."""
 
 
 class MissingAttributeError(MissingNameError, AttributeError):
-    """The same as an ``AttributeError``, for questions such as ``hasattr``."""
+    """A missing name as an ``AttributeError``, so that ``hasattr`` answers False."""
 
 
 def frames_above(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a call's callers, without those of imports and of this package."""
+    """Yield a frame and its callers, without frames of imports and of this package."""
     while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in _NOT_PLUGINS and "importlib" not in frame.f_code.co_filename:
+        is_import = "importlib" in frame.f_code.co_filename
+        if not is_import and _package_of(frame) not in _NOT_PLUGINS:
             yield frame
         frame = frame.f_back
 
 
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
 def caller() -> FrameType:
-    """Return the frame of a plugin that uses something of this package."""
-    return next(frames_above(sys._getframe(1)), sys._getframe(1))
+    """Return the frame of the plugin that called into this package."""
+    own = sys._getframe(1)
+    return next(frames_above(own), own)
 
 
 def place_of(frame: FrameType) -> str:
@@ -51,29 +57,30 @@ def place_of(frame: FrameType) -> str:
 
 
 def plugin_of(frame: FrameType) -> str:
-    """Return the name of the plugin whose code a frame runs, else of the frame's package."""
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    """Return the name of the plugin whose code a frame runs, or of the frame's package."""
+    package = _package_of(frame)
     return PLUGINS.get(package, package)
 
 
 def absence(
     name: str, does: str, imported: str = "", kind: type[MissingNameError] = MissingNameError
 ) -> MissingNameError:
-    """Return the error of a use of a missing name.
+    """Return an error about the use of a missing name.
 
     Args:
         name: the qualified name.
         does: the use as a verb, such as ``calls``.
-        imported: ``file:line`` of the import, if another statement made it.
+        imported: ``file:line`` of the import, if the use is another statement.
         kind: the class of the error.
     """
     frame = caller()
-    place, plugin = place_of(frame), plugin_of(frame)
+    place = place_of(frame)
+    plugin = plugin_of(frame)
     where = f" (imported at {imported})" if imported and imported != place else ""
-    told = hint(name)
+    next_steps = [step for step in (hint(name), _ADVICE.format(plugin)) if step]
     return kind(
-        f"the vLLM plugin {plugin!r} {does} {name} at {place}{where}, which opgraft has no counterpart of: "
-        f"{f'{told}; ' if told else ''}{_ADVICE.format(plugin)}",
+        f"the vLLM plugin {plugin!r} {does} {name} at {place}{where}, which opgraft has no "
+        f"counterpart of: {'; '.join(next_steps)}",
         place,
     )
 
@@ -81,8 +88,8 @@ def absence(
 class Missing:
     """Stands for a name of vLLM without a counterpart.
 
-    It may be imported, held, named in annotations and derived from. ``name[...]`` and ``name | None``
-    return it, as annotations write them. Every other use raises a ``MissingNameError``.
+    A plugin may import and hold the object, derive classes from it, and write it in annotations,
+    also as ``name[...]`` and ``name | None``. Every other use raises a ``MissingNameError``.
     """
 
     _name: str
@@ -102,7 +109,7 @@ class Missing:
         members = {"__module__": "vllm", "_missing": self}
         return (_MissingClass(self._name.rpartition(".")[2], (), members),)
 
-    # Annotations, which Python evaluates where a function is defined.
+    # Python evaluates annotations when a function is defined.
     def __or__(self, other: Any) -> Missing:
         return self
 
@@ -170,7 +177,7 @@ class Missing:
 
 
 class _MissingClass(ABCMeta):
-    """The class of classes that derive from a missing name: nothing of them can be used."""
+    """The metaclass of classes that derive from a missing name. Every use of a class raises."""
 
     _missing: Missing
 
@@ -190,6 +197,6 @@ class _MissingClass(ABCMeta):
         super().__setattr__(name, value)
 
     def _refusal(cls, does: str, kind: type[MissingNameError] = MissingNameError) -> Exception:
-        """Return the error of a use of a class that derives from a missing name."""
+        """Return an error about the use of a class that derives from a missing name."""
         missing = cls._missing
         return absence(missing._name, does, missing._imported, kind)

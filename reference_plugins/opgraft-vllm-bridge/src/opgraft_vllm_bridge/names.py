@@ -1,4 +1,8 @@
-"""The modules and names of vLLM that plugins find here. Where opgraft itself has a name is told by its own table."""
+"""All modules and names of vLLM that this package answers.
+
+The names are of two kinds. ``counterparts.py`` lists the names that opgraft has. The table below
+lists the names that the modules of ``vllm_parts`` adapt.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ _QUANTIZATION = (
     "QuantizationConfig QuantizationMethods get_quantization_config register_quantization_config"
 )
 _VARIABLES = (
-    "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_CONFIGURE_LOGGING VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_PLUGINS "
-    "VLLM_USE_MODELSCOPE"
+    "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_CONFIGURE_LOGGING VLLM_LOGGING_CONFIG_PATH "
+    "VLLM_LOGGING_LEVEL VLLM_PLUGINS VLLM_USE_MODELSCOPE"
 )
 _FORMATTERS = {"logging_utils": "ColoredFormatter NewLineFormatter"}
 _PLATFORM = "CpuArchEnum Platform PlatformEnum"
@@ -23,8 +27,8 @@ _PLATFORM = "CpuArchEnum Platform PlatformEnum"
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm": {"version": "__version__", "models": "ModelRegistry"},
     "vllm.config": {
-        "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig KVTransferConfig LoadConfig "
-        "ModelConfig ParallelConfig SchedulerConfig"
+        "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig "
+        "KVTransferConfig LoadConfig ModelConfig ParallelConfig SchedulerConfig"
     },
     "vllm.config.cache": {"config": "CacheConfig"},
     "vllm.config.compilation": {"config": "CUDAGraphMode CompilationConfig"},
@@ -39,7 +43,8 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.engine.arg_utils": {"arguments": "EngineArgs"},
     "vllm.envs": {"envs": _VARIABLES},
     "vllm.forward_context": {
-        "forward_context": "ForwardContext get_forward_context is_forward_context_available set_forward_context"
+        "forward_context": "ForwardContext get_forward_context is_forward_context_available "
+        "set_forward_context"
     },
     "vllm.logger": {"logging_config": "DEFAULT_LOGGING_CONFIG"},
     "vllm.logging_utils": _FORMATTERS,
@@ -55,8 +60,8 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.model_executor.models": {"models": "ModelRegistry"},
     "vllm.model_executor.models.registry": {"models": "ModelRegistry"},
     "vllm.model_executor.parameter": {
-        "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter PackedvLLMParameter "
-        "PerTensorScaleParameter RowvLLMParameter"
+        "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter "
+        "PackedvLLMParameter PerTensorScaleParameter RowvLLMParameter"
     },
     "vllm.model_executor.utils": {"model_utils": "maybe_disable_graph_partition"},
     "vllm.platforms": {"platforms": _PLATFORM, "current": "current_platform"},
@@ -73,44 +78,48 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     },
     "vllm.utils.platform_utils": {"current": "is_pin_memory_available"},
     "vllm.utils.torch_utils": {
-        "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size set_default_torch_dtype "
-        "set_random_seed vllm_lib"
+        "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size "
+        "set_default_torch_dtype set_random_seed vllm_lib"
     },
     "vllm.v1.attention.backend": {
-        "attention": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder AttentionType",
+        "attention": "AttentionBackend AttentionImpl AttentionMetadata AttentionMetadataBuilder "
+        "AttentionType",
         "forward_context": "CommonAttentionMetadata",
     },
     "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum register_backend"},
     "vllm.v1.attention.backends.utils": {"forward_context": "CommonAttentionMetadata"},
     "vllm.version": {"version": "__version__"},
 }
-"""By module of vLLM and module here, the names that the latter adapts."""
+"""Module of vLLM → module of ``vllm_parts`` → the names that the latter adapts."""
 
 
 def _names_of(module: str) -> dict[str, str]:
-    adapted = _ADAPTED.get(module, {})
-    own = {name: f"{_PARTS}.{part}" for part, names in adapted.items() for name in names.split()}
-    return {**COUNTERPARTS.get(module, {}), **own}
+    """Return name → home, for a module of vLLM. An adapted name goes before a counterpart."""
+    homes = dict(COUNTERPARTS.get(module, {}))
+    for part, names in _ADAPTED.get(module, {}).items():
+        homes.update(dict.fromkeys(names.split(), f"{_PARTS}.{part}"))
+    return homes
 
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     module: _names_of(module) for module in {**COUNTERPARTS, **_ADAPTED}
 }
-"""By module of vLLM and name, the module that has that name."""
+"""Module of vLLM → name → the module with that name."""
 
 
 def _above(module: str) -> Iterator[str]:
+    """Yield the packages of a module, the innermost first."""
     while module := module.rpartition(".")[0]:
         yield module
 
 
 PACKAGES = frozenset(above for module in NAMES for above in _above(module))
-"""Modules of vLLM that have others below them."""
+"""Modules of vLLM that are packages."""
 
 MODULES = PACKAGES | NAMES.keys()
 """Every module of vLLM that can be imported."""
 
 
 def is_adapted(home: str) -> bool:
-    """Tell whether a module is one of this package, whose classes have all that plugins may use of them."""
+    """Return True for the modules of ``vllm_parts``. Their classes declare all their attributes."""
     return home.startswith(_PARTS)

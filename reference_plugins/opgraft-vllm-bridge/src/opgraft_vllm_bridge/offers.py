@@ -1,4 +1,8 @@
-"""The entry points of the bridge: two make a platform or a plugin of one of vLLM's, one ports a plugin's source."""
+"""The entry points of the bridge.
+
+``platform`` and ``plugin`` adapt an entry point of vLLM. ``port_folder`` rewrites the source of a
+plugin.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from opgraft_vllm_bridge.op_modules import import_alone, import_op_modules, op_m
 
 _PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
 _TOLD = (
-    "it is told this machine's variables, but for those whose names speak of secrets, such as TOKEN"
+    "it sees this machine's variables, but for those whose names speak of secrets, such as TOKEN"
 )
 _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 
@@ -30,8 +34,8 @@ _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 def platform(offer: Offer) -> PlatformSpec:
     """Return a platform of opgraft for an entry point of the group ``vllm.platform_plugins``.
 
-    The probe calls the entry point's function, which returns the path of a class if the device is
-    there. The function reads the variables that the machine tells probes.
+    The probe calls the entry point's function. The function returns the path of a platform class if
+    the device is there.
     """
 
     def probe(machine: Machine) -> Evidence:
@@ -47,11 +51,9 @@ def platform(offer: Offer) -> PlatformSpec:
     def load() -> type[opgraft.Platform]:
         path = _class_path(offer)
         if path is None:
-            raise opgraft.OpgraftError(
-                f"{offer.value}, which has found a device, finds none any more"
-            )
+            raise opgraft.OpgraftError(f"{offer.value} found a device before, and finds none now")
         module, _, name = path.rpartition(".")
-        # With torch, which a probe does without.
+        # A late import: adapting imports torch, and probes do without torch.
         adapting = importlib.import_module("opgraft_vllm_bridge.adapting")
         theirs = getattr(importlib.import_module(module), name)
         adapted: type[opgraft.Platform] = adapting.adapted(offer, theirs)
@@ -64,10 +66,10 @@ def platform(offer: Offer) -> PlatformSpec:
 
 @contextmanager
 def _variables_of(machine: Machine) -> Iterator[None]:
-    """Give a function of vLLM the variables of a machine, which it reads from ``os.environ``.
+    """Within the block, put the variables of a machine into ``os.environ``.
 
-    A process that asks a probe has a minimal environment. The machine has all variables but those
-    whose names speak of secrets.
+    Functions of vLLM's plugins read ``os.environ``, and the process of a probe has few variables.
+    The machine has all variables but those whose names speak of secrets.
     """
     before = dict(os.environ)
     os.environ.update(machine.environ)
@@ -83,8 +85,9 @@ class Plugin:
 
     Args:
         offer: the entry point.
-        register: the function; ``None`` where it is vLLM's to call it.
-        offers_platform: its distribution offers a platform, where it applies then; else it applies on any.
+        register: the function, or None if vLLM itself is installed and calls it.
+        offers_platform: whether the distribution offers a platform. If so, the plugin applies on
+            that platform only, otherwise on every platform.
     """
 
     def __init__(
@@ -111,14 +114,14 @@ class Plugin:
         """Import the modules that register ops one by one, after the function has failed.
 
         Raises:
-            MissingNameError: the plugin has no such module that can be imported.
+            MissingNameError: no such module could be imported. This is the function's error.
         """
         offer = self.offer
         imported = [import_alone(module, offer) for module in sorted(op_modules(offer.package))]
-        if True not in imported:
+        if not any(imported):
             raise error
-        told = f"the vLLM plugin {offer.provider} goes without the rest of {offer.value}: {error}"
-        report_fault(told, offer.provider, error.location)
+        fault = f"the vLLM plugin {offer.provider} goes without the rest of {offer.value}: {error}"
+        report_fault(fault, offer.provider, error.location)
 
 
 def plugin(offer: Offer) -> Plugin:
@@ -160,6 +163,7 @@ def _class_path(offer: Offer) -> str | None:
 
 
 def _function(offer: Offer) -> Any:
+    """Return the function of an entry point, with the finder of its plugin in place."""
     installed = _as_installed(offer)
     provider = installed.provider
     packages = {each.package for each in discover().offers if each.provider == provider}
@@ -169,7 +173,7 @@ def _function(offer: Offer) -> Any:
 
 
 def _as_installed(offer: Offer) -> Offer:
-    """Return an entry point with its distribution, which the process of a probe is not told."""
+    """Return an entry point with its distribution. The process of a probe does not know it."""
     for each in discover().offers:
         if (each.name, each.value, each.group) == (offer.name, offer.value, offer.group):
             return each
@@ -180,7 +184,7 @@ class _LastWarning(logging.Handler):
     """Keeps the last warning.
 
     Attributes:
-        told: its text, or nothing.
+        told: the text of the warning as the one item, or no item.
     """
 
     def __init__(self) -> None:
@@ -188,7 +192,7 @@ class _LastWarning(logging.Handler):
         self.told: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        # As handlers of logging do: a call with wrong arguments fails no probe.
+        # A call of a logger with wrong arguments must not fail a probe.
         try:
             self.told[:] = [record.getMessage()]
         except Exception:

@@ -17,19 +17,21 @@ _GENERAL = "vllm.general_plugins"
 
 
 def import_op_modules(offer: Offer, packages: Iterable[str]) -> None:
-    """Import the modules of a plugin's packages that register ops, each judged alone.
+    """Import the modules of a plugin's packages that register ops.
 
-    Modules that a function of ``vllm.general_plugins`` imports are left to the function. A module
-    that raises is reported and left out.
+    Modules that a function of ``vllm.general_plugins`` imports are left to the function. If a
+    module raises, the failure is reported, and the other modules are imported.
     """
-    left = set(_imported_by_functions(offer))
-    found = {module for package in packages for module in op_modules(package)}
-    for module in sorted(found - left):
+    found: set[str] = set()
+    for package in packages:
+        found.update(op_modules(package))
+    left_to_functions = set(_imported_by_functions(offer))
+    for module in sorted(found - left_to_functions):
         import_alone(module, offer)
 
 
 def import_alone(module: str, offer: Offer) -> bool:
-    """Import a module of a plugin; report the failure of one that raises, and return False."""
+    """Import a module of a plugin, and return True. If the module raises, report the failure."""
     try:
         importlib.import_module(module)
     except Exception as error:
@@ -43,7 +45,7 @@ def import_alone(module: str, offer: Offer) -> bool:
 
 
 def op_modules(package: str) -> Iterator[str]:
-    """Yield the modules of a package that register ops when they are imported. Nothing is imported."""
+    """Yield the modules of a package that register ops when imported. Their source is read only."""
     for module, file in modules_of(package):
         try:
             content = file.read_bytes()
@@ -85,13 +87,23 @@ def _imported_by_functions(offer: Offer) -> Iterator[str]:
             tree = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
+        # Relative imports count from the package of a module, and a package is its own.
+        package = other.module.split(".")
+        if spec.submodule_search_locations is None:
+            package.pop()
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                above = other.module.split(".")
-                is_package = spec.submodule_search_locations is not None
-                kept = len(above) - node.level + is_package if node.level else 0
-                module = ".".join([*above[:kept], *filter(None, [node.module])])
-                yield module
-                yield from (f"{module}.{alias.name}" for alias in node.names)
+                yield from _imported_from(node, package)
+
+
+def _imported_from(node: ast.ImportFrom, package: list[str]) -> Iterator[str]:
+    """Yield the module of a statement, and each of its names, which may be a module as well."""
+    above: list[str] = []
+    if node.level:
+        above = package[: len(package) - node.level + 1]
+    module = ".".join([*above, *filter(None, [node.module])])
+    yield module
+    for alias in node.names:
+        yield f"{module}.{alias.name}"

@@ -1,4 +1,4 @@
-"""Uses of vLLM by a plugin, found by reading its source: nothing of it is imported or executed."""
+"""Uses of vLLM in the source of a plugin. The source is read, not imported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from opgraft_vllm_bridge.guards import guarded_lines
 from opgraft_vllm_bridge.uses import Use, Uses
 
 LARGEST = 1 << 22
-"""Bytes of a source file."""
+"""The most bytes of a source file."""
 
 MOST = 5000
-"""Files of a plugin."""
+"""The most files of a package."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Source:
     """A module of a plugin.
 
     Attributes:
-        name: dotted.
-        file: of it.
-        uses: names of vLLM that it uses, but for those whose absence it provides for.
+        name: the dotted name.
+        file: the source file.
+        uses: the names of vLLM in the source, without those of guarded imports.
     """
 
     name: str
@@ -39,23 +39,26 @@ def modules_of(package: str) -> Iterator[tuple[str, Path]]:
     """Yield the modules of a package, each with its file.
 
     Raises:
-        PluginError: there are more than thousands.
+        PluginError: the package has more than MOST files.
     """
     specs = list(specs_of(package))
+    folders = specs[-1].submodule_search_locations if specs else None
     count = 0
-    for folder in (specs[-1].submodule_search_locations or ()) if specs else ():
+    for folder in folders or ():
         for file in sorted(Path(folder).rglob("*.py")):
             count += 1
             if count > MOST:
                 raise PluginError(f"the plugin {package} has more than {MOST:,} files")
             parts = file.relative_to(folder).with_suffix("").parts
-            if all(part.isidentifier() for part in parts):
-                names = parts[:-1] if parts[-1] == "__init__" else parts
-                yield ".".join((package, *names)), file
+            if not all(part.isidentifier() for part in parts):
+                continue
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            yield ".".join((package, *parts)), file
 
 
 def read_module(name: str, file: Path) -> Source:
-    """Return what a module uses of vLLM.
+    """Return a module with its uses of vLLM.
 
     Raises:
         PluginError: the file cannot be read or parsed.
@@ -74,10 +77,10 @@ def read_module(name: str, file: Path) -> Source:
 
 
 class _Reader(Uses):
-    """Leaves out imports for type checkers, and follows what is taken of settings."""
+    """Finds uses in a module. It knows imports for type checkers, and variables for attributes."""
 
     def visit_If(self, node: ast.If) -> None:
-        """Take names from imports that only type checkers make, and not the imports themselves."""
+        """Learn names from imports for type checkers. Such imports are no uses: they never run."""
         if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             self._aside(node.body)
             self._all(node.orelse)
@@ -85,18 +88,25 @@ class _Reader(Uses):
             self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        """Remember variables such as ``parallel = settings.parallel_config``."""
         super().visit_Assign(node)
-        value = self.dotted(node.value) if isinstance(node.value, ast.Attribute) else None
+        value = None
+        if isinstance(node.value, ast.Attribute):
+            value = self.dotted(node.value)
         for target in node.targets:
             if value and isinstance(target, ast.Name):
                 self.instances[target.id] = value
-            elif isinstance(target, ast.Attribute) and (name := self.dotted(target)):
-                self.found.append(Use(name, target.lineno))
+            elif isinstance(target, ast.Attribute):
+                name = self.dotted(target)
+                if name:
+                    self.found.append(Use(name, target.lineno))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        base = next(filter(None, map(self.dotted, node.bases)), None)
+        """Remember the first base of vLLM while the body is visited, for ``super()``."""
+        bases = [self.dotted(base) for base in node.bases]
         self._all([*node.bases, *node.keywords, *node.decorator_list])
-        outer, self.base = self.base, base
+        outer = self.base
+        self.base = next(filter(None, bases), None)
         self._all(node.body)
         self.base = outer
 
@@ -106,13 +116,14 @@ class _Reader(Uses):
 
     def _aside(self, nodes: list[ast.stmt]) -> None:
         """Visit statements, and forget the uses in them."""
-        before, self.found = self.found, []
+        before = self.found
+        self.found = []
         self._all(nodes)
         self.found = before
 
 
 def members_of(cls: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yield the methods and attributes that a class defines, each with its annotation, which is mostly empty."""
+    """Yield the methods and attributes of a class, each with its annotation or ""."""
     for each in cls.body:
         if isinstance(each, ast.FunctionDef):
             yield each.name, ""

@@ -1,4 +1,4 @@
-"""The names of vLLM that source code uses, by its syntax tree alone: nothing of it is imported or executed."""
+"""The names of vLLM in source code, found in the syntax tree. The code is not imported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Use:
 
 
 class Uses(ast.NodeVisitor):
-    """Follows what imports bind, wherever they stand, and instances of it, to the attributes that are taken of them.
+    """Finds uses of vLLM: imports, and attributes of imported names and of instances.
 
     Attributes:
-        found: the uses, in the order in which they are met.
-        bound: the names that imports bind, each with what it stands for.
-        instances: variables that hold an instance of a class of vLLM, each with the class.
-        base: of the class whose body is visited, the base of vLLM.
+        found: the uses, in the order of the source.
+        bound: name in the source → the dotted name of vLLM that an import gave it.
+        instances: variable → the class of vLLM of its value.
+        base: the base of vLLM of the class whose body is visited, or None.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,14 @@ class Uses(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.name.partition(".")[0] == _VLLM:
-                self.bound[alias.asname or _VLLM] = alias.name if alias.asname else _VLLM
-                self.found.append(Use(alias.name, node.lineno))
+            if alias.name.partition(".")[0] != _VLLM:
+                continue
+            self.found.append(Use(alias.name, node.lineno))
+            if alias.asname:
+                self.bound[alias.asname] = alias.name
+            else:
+                # "import vllm.config" binds "vllm" only.
+                self.bound[_VLLM] = _VLLM
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.level or (node.module or "").partition(".")[0] != _VLLM:
@@ -56,9 +61,11 @@ class Uses(ast.NodeVisitor):
                 self._hold(target.id, made)
 
     def _hold(self, name: str, cls: str | None) -> None:
-        """Let a variable stand for an instance of a class of vLLM, or for nothing of it any more."""
+        """Note that a variable holds an instance of a class of vLLM, or something else."""
         self.instances.pop(name, None)
-        if cls and cls.rpartition(".")[2][:1].isupper():
+        # A function's name begins in lower case, and the class of its result is unknown.
+        is_class = cls is not None and cls.rpartition(".")[2][:1].isupper()
+        if cls is not None and is_class:
             self.instances[name] = cls
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -75,18 +82,24 @@ class Uses(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer, held, taken = self.bound, self.instances, _taken_in(node)
+        """Visit a function: parameters and local variables hide outer names of the same name."""
         annotated = {each.arg: self._annotated(each.annotation) for each in node.args.args}
-        self.bound = {name: value for name, value in outer.items() if name not in taken}
-        self.instances = {name: value for name, value in held.items() if name not in taken}
+        outer_bound = self.bound
+        outer_instances = self.instances
+        local = _taken_in(node)
+        self.bound = {name: value for name, value in outer_bound.items() if name not in local}
+        self.instances = {
+            name: value for name, value in outer_instances.items() if name not in local
+        }
         for name, cls in annotated.items():
             self._hold(name, cls)
         self.generic_visit(node)
-        self.bound = {**self.bound, **outer}  # an import may bind a global name
-        self.instances = held
+        # An import in a function may bind a global name.
+        self.bound = {**self.bound, **outer_bound}
+        self.instances = outer_instances
 
     def _annotated(self, annotation: ast.expr | None) -> str | None:
-        """Return the class that an annotation names, one in quotes too."""
+        """Return the name of vLLM in an annotation, with or without quotes, or None."""
         if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
             try:
                 annotation = ast.parse(annotation.value, mode="eval").body
@@ -95,27 +108,46 @@ class Uses(ast.NodeVisitor):
         return self.dotted(annotation) if annotation else None
 
     def dotted(self, node: ast.expr) -> str | None:
-        """Return the dotted name of vLLM that an expression stands for, if it is one."""
+        """Return the dotted name of vLLM that an expression stands for, or None.
+
+        After ``from vllm import config``, the expression ``config.VllmConfig`` stands for
+        ``vllm.config.VllmConfig``.
+        """
         attributes: list[str] = []
         while isinstance(node, ast.Attribute):
-            attributes.append(node.attr)
+            attributes.insert(0, node.attr)
             node = node.value
-        name = self.base if attributes and _is_super(node) else None
-        if isinstance(node, ast.Name):
-            name = self.bound.get(node.id) or (self.instances.get(node.id) if attributes else None)
-        return ".".join([name, *reversed(attributes)]) if name else None
+        name = self._start(node, has_attributes=bool(attributes))
+        if not name:
+            return None
+        return ".".join([name, *attributes])
+
+    def _start(self, node: ast.expr, *, has_attributes: bool) -> str | None:
+        """Return the name of vLLM for the expression before the first dot, or None."""
+        if has_attributes and _is_super(node):
+            return self.base
+        if not isinstance(node, ast.Name):
+            return None
+        bound = self.bound.get(node.id)
+        if bound or not has_attributes:
+            return bound
+        return self.instances.get(node.id)
 
 
 def _is_super(node: ast.expr) -> bool:
-    """Return True for ``super()``, whose attributes come from the base of vLLM."""
-    function = node.func if isinstance(node, ast.Call) else None
-    return isinstance(function, ast.Name) and function.id == "super"
+    """Return True for ``super()``. Its attributes are those of the base."""
+    if not isinstance(node, ast.Call):
+        return False
+    return isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 def _taken_in(function: ast.FunctionDef) -> set[str]:
-    """Return the names that parameters and assignments bind in a function, or in one within it."""
-    nodes = [node for part in (function.args, *function.body) for node in ast.walk(part)]
-    parameters = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return parameters | {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    """Return the names of parameters and local variables, also of functions inside."""
+    names = set()
+    for part in (function.args, *function.body):
+        for node in ast.walk(part):
+            if isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names

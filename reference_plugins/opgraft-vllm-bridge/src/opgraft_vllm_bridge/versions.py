@@ -1,4 +1,4 @@
-"""The version of vLLM that a plugin is told, of those whose names the bridge answers."""
+"""The version of vLLM that a plugin reads in ``vllm.__version__``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from packaging.version import InvalidVersion, Version
 from opgraft_vllm_bridge.missing import PLUGINS
 
 NEWEST = "0.33.0"
-"""The version whose names these are."""
+"""The version of vLLM with the names that the bridge answers."""
 
 OLDEST = "0.9.0"
-"""The oldest version of whose names the bridge has some at their former places."""
+"""The oldest version of vLLM with former places of names that the bridge answers."""
 
 SETTING = "vllm_bridge.vllm_version"
 _VLLM = "vllm"
@@ -30,10 +30,13 @@ _RANGE = re.compile(r"\s*(~=|==|!=|<=?|>=?)\s*\d")
 
 
 def announced_to(plugin: str) -> str:
-    """Return the version for a plugin, with opgraft's own behind a ``+``.
+    """Return the version for a plugin, such as ``0.33.0+opgraft0.1.0``.
 
-    It is that of the setting, else the newest that the plugin requires and the bridge covers, else
-    the newest of all.
+    The version is the first of these:
+
+    1. the version of the setting,
+    2. the newest version that the bridge covers and the plugin requires,
+    3. the newest version that the bridge covers.
 
     Raises:
         ConfigError: the setting is no version.
@@ -44,7 +47,7 @@ def announced_to(plugin: str) -> str:
 
 
 def _public(setting: Any) -> str:
-    """Return the version that the setting names, without a local part such as ``+cpu``."""
+    """Return the version of the setting, without a local part such as ``+cpu``."""
     try:
         return Version(str(setting)).public
     except InvalidVersion as error:
@@ -54,20 +57,23 @@ def _public(setting: Any) -> str:
 
 
 def _fitting(plugin: str) -> str:
+    """Return the newest covered version that a plugin requires, or the newest one if none fits."""
     required = SpecifierSet(",".join(map(str, _requirements(plugin))))
-    named = {Version(each.version.removesuffix(".*")) for each in required}
-    minors = range(Version(OLDEST).minor, Version(NEWEST).minor + 1)
-    known = {*named, *(Version(f"0.{minor}.0") for minor in minors)}
-    fitting = [
-        version
-        for version in known
-        if Version(OLDEST) <= version <= Version(NEWEST) and version in required
-    ]
-    return max(fitting, default=Version(NEWEST)).public
+    oldest = Version(OLDEST)
+    newest = Version(NEWEST)
+    # A requirement may name a version that is no first release, such as 0.11.2.
+    candidates = {Version(each.version.removesuffix(".*")) for each in required}
+    for minor in range(oldest.minor, newest.minor + 1):
+        candidates.add(Version(f"0.{minor}.0"))
+    fitting = [each for each in candidates if oldest <= each <= newest and each in required]
+    return max(fitting, default=newest).public
 
 
 def _requirements(plugin: str) -> Iterator[SpecifierSet]:
-    """Yield what a plugin requires of vLLM: by its metadata, or by a constant such as ``VLLM_RANGE``."""
+    """Yield the versions of vLLM that a plugin requires.
+
+    A plugin names them in its metadata, or in a constant such as ``VLLM_RANGE``.
+    """
     try:
         distribution = importlib_metadata.distribution(plugin)
     except (importlib_metadata.PackageNotFoundError, ValueError):
@@ -87,7 +93,7 @@ def _requirements(plugin: str) -> Iterator[SpecifierSet]:
 
 
 def _ranges_in(package: str) -> Iterator[SpecifierSet]:
-    """Yield the ranges of versions in the constants of a package that have ``VLLM`` in their names."""
+    """Yield the ranges of versions in a package's constants with ``VLLM`` in their names."""
     *_, spec = specs_of(package)
     file = Path(spec.origin or "")
     if file.suffix != ".py":
