@@ -1,1 +1,1 @@
-"""Modules of vLLM whose names have another form in opgraft than plugins know them by."""
+"""Modules of vLLM with names that opgraft has in another form."""

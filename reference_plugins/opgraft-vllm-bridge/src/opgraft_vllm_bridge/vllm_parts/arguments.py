@@ -1,4 +1,4 @@
-"""``vllm.engine.arg_utils`` and ``vllm.utils.argparse_utils``: arguments of an engine."""
+"""The arguments of an engine: ``vllm.engine.arg_utils`` and ``vllm.utils.argparse_utils``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from opgraft_vllm_bridge.vllm_parts.config import SETTINGS, VllmConfig, current_
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes ``--max_model_len`` for ``--max-model-len``."""
+    """A parser that reads ``--max_model_len`` as ``--max-model-len``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given: Sequence[str] = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(each) for each in given], namespace)
+        with_dashes = [_with_dashes(each) for each in given]
+        return super().parse_known_args(with_dashes, namespace)
 
 
 def _with_dashes(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
-    name, sign, value = argument.partition("=")
-    return f"--{name[2:].replace('_', '-')}{sign}{value}"
+    option, sign, value = argument.partition("=")
+    name = option.removeprefix("--").replace("_", "-")
+    return f"--{name}{sign}{value}"
 
 
 @dataclass
 class EngineArgs:
-    """Arguments of an engine, as far as opgraft has settings for them. ``None``: not given."""
+    """Those arguments of an engine that opgraft has settings for. None means not given."""
 
     model: str | None = None
     dtype: str | None = None
@@ -54,17 +56,18 @@ class EngineArgs:
     def add_cli_args(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         """Return the parser, with an option for each argument."""
         for name, hint in get_type_hints(EngineArgs).items():
-            # Each is a type or None.
-            (taken,) = set(get_args(hint)) - {type(None)}
             option = f"--{name.replace('_', '-')}"
-            if taken is bool:
+            # A hint is one type or None.
+            (kind,) = set(get_args(hint)) - {type(None)}
+            if kind is bool:
                 parser.add_argument(option, action=argparse.BooleanOptionalAction)
             else:
-                parser.add_argument(option, type=taken)
+                parser.add_argument(option, type=kind)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Return the arguments that a parser has read."""
         return cls(**{each.name: getattr(args, each.name, None) for each in fields(cls)})
 
     def create_engine_config(self) -> VllmConfig:
@@ -73,8 +76,11 @@ class EngineArgs:
         Raises:
             ConfigError: an argument has a value that opgraft does not take.
         """
-        ours = {theirs.rpartition(".")[2]: name for theirs, name in SETTINGS.items()}
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        values = {ours[name]: value for name, value in given.items() if value is not None}
+        names = {theirs.rpartition(".")[2]: ours for theirs, ours in SETTINGS.items()}
+        values = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None:
+                values[names[each.name]] = value
         with set_config(config_from_fields(values), origin="EngineArgs"):
             return current_settings()

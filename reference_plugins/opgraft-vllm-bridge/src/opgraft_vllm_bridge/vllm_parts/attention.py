@@ -1,6 +1,6 @@
-"""``vllm.v1.attention``: backends. None of vLLM's run here, so these are only what plugins derive theirs from.
+"""Attention backends of ``vllm.v1.attention``, as base classes for plugins.
 
-Attention of a vendor runs as a replacement of ``Attention``.
+No backend runs here. To run on opgraft, a vendor's attention replaces ``Attention``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Metadata = TypeVar("Metadata")
 
 
 class AttentionType(str, enum.Enum):
-    """Kinds of attention, by what attends to what."""
+    """Kinds of attention."""
 
     DECODER = "decoder"
     ENCODER = "encoder"
@@ -29,7 +29,7 @@ class AttentionType(str, enum.Enum):
 
 
 class AttentionBackendEnum(enum.Enum):
-    """The backends by name. Those of vLLM do not run here; ``CUSTOM`` is for a plugin's."""
+    """Names of backends. A plugin registers its own as ``CUSTOM``."""
 
     CUSTOM = "custom"
 
@@ -88,7 +88,7 @@ class AttentionMetadataBuilder(ABC, Generic[Metadata]):
 
 
 REGISTERED: dict[AttentionBackendEnum, str | type] = {}
-"""The backends that plugins have registered: dotted paths or classes."""
+"""Name → the backend that a plugin has registered, a dotted path or a class."""
 
 
 def register_backend(
@@ -96,7 +96,10 @@ def register_backend(
     class_path: str | None = None,
     is_mamba: bool = False,
 ) -> Callable[[type], type]:
-    """Register a backend by its dotted path, or as a decorator of its class. opgraft runs none, and says so."""
+    """Register a backend, and log that it has no effect on opgraft.
+
+    With a path, this registers the backend. Without a path, this returns a decorator for the class.
+    """
 
     def register(cls: type) -> type:
         _note(backend, cls)
@@ -111,6 +114,7 @@ def register_backend(
 def _note(backend: AttentionBackendEnum, registered: str | type) -> None:
     REGISTERED[backend] = registered
     logger.warning(
-        "an attention backend of vLLM is registered as %s, to no effect: attention is opgraft's, which plugins replace",
+        "an attention backend of vLLM is registered as %s, to no effect: attention is opgraft's, "
+        "which plugins replace",
         backend.name,
     )

@@ -1,4 +1,8 @@
-"""``vllm.config``: opgraft's settings under vLLM's names. A setting that opgraft has not is no attribute here."""
+"""opgraft's settings under vLLM's names: ``vllm.config``.
+
+The classes have attributes for opgraft's settings, and for some settings of vLLM that plugins
+often read or set.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from opgraft.errors import ConfigError
 from opgraft.plugins.bridges import current_config, origin_of
 
 LAYERS: dict[str, Any] = {}
-"""Layers of plugins by the names under which their ops find them while a batch is computed."""
+"""Name → layer of a plugin. Ops of plugins look their layers up here while a batch is computed."""
 
 
 class CUDAGraphMode(enum.Enum):
-    """Ways to capture and replay graphs; no plugin of vLLM has that done here."""
+    """Ways to capture and replay graphs. opgraft captures none for a plugin of vLLM."""
 
     NONE = 0
     PIECEWISE = 1
@@ -30,18 +34,18 @@ class CUDAGraphMode(enum.Enum):
 
 
 class Settings:
-    """Settings that a plugin may change when its platform is asked for defaults, and not later: they are opgraft's."""
+    """Settings that a plugin may change while its platform is asked for defaults, but not later."""
 
     __slots__ = ("_assigned", "_sealed")
     _assigned: set[str]
 
     def note_assignments(self) -> None:
-        """Note from now on which settings are assigned, if only their former values."""
+        """Note each assignment from now on, even of the same value."""
         object.__setattr__(self, "_assigned", set())
 
     @property
     def assigned(self) -> frozenset[str]:
-        """The settings that were assigned since then; none of an object that a plugin has made."""
+        """The settings assigned since ``note_assignments``. An object of a plugin notes nothing."""
         return frozenset(getattr(self, "_assigned", ()))
 
     def seal(self) -> None:
@@ -51,8 +55,8 @@ class Settings:
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_sealed", False):
             raise ConfigError(
-                f"a plugin of vLLM sets {name} of {type(self).__name__}, which changes nothing any more: it may in its "
-                "platform's check_and_update_config"
+                f"a plugin of vLLM sets {name} of {type(self).__name__}, which changes nothing any "
+                "more: it may in its platform's check_and_update_config"
             )
         noted = getattr(self, "_assigned", None)
         if noted is not None:
@@ -65,7 +69,7 @@ class ModelConfig(Settings):
     """The model.
 
     Attributes:
-        hf_config: the checkpoint's, as transformers has it; ``None`` if no model is named.
+        hf_config: the checkpoint's config of transformers, or None if no model is named.
     """
 
     model: str | None
@@ -85,7 +89,7 @@ class ModelConfig(Settings):
 
     @property
     def use_mla(self) -> bool:
-        """Tell whether attention keeps latents in the cache instead of keys and values."""
+        """True if attention caches latents instead of keys and values."""
         return getattr(self.hf_text_config, "kv_lora_rank", None) is not None
 
     def get_hidden_size(self) -> int:
@@ -100,7 +104,7 @@ class ModelConfig(Settings):
         return int(heads or text.num_attention_heads)
 
     def get_head_size(self) -> int:
-        """Return the numbers of a head; with latents, those of a latent and its rotary part."""
+        """Return the size of a head. With latents, return the size of a latent and a rotary part."""
         text = self.hf_text_config
         if self.use_mla:
             return int(text.kv_lora_rank + text.qk_rope_head_dim)
@@ -166,7 +170,7 @@ class LoadConfig(Settings):
 
 @dataclass(slots=True)
 class CompilationConfig(Settings):
-    """Compilation, and which custom ops are enabled."""
+    """Compilation, and the enabled custom ops."""
 
     backend: str
     compile_sizes: list[int]
@@ -190,7 +194,7 @@ class DeviceConfig(Settings):
 
 @dataclass
 class KVTransferConfig:
-    """The transfer of keys and values by a connector, which opgraft does not have: its cache is its own."""
+    """The transfer of keys and values by a connector. opgraft has none."""
 
     kv_connector: str | None = None
     kv_role: str | None = None
@@ -200,10 +204,11 @@ class KVTransferConfig:
 
 @dataclass(slots=True)
 class VllmConfig(Settings):
-    """All settings. What opgraft has nothing of, such as LoRA, is ``None``.
+    """All settings. Sections without a counterpart here, such as that of LoRA, are None.
 
     Attributes:
-        additional_config: given to a plugin by users beside the others, for which opgraft has no way.
+        additional_config: a user's settings for a plugin. Always empty: opgraft has no way to
+            give them.
     """
 
     model_config: ModelConfig | None
@@ -222,12 +227,12 @@ class VllmConfig(Settings):
 
     @classmethod
     def of(cls, config: OpgraftConfig, device_type: str, dtype: torch.dtype) -> VllmConfig:
-        """Tell settings of opgraft, which are complete, in vLLM's terms.
+        """Return opgraft's settings in vLLM's terms.
 
         Args:
-            config: the settings.
-            device_type: of the platform.
-            dtype: the one that ``auto`` stands for without a model.
+            config: complete settings.
+            device_type: the device type of the platform.
+            dtype: the meaning of ``auto`` if no model is named.
 
         Raises:
             CheckpointError: the model's checkpoint is missing or damaged.
@@ -237,31 +242,29 @@ class VllmConfig(Settings):
             section, _, name = theirs.partition(".")
             owner, _, own = ours.rpartition(".")
             value = getattr(getattr(config, owner), own)
-            rows.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
-        switched = rows["compilation_config"]["custom_ops"]
-        rows["compilation_config"]["custom_ops"] = _with_class_names(switched)
+            if isinstance(value, tuple):
+                value = list(value)
+            rows.setdefault(section, {})[name] = value
+        compilation = rows["compilation_config"]
+        compilation["custom_ops"] = _with_class_names(compilation["custom_ops"])
+        model = rows["model_config"]
         described = _described(config.model.name, _written_at(config.model.name))
-        rows["model_config"]["hf_config"] = described
-        rows["model_config"]["dtype"] = _dtype_of(config.model.dtype, described, dtype)
-        rows["model_config"]["enforce_eager"] = (
-            config.compilation_config.mode is CompilationMode.NONE
-        )
-        rows["cache_config"]["user_specified_block_size"] = (
-            origin_of("cache.block_size") != "default"
-        )
-        rows["parallel_config"]["data_parallel_rank"] = config.parallel.data_rank or 0
-        rows["parallel_config"]["enable_expert_parallel"] = config.parallel.expert > 1
-        made = {
-            each.name: _SECTIONS[each.name](**rows[each.name])
-            for each in fields(cls)
-            if each.name in rows
-        }
-        for section in made.values():
-            section.note_assignments()
-        return cls(**made, device_config=DeviceConfig(device_type))
+        model["hf_config"] = described
+        model["dtype"] = _dtype_of(config.model.dtype, described, dtype)
+        model["enforce_eager"] = config.compilation_config.mode is CompilationMode.NONE
+        by_user = origin_of("cache.block_size") != "default"
+        rows["cache_config"]["user_specified_block_size"] = by_user
+        parallel = rows["parallel_config"]
+        parallel["data_parallel_rank"] = config.parallel.data_rank or 0
+        parallel["enable_expert_parallel"] = config.parallel.expert > 1
+        sections: dict[str, Any] = {}
+        for name, row in rows.items():
+            sections[name] = _SECTIONS[name](**row)
+            sections[name].note_assignments()
+        return cls(**sections, device_config=DeviceConfig(device_type))
 
     def sealed(self) -> VllmConfig:
-        """Return itself, which nobody changes any more."""
+        """Refuse changes from now on, and return this object."""
         for section in _SECTIONS:
             getattr(self, section).seal()
         self.seal()
@@ -269,17 +272,21 @@ class VllmConfig(Settings):
 
 
 def _with_class_names(custom_ops: list[str]) -> list[str]:
-    """Return ``custom_ops`` with the names of classes, too, by which plugins look ops up."""
+    """Return ``custom_ops`` with an entry for each class, too, because plugins look for classes.
+
+    Example: ``["+rms_norm"]`` becomes ``["+rms_norm", "+RMSNorm"]``.
+    """
     found = list(custom_ops)
     for token in custom_ops:
+        sign = token[0]
         cls = CustomOp.op_registry.get(token[1:])
         if cls is not None:
-            found.append(f"{token[0]}{cls.__name__}")
+            found.append(f"{sign}{cls.__name__}")
     return found
 
 
 def _written_at(model: str | None) -> int:
-    """Return the time of the config in the folder of a model; 0 if there is none."""
+    """Return the time of the last change of a model's config, or 0 without such a file."""
     try:
         return (Path(model or "") / "config.json").stat().st_mtime_ns
     except OSError:
@@ -288,16 +295,21 @@ def _written_at(model: str | None) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _described(model: str | None, written_at: int) -> Any:
-    # Cached, as the constructor of each layer may ask and a checkpoint is slow to open.
+    """Return the config of a model's checkpoint, or None if no model is named.
+
+    The result is cached: the constructor of each layer may ask, and a checkpoint is slow to open.
+    """
     # Most plugins ask for no model, and the models take as long to import as torch.
     from opgraft.models import open_weights, read_config
 
     name = config_from_fields({"model.name": model}).resolved().model.name
-    return None if name is None else read_config(open_weights(name), plain=True)
+    if name is None:
+        return None
+    return read_config(open_weights(name), plain=True)
 
 
 def _dtype_of(name: str, described: Any, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of a model: that of the settings, else the checkpoint's."""
+    """Return the dtype of a model, from the settings, the checkpoint, or the default."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -341,74 +353,79 @@ SETTINGS: Mapping[str, str] = {
     "scheduler_config.max_num_seqs": "scheduler.max_num_seqs",
     "scheduler_config.policy": "scheduler.policy",
 }
-"""By setting of vLLM, that of opgraft."""
+"""Setting of vLLM → setting of opgraft."""
 
 _UNHEEDED: Mapping[str, str] = {
     "compilation_config.cudagraph_mode": "opgraft captures the graphs of its own platforms only",
     "kv_transfer_config": "the cache of keys and values is opgraft's own",
-    "parallel_config.disable_custom_all_reduce": "the collectives are those of the communicator, which plugins replace",
-    "parallel_config.distributed_executor_backend": "workers are opgraft's own, started as parallel.executor says",
-    "parallel_config.worker_cls": "the worker is opgraft's, which plugins replace under the name 'worker'",
-    "scheduler_config.scheduler_cls": "the scheduler is opgraft's, which plugins replace under the name 'scheduler'",
+    "parallel_config.disable_custom_all_reduce": "the collectives are those of the communicator, "
+    "which plugins replace",
+    "parallel_config.distributed_executor_backend": "workers are opgraft's own, started as "
+    "parallel.executor says",
+    "parallel_config.worker_cls": "the worker is opgraft's, which plugins replace under the name "
+    "'worker'",
+    "scheduler_config.scheduler_cls": "the scheduler is opgraft's, which plugins replace under "
+    "the name 'scheduler'",
 }
-"""Settings that plugins of vLLM make often and that change nothing here, with the reason."""
+"""Setting that plugins of vLLM often make, to no effect here → the reason."""
 
 
 def unheeded(name: str) -> str | None:
-    """Say why a setting of vLLM changes nothing here, or ``None`` of one that does."""
-    return None if name in SETTINGS else _UNHEEDED.get(name, "opgraft has no such setting")
+    """Return the reason why a setting of vLLM has no effect here, or None if it has an effect."""
+    if name in SETTINGS:
+        return None
+    return _UNHEEDED.get(name, "opgraft has no such setting")
 
 
 def values_of(config: VllmConfig) -> dict[str, Any]:
-    """Return every setting by its dotted name."""
-    found = {
-        each.name: getattr(config, each.name)
-        for each in fields(config)
-        if each.name.startswith(("kv_", "lora_", "quant_", "speculative_"))
-    }
+    """Return dotted name → value for every setting. Lists become tuples."""
+    found = {}
+    for each in fields(config):
+        if each.name.startswith(("kv_", "lora_", "quant_", "speculative_")):
+            found[each.name] = getattr(config, each.name)
     for section in _SECTIONS:
         settings = getattr(config, section)
         if settings is None:
             continue
-        values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-        found |= {
-            f"{section}.{n}": tuple(v) if isinstance(v, list) else v for n, v in values.items()
-        }
+        for each in fields(settings):
+            value = getattr(settings, each.name)
+            # A plugin may change a list in place, and the values before stay the same.
+            found[f"{section}.{each.name}"] = tuple(value) if isinstance(value, list) else value
     return found
 
 
 def assigned_in(config: VllmConfig) -> set[str]:
     """Return the dotted names of the settings that a plugin has assigned."""
-    found = set()
+    found: set[str] = set()
     for section in _SECTIONS:
         settings = getattr(config, section)
         if settings is not None:
-            found |= {f"{section}.{name}" for name in settings.assigned}
+            found.update(f"{section}.{name}" for name in settings.assigned)
     return found
 
 
 def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
-    """Return settings of vLLM as opgraft's; those that it does not heed are left out.
+    """Return settings of vLLM as opgraft's. Settings without an effect are left out.
 
     Raises:
         ConfigError: opgraft does not take a value.
     """
     ours = {SETTINGS[name]: value for name, value in values.items() if name in SETTINGS}
     dtype = ours.get("model.dtype")
-    return config_from_fields(
-        {**ours, **({"model.dtype": str(dtype).removeprefix("torch.")} if dtype else {})}
-    )
+    if dtype:
+        ours["model.dtype"] = str(dtype).removeprefix("torch.")
+    return config_from_fields(ours)
 
 
 def current_settings() -> VllmConfig:
-    """Return the settings that hold here and now, as an object of the caller's own."""
+    """Return the current settings as a new object. The caller may change the object."""
     platform = current_platform()
     dtype = platform.capability().dtypes[0]
     return VllmConfig.of(current_config(), platform.device_type, dtype)
 
 
 def get_current_vllm_config() -> VllmConfig:
-    """Return the settings that hold here and now, which cannot be written to."""
+    """Return the current settings. They refuse changes."""
     return current_settings().sealed()
 
 

@@ -1,4 +1,7 @@
-"""``vllm.platforms.cpu``: the host, from which plugins derive whose tensors lie in its memory."""
+"""The host as a platform: ``vllm.platforms.cpu``.
+
+Plugins derive from it if their tensors lie in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class CpuPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Name the way in which workers run: in this process if there is one, else in others."""
+        """Set the way of running workers: one in this process, several in processes of their own."""
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend is None:
             parallel.distributed_executor_backend = "uni" if parallel.world_size == 1 else "mp"

@@ -16,7 +16,10 @@ _KINDS = {each.name.lower(): each for each in PlatformEnum}
 
 
 class CurrentPlatform:
-    """The platform of this process, which is asked when an attribute is: plugins import it before it is decided."""
+    """The platform of this process, looked up for each attribute.
+
+    Plugins import this object before the platform is decided.
+    """
 
     def __getattr__(self, name: str) -> Any:
         platform = platform_in_loading() or _of(opgraft.current_platform())
@@ -25,11 +28,13 @@ class CurrentPlatform:
 
 @functools.cache
 def _of(ours: OpgraftPlatform) -> Platform:
-    return ours.theirs if isinstance(ours, BridgedPlatform) else _OtherPlatform(ours)
+    if isinstance(ours, BridgedPlatform):
+        return ours.theirs
+    return _OtherPlatform(ours)
 
 
 class _OtherPlatform(Platform):
-    """A platform of opgraft, which a plugin without a platform of its own asks."""
+    """A platform of opgraft in vLLM's terms, for plugins without a platform of their own."""
 
     def __init__(self, ours: OpgraftPlatform) -> None:
         self.ours = ours
@@ -62,5 +67,5 @@ current_platform = CurrentPlatform()
 
 
 def is_pin_memory_available() -> bool:
-    """Tell whether memory of the host can be pinned for copies to the device."""
+    """Return True if the host's memory can be pinned for copies to the device."""
     return bool(current_platform.is_pin_memory_available())

@@ -1,4 +1,4 @@
-"""``vllm.distributed.utils``."""
+"""Equal parts: ``vllm.distributed.utils``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opgraft.errors import LayerError
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Divide evenly.
+    """Return ``numerator / denominator``.
 
     Raises:
         LayerError: there is a remainder.
@@ -24,6 +24,12 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Cut a tensor into equal parts of its last dimension, views if they need not be contiguous."""
-    parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
-    return [part.contiguous() for part in parts] if contiguous_split_chunks else parts
+    """Return equal parts of a tensor, cut along the last dimension.
+
+    The parts are views, unless ``contiguous_split_chunks`` asks for contiguous tensors.
+    """
+    size = divide(tensor.shape[-1], num_partitions)
+    parts = torch.split(tensor, size, dim=-1)
+    if contiguous_split_chunks:
+        return [part.contiguous() for part in parts]
+    return parts

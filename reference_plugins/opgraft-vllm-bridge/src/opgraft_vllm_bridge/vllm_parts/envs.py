@@ -1,4 +1,4 @@
-"""``vllm.envs``: the variables whose answer opgraft knows. Of others, opgraft heeds none."""
+"""Environment variables: ``vllm.envs``, as far as opgraft has an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VLLM_USE_MODELSCOPE: bool = False
 
 
 def __getattr__(name: str) -> Any:
-    """Return what holds while a plugin imports the module, which may be another setting for each.
+    """Return a variable whose answer depends on opgraft's settings.
 
     Raises:
         AttributeError: opgraft has no such variable.

@@ -1,4 +1,4 @@
-"""``vllm.forward_context``: the batch that is computed, as layers of a plugin ask for it."""
+"""The current batch, for layers of a plugin: ``vllm.forward_context``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from opgraft_vllm_bridge.vllm_parts.config import LAYERS, CUDAGraphMode
 
 @dataclass
 class CommonAttentionMetadata:
-    """The sequences of a batch, and where one layer keeps their keys and values. Plugins may derive from it."""
+    """The sequences of a batch, and the places of their keys and values in the cache of one layer.
+
+    Plugins may derive from this class.
+    """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -34,18 +37,18 @@ class CommonAttentionMetadata:
         return self.query_start_loc.cpu()
 
     def naive_query_lens(self) -> torch.Tensor:
-        """Return the tokens of each sequence in this call."""
+        """Return the number of new tokens of each sequence."""
         return self.query_start_loc[1:] - self.query_start_loc[:-1]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The batch that is computed.
+    """The current batch.
 
     Attributes:
-        attn_metadata: the ``CommonAttentionMetadata`` of each attention layer with a cache, by prefix;
-            within ``set_forward_context``, the object that a plugin has given to it.
-        slot_mapping: the slots of the new tokens in the cache of each of these layers.
+        attn_metadata: prefix of an attention layer with a cache → ``CommonAttentionMetadata``.
+            Within ``set_forward_context``, the object of the plugin.
+        slot_mapping: prefix of such a layer → the slots of the new tokens in the cache.
     """
 
     attn_metadata: Any
@@ -59,7 +62,7 @@ class ForwardContext:
 
 
 _GIVEN: ContextVar[ForwardContext | None] = ContextVar("opgraft_vllm_bridge_context", default=None)
-"""The context of ``set_forward_context``."""
+"""The context that a plugin has set by ``set_forward_context``, or None."""
 
 
 @contextmanager
@@ -75,9 +78,9 @@ def set_forward_context(
     skip_compiled: bool = False,
     is_padding: torch.Tensor | None = None,
 ) -> Iterator[None]:
-    """Make ``get_forward_context`` return this metadata within the block.
+    """Within the block, let ``get_forward_context`` return this metadata.
 
-    Layers of opgraft go on to read their own batch.
+    Layers of opgraft still read opgraft's own batch.
     """
     context = ForwardContext(attn_metadata, slot_mapping or {}, cudagraph_runtime_mode)
     token = _GIVEN.set(context)
@@ -88,15 +91,15 @@ def set_forward_context(
 
 
 def is_forward_context_available() -> bool:
-    """Tell whether a batch is computed."""
+    """Return True while a batch is computed."""
     return _GIVEN.get() is not None or current_batch() is not None
 
 
 def get_forward_context() -> ForwardContext:
-    """Return the batch that is computed.
+    """Return the current batch.
 
     Raises:
-        LayerError: there is none.
+        LayerError: no batch is computed now.
     """
     given = _GIVEN.get()
     if given is not None:
@@ -105,7 +108,8 @@ def get_forward_context() -> ForwardContext:
     if batch is None:
         raise LayerError("no batch is computed: ask is_forward_context_available() first")
     metadata = {prefix: _metadata(batch, pages) for prefix, pages in batch.pages.items()}
-    return ForwardContext(metadata, {prefix: pages.slots for prefix, pages in batch.pages.items()})
+    slots = {prefix: pages.slots for prefix, pages in batch.pages.items()}
+    return ForwardContext(metadata, slots)
 
 
 def _metadata(batch: AttentionBatch, pages: LayerPages) -> CommonAttentionMetadata:

@@ -1,4 +1,7 @@
-"""``vllm.logger``: the settings of logging that plugins extend for loggers of their own, and give to ``dictConfig``."""
+"""The settings of logging: ``vllm.logger``.
+
+Plugins extend the settings for their own loggers, and pass them to ``dictConfig``.
+"""
 
 from __future__ import annotations
 
@@ -27,4 +30,4 @@ DEFAULT_LOGGING_CONFIG: dict[str, Any] = {
     },
     "loggers": {"vllm": {"handlers": ["vllm"], "level": _LEVEL, "propagate": False}},
 }
-"""As vLLM's, but for the stream, which is that of opgraft's messages, and for colours."""
+"""The settings of vLLM without colours, and with standard error as the stream, as in opgraft."""

@@ -1,4 +1,4 @@
-"""``vllm.logging_utils``: formatters of log lines."""
+"""Formatters of log lines: ``vllm.logging_utils``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
 
 
 class NewLineFormatter(logging.Formatter):
-    """Begins each line of a message with the prefix of the first. ``%(fileinfo)s`` is the file's name."""
+    """Writes the prefix of a message before each of its lines. ``%(fileinfo)s`` is a file's name."""
 
     def __init__(self, fmt: Any = None, datefmt: Any = None, style: Any = "%") -> None:
         super().__init__(fmt, datefmt, style)
@@ -28,7 +28,7 @@ class NewLineFormatter(logging.Formatter):
 
 
 class ColoredFormatter(NewLineFormatter):
-    """Writes the level in its colour, and the time and the place in grey."""
+    """Writes levels in colours, and times and places in grey."""
 
     def __init__(self, fmt: Any = None, datefmt: Any = None, style: Any = "%") -> None:
         for part in ("%(asctime)s", "[%(fileinfo)s:%(lineno)d]"):
@@ -41,5 +41,5 @@ class ColoredFormatter(NewLineFormatter):
         try:
             return super().format(record)
         finally:
-            # Other handlers have the same record.
+            # Other handlers write the same record.
             record.levelname = level

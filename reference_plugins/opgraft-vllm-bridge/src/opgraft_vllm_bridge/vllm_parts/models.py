@@ -1,4 +1,4 @@
-"""``vllm.ModelRegistry``: models of plugins that are made of vLLM's layers."""
+"""Models of plugins, made of vLLM's layers: ``vllm.ModelRegistry``."""
 
 from __future__ import annotations
 
@@ -25,40 +25,46 @@ logger = init_logger("opgraft.vllm_bridge")
 
 
 class VllmModel(Model):
-    """A model of a plugin, constructed with vLLM's settings. The checkpoint fills its parameters by name.
+    """A model of a plugin, constructed with vLLM's settings.
+
+    A checkpoint fills the model's parameters by name.
 
     Attributes:
-        theirs: the plugin's class, or the path of one as ``package.module:Class``.
+        theirs: the plugin's class, or a path such as ``package.module:Class``.
     """
 
     theirs: ClassVar[type | str]
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
-        cls = self.theirs
-        if isinstance(cls, str):
-            module, _, name = cls.partition(":")
-            cls = getattr(importlib.import_module(module), name)
-        merged = getattr(cls, "packed_modules_mapping", {})
+        cls = self._their_class()
+        table = getattr(cls, "packed_modules_mapping", {})
         # The config of a quantization reads the names before there are layers.
-        type(self).packed_modules_mapping = merged_layers(merged, {})
+        type(self).packed_modules_mapping = merged_layers(table, {})
         self.weights_mapper = WeightsMapper(prefixes={"": "inner."})
         settings = current_settings()
         settings.quant_config = quantization_config(opgraft_config, self)
-        make: Any = cls
-        self.inner = make(vllm_config=settings.sealed(), prefix=prefix)
+        self.inner = cls(vllm_config=settings.sealed(), prefix=prefix)
         layers = {path.rpartition(".")[2]: layer for path, layer in self.inner.named_modules()}
-        type(self).packed_modules_mapping = merged_layers(merged, layers)
-        # In place of vLLM's table, which the loader of weights would read.
+        type(self).packed_modules_mapping = merged_layers(table, layers)
+        # The loader of weights reads the inner model's table, and needs opgraft's form.
         self.inner.packed_modules_mapping = self.packed_modules_mapping
-        self._taken = frozenset(inspect.signature(self.inner.forward).parameters)
+        self._parameters_of_forward = frozenset(inspect.signature(self.inner.forward).parameters)
+
+    def _their_class(self) -> Any:
+        """Return the plugin's class, imported if only the path is known."""
+        if not isinstance(self.theirs, str):
+            return self.theirs
+        module, _, name = self.theirs.partition(":")
+        return getattr(importlib.import_module(module), name)
 
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]``."""
-        given = {"inputs_embeds": inputs_embeds, "intermediate_tensors": None}
-        others = {name: value for name, value in given.items() if name in self._taken}
+        optional = {"inputs_embeds": inputs_embeds, "intermediate_tensors": None}
+        taken = self._parameters_of_forward
+        others = {name: value for name, value in optional.items() if name in taken}
         hidden: Tensor = self.inner(input_ids=input_ids, positions=positions, **others)
         return hidden
 
@@ -67,6 +73,7 @@ class VllmDecoder(VllmModel):
     """A model of a plugin that generates tokens."""
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return ``[tokens, vocab_size]``, or None if another rank has the logits."""
         logits: Tensor | None = self.inner.compute_logits(hidden_states)
         return logits
 
@@ -74,15 +81,17 @@ class VllmDecoder(VllmModel):
 def merged_layers(
     table: Mapping[str, Sequence[str]], layers: Mapping[str, Any]
 ) -> dict[str, dict[str, int | str]]:
-    """Return by merged layer the layers of the checkpoint, each with the id of its shard.
+    """Return merged layer → layer of the checkpoint → shard id.
+
+    Example: ``{"gate_up_proj": {"gate_proj": 0, "up_proj": 1}}``.
 
     Args:
-        table: vLLM's, which lists the layers alone. A row with one layer merges nothing and is left
-            out.
-        layers: of the model, by name. A ``QKVParallelLinear`` has letters for ids.
+        table: vLLM's table, merged layer → layers of the checkpoint. A row with one layer merges
+            nothing and is left out.
+        layers: the layers of the model by name. A ``QKVParallelLinear`` has letters for ids.
 
     Raises:
-        ModelError: a ``QKVParallelLinear`` is made of another number of layers than three.
+        ModelError: a ``QKVParallelLinear`` is not made of three layers.
     """
     found: dict[str, dict[str, int | str]] = {}
     for merged, parts in table.items():
@@ -96,26 +105,30 @@ def merged_layers(
 
 
 def _letters(merged: str, parts: Sequence[str]) -> list[str]:
-    """Return the letters of the layers of attention: those of their names, else in the order q, k, v."""
+    """Return the shard ids of attention's layers: their first letters, or else q, k and v."""
     if len(parts) != len(_QKV):
         raise ModelError(
-            f"packed_modules_mapping has {len(parts)} layers for {merged!r}, a QKVParallelLinear: list "
-            "those of query, key and value"
+            f"packed_modules_mapping has {len(parts)} layers for {merged!r}, a QKVParallelLinear: "
+            "list those of query, key and value"
         )
     letters = [part[:1] for part in parts]
-    return letters if sorted(letters) == sorted(_QKV) else [*_QKV]
+    if sorted(letters) == sorted(_QKV):
+        return letters
+    return [*_QKV]
 
 
 class _ModelRegistry:
-    """Takes models of plugins, by architecture."""
+    """Registers models of plugins by architecture."""
 
     def register_model(self, model_arch: str, model_cls: type | str) -> None:
-        """Register a model for an architecture. If it has a model, a warning says so and it stays.
+        """Register a model for an architecture.
+
+        If the architecture has a model already, that model stays, and a warning is logged.
 
         Args:
-            model_arch: as in the config of a checkpoint.
-            model_cls: a class, or its path as ``package.module:Class``, which is imported when it is
-                needed.
+            model_arch: the name in the config of a checkpoint.
+            model_cls: a class, or a path such as ``package.module:Class``. The class of a path is
+                imported when the model is constructed.
 
         Raises:
             ModelError: the path has another form.

@@ -1,6 +1,7 @@
-"""``vllm.model_executor.parameter``: parameters that say by their attributes how they are cut for ranks.
+"""Parameters that ranks cut by attributes: ``vllm.model_executor.parameter``.
 
-Those whose scales are of groups or blocks are not here: opgraft wants to know their size, and vLLM's have it not.
+Scales of groups and of blocks are left out. opgraft needs the size of a group to cut them, and
+vLLM's classes do not have it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ class BasevLLMParameter(Parameter):
     """A parameter that is not cut.
 
     Args:
-        data: its values.
-        weight_loader: fills it from a checkpoint.
-        **attributes: by which ``opgraft.ops.linear.sharding`` cuts it.
+        data: the values.
+        weight_loader: the function that fills the parameter from a checkpoint.
+        **attributes: read by ``opgraft.ops.linear.sharding`` to cut the parameter.
     """
 
     def __new__(cls, data: torch.Tensor, **attributes: Any) -> BasevLLMParameter:
@@ -32,7 +33,7 @@ class BasevLLMParameter(Parameter):
 
 
 class RowvLLMParameter(BasevLLMParameter):
-    """One that is cut along the layer's input."""
+    """A parameter that is cut along the layer's input."""
 
     def __init__(self, input_dim: int, **others: Any) -> None:
         super().__init__(input_dim=input_dim, **others)
@@ -46,21 +47,21 @@ class ChannelQuantScaleParameter(BasevLLMParameter):
 
 
 class ModelWeightParameter(BasevLLMParameter):
-    """A weight, cut along either."""
+    """A weight. Some layers cut it along the output, others along the input."""
 
     def __init__(self, output_dim: int, input_dim: int, **others: Any) -> None:
         super().__init__(output_dim=output_dim, input_dim=input_dim, **others)
 
 
 class PackedvLLMParameter(ModelWeightParameter):
-    """A weight of which an element holds several numbers along one dimension."""
+    """A weight with several numbers in an element, packed along one dimension."""
 
     def __init__(self, packed_factor: int, packed_dim: int, **others: Any) -> None:
         super().__init__(packed_factor=packed_factor, packed_dim=packed_dim, **others)
 
 
 class PerTensorScaleParameter(BasevLLMParameter):
-    """Scales, one for each layer that a merged layer stands for."""
+    """Scales: one for each of the layers that are merged into one."""
 
     def __init__(self, **others: Any) -> None:
         super().__init__(needs_scalar_to_array=True, **others)

@@ -1,6 +1,7 @@
-"""``vllm.platforms.interface``: the base of a plugin's platform class, with the members that opgraft calls.
+"""The base of a plugin's platform class: ``vllm.platforms.interface``.
 
-The platform of the process is in ``current``. A member that is not here is one that nothing here answers.
+The class has the members that opgraft calls or answers. The platform of the process is in
+``current.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 class PlatformEnum(enum.Enum):
-    """The kinds of platforms that vLLM tells apart; a plugin's is mostly ``OOT``, out of tree."""
+    """vLLM's kinds of platforms. Most plugins are ``OOT``, out of tree."""
 
     CUDA = enum.auto()
     ROCM = enum.auto()
@@ -49,7 +50,7 @@ _ARCHITECTURES = {
 
 
 class DeviceCapability(NamedTuple):
-    """A compute level, as vendors of GPUs number theirs."""
+    """The compute level of a GPU, such as 9.0."""
 
     major: int
     minor: int
@@ -62,7 +63,7 @@ class DeviceCapability(NamedTuple):
 
 
 class Platform:
-    """The base of platform classes of plugins. They define what raises ``NotImplementedError`` here."""
+    """The base of platform classes. A plugin defines the methods that raise here."""
 
     _enum: PlatformEnum
     device_name: str
@@ -105,19 +106,19 @@ class Platform:
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Import what registers kernels with torch; called when the platform is chosen."""
+        """Import modules that register kernels with torch. Called when the platform is chosen."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Register what settings may name; called next, with no parser, as the command line is opgraft's."""
+        """Register names that settings may contain. Called next, without a parser."""
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
-        """Change settings; called next."""
+        """Change settings. Called next."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Check and change settings; called next. What it changes are defaults, which users' settings overrule."""
+        """Check and change settings. Called last. Settings of the user come before the changes."""
 
     @classmethod
     def get_compile_backend(cls) -> str:
@@ -146,19 +147,19 @@ class Platform:
 
     @classmethod
     def has_device_capability(cls, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
-        """Tell whether a device is of at least that level: a pair, or an integer of its two digits."""
+        """Return True if a device has this level or a higher one, such as ``(9, 0)`` or 90."""
         own = cls.get_device_capability(device_id=device_id)
         return own is not None and own.to_int() >= _as_int(capability)
 
     @classmethod
     def is_device_capability(cls, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
-        """Tell whether a device is of just that level."""
+        """Return True if a device has exactly this level, such as ``(9, 0)`` or 90."""
         own = cls.get_device_capability(device_id=device_id)
         return own is not None and own.to_int() == _as_int(capability)
 
     @classmethod
     def is_device_capability_family(cls, capability: int, device_id: int = 0) -> bool:
-        """Tell whether a device is of a level with the same major number."""
+        """Return True if a device has a level with the same major number."""
         own = cls.get_device_capability(device_id=device_id)
         return own is not None and own.major == capability // 10
 
@@ -196,4 +197,6 @@ class Platform:
 
 
 def _as_int(capability: tuple[int, int] | int) -> int:
-    return capability if isinstance(capability, int) else DeviceCapability(*capability).to_int()
+    if isinstance(capability, int):
+        return capability
+    return DeviceCapability(*capability).to_int()

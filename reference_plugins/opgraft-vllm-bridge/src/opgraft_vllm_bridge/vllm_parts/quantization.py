@@ -1,4 +1,4 @@
-"""``vllm.model_executor.layers.quantization``: configs of quantizations that plugins bring."""
+"""Quantizations of plugins: ``vllm.model_executor.layers.quantization``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from opgraft.kernels import quantization_named
 Config = TypeVar("Config", bound=type)
 
 QuantizationMethods = str
-"""The name of a quantization, of which plugins may register any."""
+"""The name of a quantization. Plugins may register any name."""
 
 
 class QuantizationConfig(_QuantizationConfig):
-    """opgraft's, with the helpers by which plugins of vLLM read a checkpoint's settings."""
+    """opgraft's class, with vLLM's helpers for a checkpoint's settings."""
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute level of GPUs that it needs, which nothing asks here."""
+        """Return the least compute level of a GPU. opgraft does not ask for it."""
         return 0
 
     @staticmethod
     def get_from_keys(config: Mapping[str, Any], keys: Sequence[str]) -> Any:
-        """Return the value of the first key that is there.
+        """Return the value of the first key in the settings.
 
         Raises:
-            ValueError: none is.
+            ValueError: the settings have none of the keys.
         """
         for key in keys:
             if key in config:
@@ -39,17 +39,20 @@ class QuantizationConfig(_QuantizationConfig):
 
     @staticmethod
     def get_from_keys_or(config: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:
-        """Return the value of the first key that is there, or the default."""
-        return next((config[key] for key in keys if key in config), default)
+        """Return the value of the first key in the settings, or the default."""
+        for key in keys:
+            if key in config:
+                return config[key]
+        return default
 
 
 def register_weight_loader_v2_supported_method(cls: Config) -> Config:
-    """Return the class: a parameter tells by its attributes how it is loaded, whichever class makes it."""
+    """Return the class unchanged. opgraft loads parameters by their attributes, not by classes."""
     return cls
 
 
 def register_quantization_config(quantization: str) -> Callable[[Config], Config]:
-    """Register a config under a name, by which checkpoints and users ask for it; a decorator."""
+    """Return a decorator that registers a config under the name that checkpoints have."""
     return PluggableClass.register(quantization)
 
 
@@ -57,6 +60,6 @@ def get_quantization_config(quantization: str) -> type[_QuantizationConfig]:
     """Return the config of that name.
 
     Raises:
-        QuantizationError: there is none.
+        QuantizationError: no config has this name.
     """
     return quantization_named(quantization)

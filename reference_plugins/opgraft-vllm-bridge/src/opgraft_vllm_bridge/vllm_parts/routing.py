@@ -1,4 +1,4 @@
-"""``vllm.model_executor.layers.fused_moe``: the choice of experts as a function."""
+"""The choice of experts: ``vllm.model_executor.layers.fused_moe``."""
 
 from __future__ import annotations
 

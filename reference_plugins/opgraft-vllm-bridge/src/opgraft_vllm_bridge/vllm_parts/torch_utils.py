@@ -1,4 +1,4 @@
-"""``vllm.utils.torch_utils``."""
+"""Dtypes, custom ops and seeds: ``vllm.utils.torch_utils``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STR_DTYPE_TO_TORCH_DTYPE: Mapping[str, torch.dtype] = MappingProxyType(
         "int8": torch.int8,
     }
 )
-"""Names of dtypes in settings. A cache in 8 bits of floating point is kept as bytes."""
+"""Name in the settings → dtype. A cache in 8 bits of floating point is kept as bytes."""
 
 
 def get_dtype_size(dtype: torch.dtype) -> int:
-    """Return the bytes of a number."""
+    """Return the number of bytes of an element."""
     return dtype.itemsize
 
 
@@ -51,13 +51,15 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> None:
-    """Make a function ``torch.ops.vllm.<op_name>``, as ``opgraft.direct_register_custom_op`` makes one of its own.
+    """Make a function ``torch.ops.vllm.<op_name>``.
+
+    The arguments are those of ``opgraft.direct_register_custom_op``.
 
     Raises:
         ConflictError: the name is taken.
-        ValueError: the annotations make no schema; raised by torch.
+        ValueError: torch cannot make a schema of the annotations.
     """
-    # One for each, with which torch takes an op back that is defined anew.
+    # Each op has a library of its own: torch removes an op with its library.
     library = target_lib or _library()
     opgraft.direct_register_custom_op(
         op_name, op_func, mutates_args, fake_impl, library, dispatch_key, tags
@@ -66,7 +68,7 @@ def direct_register_custom_op(
 
 @contextmanager
 def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors of that dtype within the block."""
+    """Within the block, let torch create tensors of this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -76,11 +78,16 @@ def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
-    """Seed the generators of Python, NumPy and all devices, each replica's otherwise; ``None`` leaves them."""
-    if seed is not None:
-        if data_parallel_index:
-            seed = int(np.random.SeedSequence((seed, data_parallel_index)).generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)  # the generator that plugins draw from
-        torch.manual_seed(seed)
-        opgraft.current_platform().manual_seed(seed)
+    """Seed the random numbers of Python, NumPy, torch and all devices. None changes nothing.
+
+    Each replica of data parallelism gets a seed of its own.
+    """
+    if seed is None:
+        return
+    if data_parallel_index:
+        sequence = np.random.SeedSequence((seed, data_parallel_index))
+        seed = int(sequence.generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)  # plugins draw from NumPy's global generator
+    torch.manual_seed(seed)
+    opgraft.current_platform().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""``vllm.triton_utils``: Triton where it can be used."""
+"""Triton, or a stand-in without kernels: ``vllm.triton_utils``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def _usable() -> bool:
     try:
         drivers = importlib.import_module("triton.backends").backends.values()
         return any(each.driver and each.driver.is_active() for each in drivers)
-    except Exception:  # of somebody else's package
+    except Exception:  # code of another package may raise anything
         return False
 
 
 class _Undecorated:
-    """Stands for Triton where it cannot be used. Functions that it decorates cannot be launched."""
+    """Stands for Triton if Triton cannot be used. Decorated functions cannot be launched."""
 
     @staticmethod
     def jit(*functions: Any, **options: Any) -> Any:
@@ -33,7 +33,7 @@ class _Undecorated:
 
     @staticmethod
     def Config(*settings: Any, **options: Any) -> None:  # noqa: N802  # Triton's name
-        """Return nothing: it is read by ``autotune`` alone."""
+        """Return None: only ``autotune`` reads the result."""
 
     @staticmethod
     def cdiv(x: int, y: int) -> int:

@@ -1,4 +1,4 @@
-"""``vllm.version`` for a plugin that requires no version. The finder answers all other plugins."""
+"""The version for a plugin that requires none: ``vllm.version``. The finder answers the others."""
 
 from opgraft_vllm_bridge.versions import announced_to
 
