@@ -26,7 +26,7 @@ from opgraft_vllm_bridge.op_modules import import_alone, import_op_modules, op_m
 
 _PACKAGES = "pip install libcst tomlkit, or the bridge with its extra 'port'"
 _TOLD = (
-    "it sees this machine's variables, but for those whose names speak of secrets, such as TOKEN"
+    "it is told this machine's variables, but for those whose names speak of secrets, such as TOKEN"
 )
 _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 

@@ -1,1 +1,1 @@
-"""Porting of vLLM's device plugins: what their source becomes, by reading it. Nothing of a plugin is executed."""
+"""Port a vLLM plugin's source to opgraft. The source is read and rewritten, and never executed."""

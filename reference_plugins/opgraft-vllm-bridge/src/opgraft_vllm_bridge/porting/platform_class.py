@@ -1,4 +1,4 @@
-"""A platform class of vLLM, given the members that opgraft asks for, made of those that it has."""
+"""Add the members of opgraft's platforms to a platform class of vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _READ = frozenset(
     {"get_device_name", "get_device_total_memory", "manual_seed_all", "supported_dtypes"}
 )
 """Methods of vLLM's ``Platform`` that the new members call."""
+
 _RENAMED = {
     "dist_backend": "distributed_backend",
     "simple_compile_backend": "compile_backend",
     "device_control_env_var": "visibility_variable",
 }
+"""Attribute of vLLM's ``Platform`` → attribute of opgraft's."""
+
 _MEMBERS = {
     "dispatch_chain": 'dispatch_chain = ("native",)',
     "device_count": """
@@ -42,26 +45,32 @@ _MEMBERS = {
             {seed}
         """,
 }
-"""Members that opgraft asks for, by name, in terms of those that vLLM asks for."""
+"""Member of opgraft's ``Platform`` → source that defines it by members of vLLM's."""
 
 
 def is_platform(name: str | None) -> bool:
-    """Tell whether a qualified name is that of vLLM's base of platforms."""
+    """Return True for the qualified name of vLLM's ``Platform``."""
     return name in _BASES
 
 
 class PlatformMembers:
-    """The members that a class gets, and those that nobody calls any more."""
+    """The new members of a platform class, and its methods without a use in opgraft.
+
+    Args:
+        name: the name of the platform.
+        cls: the class.
+    """
 
     def __init__(self, name: str, cls: cst.ClassDef) -> None:
         self._name = name
-        self._methods = {
-            one.name.value: one for one in _statements(cls) if isinstance(one, cst.FunctionDef)
-        }
+        self._methods: dict[str, cst.FunctionDef] = {}
+        for statement in _statements(cls):
+            if isinstance(statement, cst.FunctionDef):
+                self._methods[statement.name.value] = statement
         self._attributes = set(_attributes(cls))
 
     def uncalled(self) -> list[cst.FunctionDef]:
-        """List the methods that opgraft has no use for, in their order; what begins with an underscore is its own."""
+        """Return the public methods that opgraft does not call, in the order of the class."""
         return [
             method
             for name, method in self._methods.items()
@@ -69,45 +78,59 @@ class PlatformMembers:
         ]
 
     def added_to(self, cls: cst.ClassDef) -> cst.ClassDef:
-        """Return the class with the members at its end; those that it has already stay its own."""
+        """Return the class with the members at its end. Members that the class defines stay."""
         body = cst.ensure_type(cls.body, cst.IndentedBlock)
         kept = [one for one in body.body if not _is_enum(one)]
         return cls.with_changes(body=body.with_changes(body=[*kept, *self._made()]))
 
     def _made(self) -> Iterator[cst.BaseStatement]:
+        """Yield the new members, below a comment."""
         lines = [f"name = {self._name!r}"]
-        lines += [
-            f"{ours} = {theirs}" for theirs, ours in _RENAMED.items() if theirs in self._attributes
-        ]
-        dtypes = "(torch.float32, torch.bfloat16, torch.float16)"
-        values = {
-            "name": "self.get_device_name(index)"
-            if "get_device_name" in self._methods
-            else "self.name",
-            "dtypes": "tuple(self.supported_dtypes)"
-            if "supported_dtypes" in self._methods
-            else dtypes,
-            "seed": "self.manual_seed_all(seed)"
-            if "manual_seed_all" in self._methods
-            else "torch.manual_seed(seed)",
-        }
-        own = {*self._methods, *self._attributes}
-        wanted = {name: text for name, text in _MEMBERS.items() if name not in own}
-        if "get_device_total_memory" not in own:
-            wanted.pop("memory", None)  # abstract: making the platform says what is missing
-        lines += [textwrap.dedent(text).strip("\n").format(**values) for text in wanted.values()]
+        for theirs, ours in _RENAMED.items():
+            if theirs in self._attributes:
+                lines.append(f"{ours} = {theirs}")
+        values = self._expressions()
+        for name in self._wanted():
+            text = textwrap.dedent(_MEMBERS[name]).strip("\n")
+            lines.append(text.format(**values))
         first, *rest = cst.parse_module("\n".join(lines)).body
-        above = [
-            cst.EmptyLine(indent=False),
-            cst.EmptyLine(comment=cst.Comment("# opgraft: what it asks for")),
-        ]
-        yield first.with_changes(leading_lines=above)
-        for each in rest:
-            spaced = isinstance(each, cst.FunctionDef)
-            yield each.with_changes(leading_lines=[cst.EmptyLine(indent=False)]) if spaced else each
+        blank = cst.EmptyLine(indent=False)
+        title = cst.EmptyLine(comment=cst.Comment("# opgraft: what it asks for"))
+        yield first.with_changes(leading_lines=[blank, title])
+        for statement in rest:
+            if isinstance(statement, cst.FunctionDef):
+                yield statement.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+            else:
+                yield statement
+
+    def _wanted(self) -> list[str]:
+        """Return the names of the members that the class lacks."""
+        own = {*self._methods, *self._attributes}
+        wanted = [name for name in _MEMBERS if name not in own]
+        # Without the total, memory stays abstract: the error of the constructor names it.
+        if "get_device_total_memory" not in own and "memory" in wanted:
+            wanted.remove("memory")
+        return wanted
+
+    def _expressions(self) -> dict[str, str]:
+        """Return the expressions for the placeholders in _MEMBERS, by vLLM's methods if possible."""
+        choices = {
+            "name": ("get_device_name", "self.get_device_name(index)", "self.name"),
+            "dtypes": (
+                "supported_dtypes",
+                "tuple(self.supported_dtypes)",
+                "(torch.float32, torch.bfloat16, torch.float16)",
+            ),
+            "seed": ("manual_seed_all", "self.manual_seed_all(seed)", "torch.manual_seed(seed)"),
+        }
+        return {
+            key: theirs if method in self._methods else default
+            for key, (method, theirs, default) in choices.items()
+        }
 
 
 def _statements(cls: cst.ClassDef) -> Iterator[cst.BaseStatement | cst.BaseSmallStatement]:
+    """Yield the statements of a class, each of those in one line by itself."""
     for statement in cls.body.body:
         if isinstance(statement, cst.SimpleStatementLine):
             yield from statement.body
@@ -116,18 +139,21 @@ def _statements(cls: cst.ClassDef) -> Iterator[cst.BaseStatement | cst.BaseSmall
 
 
 def _attributes(cls: cst.ClassDef) -> Iterator[str]:
+    """Yield the names that a class assigns."""
     for statement in _statements(cls):
+        targets: list[cst.CSTNode] = []
         if isinstance(statement, cst.Assign):
-            yield from filter(
-                None, (get_full_name_for_node(each.target) for each in statement.targets)
-            )
+            targets = [each.target for each in statement.targets]
         elif isinstance(statement, cst.AnnAssign):
-            yield from filter(None, [get_full_name_for_node(statement.target)])
+            targets = [statement.target]
+        yield from filter(None, map(get_full_name_for_node, targets))
 
 
 def _is_enum(statement: cst.CSTNode) -> bool:
-    """Tell whether a line sets the kind of vLLM's platforms, which opgraft's have not."""
-    first = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return (
-        isinstance(first, cst.Assign) and get_full_name_for_node(first.targets[0].target) == "_enum"
-    )
+    """Return True for ``_enum = …``, the kind of a vLLM platform. opgraft has no kinds."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    first = statement.body[0]
+    if not isinstance(first, cst.Assign):
+        return False
+    return get_full_name_for_node(first.targets[0].target) == "_enum"

@@ -1,7 +1,8 @@
-"""A file of Python, rewritten: imports of vLLM's names become those of their counterparts, the rest is marked.
+"""Rewrite one file of a plugin.
 
-What has no counterpart stays where it is, below a comment; an import of it becomes a comment, so that the others of the
-file can be tried. Only text is read and written.
+An import from vLLM becomes an import of opgraft's counterpart. If a name has no counterpart, the
+code that uses the name stays, below a comment. An import of such a name becomes a comment, so that
+the other code of the file can be tried. The file is never executed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CURRENT = "vllm.platforms.current_platform"
 
 @dataclass
 class RewrittenFile:
-    """The new text of a file, and what of it has no counterpart."""
+    """The new text of a file, and the names in it without a counterpart."""
 
     code: str
     uncovered: list[Uncovered]
@@ -41,38 +42,58 @@ class RewrittenFile:
 def rewrite(
     tree: cst.Module, file: str, platform: str, moved: Collection[str] = ()
 ) -> RewrittenFile:
-    """Rewrite a file; ``platform`` is the name that a platform class gets, ``moved`` are texts that others replace."""
+    """Return a file with opgraft's names.
+
+    Args:
+        tree: the file.
+        file: the path of the file, for messages.
+        platform: the name of the platform, for a platform class.
+        moved: texts that are no names of vLLM here, because the port replaces them elsewhere.
+    """
     wrapper = MetadataWrapper(tree)
     rewriter = _Rewriter(file, platform, moved)
     module = wrapper.visit(rewriter)
-    needed: list[tuple[str, str | None]] = (
-        [("__future__", "annotations")] if rewriter.postponed else []
-    )
+    needed: list[tuple[str, str | None]] = []
+    if rewriter.postponed:
+        needed.append(("__future__", "annotations"))
     if rewriter.members:
         needed += [("torch", None), ("opgraft", "DeviceCapability"), ("opgraft", "DeviceMemory")]
-    context = CodemodContext()
-    for home, name in needed:
-        AddImportsVisitor.add_needed_import(context, home, name)
-    module = AddImportsVisitor(context).transform_module(module) if needed else module
+    if needed:
+        context = CodemodContext()
+        for home, name in needed:
+            AddImportsVisitor.add_needed_import(context, home, name)
+        module = AddImportsVisitor(context).transform_module(module)
     return RewrittenFile(module.code, sorted(rewriter.uncovered, key=lambda one: one.line))
 
 
 class _Rewriter(cst.CSTTransformer):
+    """Rewrites the syntax tree of one file.
+
+    Attributes:
+        uncovered: the names without a counterpart.
+        postponed: whether an annotation has such a name. Then no annotation may be evaluated.
+        members: platform class → the members that the class gets.
+    """
+
     METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
 
     def __init__(self, file: str, platform: str, moved: Collection[str]) -> None:
         super().__init__()
-        self.file, self.platform, self.moved = file, platform, moved
+        self.file = file
+        self.platform = platform
+        self.moved = moved
         self.uncovered: list[Uncovered] = []
         self.postponed = False
-        """True where an annotation has a name that nothing defines any more: none may be evaluated then."""
-        self._marked_before: list[int] = []
-        self._statements: list[cst.CSTNode] = []
-        self._marks: dict[cst.CSTNode, list[str]] = {}
         self.members: dict[cst.CSTNode, PlatformMembers] = {}
+        self._marked_before: list[int] = []
+        """For each open annotation, the number of uncovered names before."""
+        self._statements: list[cst.CSTNode] = []
+        """The open statements, the innermost last."""
+        self._marks: dict[cst.CSTNode, list[str]] = {}
+        """Statement → the comments to write above."""
         self._elifs: set[cst.CSTNode | None] = set()
         self._pending: list[list[cst.EmptyLine]] = []
-        """For each block that is open, comments in the place of imports, for the statement that comes next."""
+        """For each open block, comments in place of imports, to be written above the next statement."""
 
     # Marks of statements.
 
@@ -95,21 +116,32 @@ class _Rewriter(cst.CSTTransformer):
             self._pending[-1] += marks
             return left
         first, *others = left if isinstance(left, cst.FlattenSentinel) else [left]
+        # Comments that wait belong above the whole statement, not above its elif.
         pending = [] if original_node in self._elifs else self._pending[-1]
         first = first.with_changes(leading_lines=[*pending, *first.leading_lines, *marks])
         pending.clear()
-        return cst.FlattenSentinel([first, *others]) if others else first
+        if others:
+            return cst.FlattenSentinel([first, *others])
+        return first
 
     def visit_If(self, node: cst.If) -> None:
         self._elifs.add(node.orelse)
 
-    def _mark(self, node: cst.CSTNode, name: str, text: str = "", told: str = "") -> None:
-        """List what has no counterpart, and write its name, or a text, above the statement that is open."""
+    def _mark(self, node: cst.CSTNode, name: str, text: str = "", advice: str = "") -> None:
+        """Note a name without a counterpart, and write a comment above the open statement.
+
+        Args:
+            node: the place of the name.
+            name: the qualified name.
+            text: the text of the comment, if it is not the name.
+            advice: the next step, if no hint is known.
+        """
         line = self.get_metadata(PositionProvider, node).start.line
-        self.uncovered.append(Uncovered(self.file, line, name, hint(name) or told))
+        self.uncovered.append(Uncovered(self.file, line, name, hint(name) or advice))
         marks = self._marks.setdefault(self._statements[-1], [])
-        if (text or name) not in marks:
-            marks.append(text or name)
+        comment = text or name
+        if comment not in marks:
+            marks.append(comment)
 
     # Imports.
 
@@ -124,6 +156,7 @@ class _Rewriter(cst.CSTTransformer):
     ) -> Any:
         kept = self._kept(original_node, updated_node)
         if not kept:
+            # The comments of a removed line stay.
             self._pending[-1] += updated_node.leading_lines
             return cst.RemovalSentinel.REMOVE
         if kept == list(updated_node.body):
@@ -139,63 +172,61 @@ class _Rewriter(cst.CSTTransformer):
         )
 
     def _kept(self, original: Any, updated: Any) -> list[cst.BaseSmallStatement]:
-        """Return the statements that a line becomes."""
-        pairs = [
-            (small, self._imported(before))
-            for before, small in zip(original.body, updated.body, strict=True)
-        ]
-        if all(imported is None for _, imported in pairs):
+        """Return the statements that replace those of a line."""
+        kept: list[cst.BaseSmallStatement] = []
+        has_changed = False
+        for before, small in zip(original.body, updated.body, strict=True):
+            replacement = self._replacement(before)
+            has_changed |= replacement is not None
+            kept += [small] if replacement is None else replacement
+        if not has_changed:
             return list(updated.body)
-        kept = [
-            each
-            for small, imported in pairs
-            for each in ([small] if imported is None else imported)
-        ]
         return [small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for small in kept]
 
-    def _imported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement] | None:
-        """Return what an import of vLLM becomes, ``None`` for any other statement."""
+    def _replacement(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement] | None:
+        """Return the imports that replace an import of vLLM, or None for another statement."""
         if isinstance(small, cst.Import):
-            return self._import(small)
-        module = (
-            get_full_name_for_node(small.module)
-            if isinstance(small, cst.ImportFrom) and small.module
-            else None
-        )
-        if (
-            not isinstance(small, cst.ImportFrom)
-            or small.relative
-            or not module
-            or not _of_vllm(module)
-        ):
+            return self._without_vllm(small)
+        if not isinstance(small, cst.ImportFrom) or small.relative or not small.module:
+            return None
+        module = get_full_name_for_node(small.module)
+        if not module or not _of_vllm(module):
             return None
         if isinstance(small.names, cst.ImportStar):
             self._mark(small, f"{module}.*", f"from {module} import *")
             return []
+        return self._from_counterparts(module, small.names)
+
+    def _from_counterparts(
+        self, module: str, names: Sequence[cst.ImportAlias]
+    ) -> list[cst.BaseSmallStatement]:
+        """Return imports of names from the modules of opgraft that have them, and mark the others."""
         homes: dict[str, list[cst.ImportAlias]] = {}
-        for alias in small.names:
+        for alias in names:
             name = str(alias.evaluated_name)
             home = home_of(module, name)
             if home is None:
                 self._mark(alias, f"{module}.{name}", f"from {module} import {_spelled(alias)}")
-            else:
-                homes.setdefault(home, []).append(
-                    alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                )
-        return [
-            cst.ImportFrom(module=cst.parse_expression(home), names=names)  # type: ignore[arg-type]  # a dotted name
-            for home, names in homes.items()
-        ]
+                continue
+            alone = alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            homes.setdefault(home, []).append(alone)
+        imports: list[cst.BaseSmallStatement] = []
+        for home, aliases in homes.items():
+            dotted: Any = cst.parse_expression(home)
+            imports.append(cst.ImportFrom(module=dotted, names=aliases))
+        return imports
 
-    def _import(self, small: cst.Import) -> list[cst.BaseSmallStatement] | None:
+    def _without_vllm(self, small: cst.Import) -> list[cst.BaseSmallStatement] | None:
+        """Return an import without modules of vLLM, or None if it has none."""
         of_vllm = [alias for alias in small.names if _of_vllm(str(alias.evaluated_name))]
         if not of_vllm:
             return None
         for alias in of_vllm:
             self._mark(alias, str(alias.evaluated_name), f"import {_spelled(alias)}")
-        others = [
-            a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in small.names if a not in of_vllm
-        ]
+        others = []
+        for alias in small.names:
+            if alias not in of_vllm:
+                others.append(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT))
         return [small.with_changes(names=others)] if others else []
 
     # Uses.
@@ -207,52 +238,50 @@ class _Rewriter(cst.CSTTransformer):
         self._used(node)
 
     def _used(self, node: cst.Attribute | cst.Name) -> bool:
-        """Mark a use of what has no counterpart; tell whether there is nothing more to see in it."""
+        """Mark a use of a name without a counterpart. Return False to visit the node's children."""
         name = self._qualified(node)
         if name is None:
             return False
-        module, _, last = name.rpartition(".")
+        module, last = _split(name)
         if home_of(module, last):
             return isinstance(node, cst.Name)
-        inner = isinstance(node, cst.Attribute) and self._qualified(node.value)
-        if inner and home_of(*_split(inner)):
-            if inner == _CURRENT and last not in PLATFORM:
+        owner = self._qualified(node.value) if isinstance(node, cst.Attribute) else None
+        # An attribute of a counterpart is the counterpart's own, save on the current platform.
+        if owner and home_of(*_split(owner)):
+            if owner == _CURRENT and last not in PLATFORM:
                 self._mark(node, name)
             return False
         self._mark(node, name)
         return True
 
     def _qualified(self, node: cst.CSTNode) -> str | None:
+        """Return the qualified name of an imported name of vLLM, or None for another node."""
         found = self.get_metadata(QualifiedNameProvider, node, frozenset()) or frozenset()
-        names = [
-            one.name
-            for one in found
-            if one.source is QualifiedNameSource.IMPORT and _of_vllm(one.name)
-        ]
-        return min(names, default=None)
+        imported = [one.name for one in found if one.source is QualifiedNameSource.IMPORT]
+        # Two branches may import a name from two modules: take the same one in every run.
+        return min(filter(_of_vllm, imported), default=None)
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
+        """Rename ``torch.ops.vllm``, and attributes of the current platform."""
         if get_full_name_for_node(original_node) == "torch.ops.vllm":
             return updated_node.with_changes(attr=cst.Name("opgraft"))
-        if (
-            self._qualified(original_node.value) == _CURRENT
-            and original_node.attr.value in PLATFORM
-        ):
-            return updated_node.with_changes(attr=cst.Name(PLATFORM[original_node.attr.value]))
+        ours = PLATFORM.get(original_node.attr.value)
+        if ours and self._qualified(original_node.value) == _CURRENT:
+            return updated_node.with_changes(attr=cst.Name(ours))
         return updated_node
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return (
-            cst.Call(updated_node) if self._qualified(original_node) == _CURRENT else updated_node
-        )
+        """Call ``current_platform``: an object in vLLM is a function in opgraft."""
+        if self._qualified(original_node) == _CURRENT:
+            return cst.Call(updated_node)
+        return updated_node
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        if (
-            original_node.keyword is not None
-            and original_node.keyword.value == "_decorated_layer_cls"
-        ):
+        """Rename the argument of ``register_oot``."""
+        keyword = original_node.keyword
+        if keyword is not None and keyword.value == "_decorated_layer_cls":
             return updated_node.with_changes(keyword=cst.Name("_decorated_op_cls"))
         return updated_node
 
@@ -277,27 +306,35 @@ class _Rewriter(cst.CSTTransformer):
         return get_full_name_for_node(node.targets[0].target) != "_enum"
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        """Mark the methods of a platform class that opgraft does not call."""
         if not any(is_platform(self._qualified(base.value)) for base in node.bases):
             return
-        self.members[node] = PlatformMembers(self.platform, node)
-        for method in self.members[node].uncalled():
+        members = PlatformMembers(self.platform, node)
+        self.members[node] = members
+        for method in members.uncalled():
+            # The comment belongs above the method, not above the class.
             self._statements.append(method)
             name = f"vllm.platforms.Platform.{method.name.value}"
-            self._mark(method.name, name, told="opgraft does not call it")
+            self._mark(method.name, name, advice="opgraft does not call it")
             self._statements.pop()
 
     def leave_ClassDef(
         self, original_node: cst.ClassDef, updated_node: cst.ClassDef
     ) -> cst.ClassDef:
         members = self.members.get(original_node)
-        return members.added_to(updated_node) if members else updated_node
+        if members is None:
+            return updated_node
+        return members.added_to(updated_node)
 
 
 def _with_rest(block: Any, rest: Sequence[cst.EmptyLine]) -> Any:
-    """Put comments that no statement comes after at the end of a block, which cannot be empty."""
+    """Return a block with comments at its end. An empty block gets a ``pass``."""
     if isinstance(block, cst.IndentedBlock) and not block.body:
-        return block.with_changes(body=[cst.SimpleStatementLine([cst.Pass()], leading_lines=rest)])
-    return block.with_changes(footer=[*rest, *block.footer]) if rest else block
+        statement = cst.SimpleStatementLine([cst.Pass()], leading_lines=rest)
+        return block.with_changes(body=[statement])
+    if not rest:
+        return block
+    return block.with_changes(footer=[*rest, *block.footer])
 
 
 def _comment(text: str) -> cst.EmptyLine:
@@ -314,5 +351,8 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _spelled(alias: cst.ImportAlias) -> str:
+    """Return the source of an imported name, such as ``RMSNorm as Norm``."""
     name = str(alias.evaluated_name)
-    return f"{name} as {alias.evaluated_alias}" if alias.evaluated_alias else name
+    if alias.evaluated_alias:
+        return f"{name} as {alias.evaluated_alias}"
+    return name

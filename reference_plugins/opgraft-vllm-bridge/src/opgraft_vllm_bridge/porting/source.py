@@ -1,4 +1,4 @@
-"""The files of a plugin's source, read with limits: a folder from somewhere holds what its maker put there."""
+"""Read the files of a plugin's source, with limits, because anybody may have made the folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from opgraft.errors import InputError
 
 LARGEST_FILE = 1 << 20
-"""Bytes of a file of source."""
+"""The most bytes of a source file."""
+
 LARGEST_TREE = 64 << 20
-"""Bytes of all files."""
+"""The most bytes of all files."""
+
 MOST_FILES = 5_000
 
 _MADE = frozenset(
@@ -29,48 +31,58 @@ _MADE = frozenset(
         "dist",
     }
 )
-"""Folders that tools make, which no copy needs."""
+"""Folders that tools make. They are not copied."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A plugin's folder, and the contents of its files by their paths below it, which are sorted."""
+    """The files of a plugin.
+
+    Attributes:
+        root: the plugin's folder.
+        files: path below the folder → content, sorted by paths.
+    """
 
     root: Path
     files: Mapping[str, bytes]
 
     def module(self, dotted: str) -> str | None:
-        """Return the file of a module, of a package its ``__init__.py``; ``None`` where it is not here."""
+        """Return the path of a module's file, or None. A package has an ``__init__.py``."""
         path = dotted.replace(".", "/")
-        places = (
-            f"{folder}{path}{end}" for folder in ("", "src/") for end in ("/__init__.py", ".py")
-        )
-        return next((place for place in places if place in self.files), None)
+        for folder in ("", "src/"):
+            for end in ("/__init__.py", ".py"):
+                place = f"{folder}{path}{end}"
+                if place in self.files:
+                    return place
+        return None
 
 
 def read_source(root: Path) -> Source:
-    """Read a plugin's folder.
+    """Return the files of a plugin's folder.
 
     Raises:
-        InputError: it is no folder with a ``pyproject.toml`` or ``setup.py``, a link leads out of it, it holds more
-            than the limits allow, or something in it cannot be read.
+        InputError: one of these: the path is no folder; the folder has neither ``pyproject.toml``
+            nor ``setup.py``; a link leads out of the folder; the files exceed the limits; or a
+            file cannot be read.
     """
     if not root.is_dir():
         raise InputError(
-            f"{root} is no folder: give that of a plugin's source, with its pyproject.toml or setup.py"
+            f"{root} is no folder: give that of a plugin's source, with its pyproject.toml or "
+            "setup.py"
         )
     files: dict[str, bytes] = {}
     size = 0
     for path in _paths(root):
         name = path.relative_to(root).as_posix()
         _expect_inside(root, path)
-        content = _read(path, LARGEST_FILE if path.suffix in (".py", ".toml") else LARGEST_TREE)
+        is_source = path.suffix in (".py", ".toml")
+        content = _read(path, LARGEST_FILE if is_source else LARGEST_TREE)
         size += len(content)
         files[name] = content
         if size > LARGEST_TREE or len(files) > MOST_FILES:
             raise InputError(
-                f"{root} has more than {MOST_FILES:,} files or {LARGEST_TREE >> 20} MiB: give the folder of the plugin "
-                "alone, without what was built or downloaded"
+                f"{root} has more than {MOST_FILES:,} files or {LARGEST_TREE >> 20} MiB: give the "
+                "folder of the plugin alone, without what was built or downloaded"
             )
     if not {"pyproject.toml", "setup.py"} & files.keys():
         raise InputError(
@@ -80,6 +92,11 @@ def read_source(root: Path) -> Source:
 
 
 def _paths(root: Path) -> Iterator[Path]:
+    """Yield the paths of all files, without files that tools make.
+
+    Raises:
+        InputError: a folder is a link.
+    """
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(
             name for name in folders if name not in _MADE and not name.endswith(".egg-info")
@@ -93,6 +110,7 @@ def _paths(root: Path) -> Iterator[Path]:
 
 
 def _expect_inside(root: Path, path: Path) -> None:
+    """Raise an InputError unless the path is a file in the folder."""
     if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
         raise InputError(
             f"{path} is a link that leads out of {root}: remove it, or put a copy in its place"
@@ -109,6 +127,7 @@ def _read(path: Path, most: int) -> bytes:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     if len(content) > most:
         raise InputError(
-            f"{path} has more than {most >> 20} MiB: remove it, or move it elsewhere, and port without it"
+            f"{path} has more than {most >> 20} MiB: remove it, or move it elsewhere, and port "
+            "without it"
         )
     return content
