@@ -1,7 +1,8 @@
-"""opgraft's functional forms as torch ops, which vLLM's compiler takes as they are.
+"""opgraft's functional forms as torch ops.
 
-A compiler sees one opaque node. The kernel is called when the node runs, and branches on the number
-of rows then: vLLM traces a model once and drops all guards.
+vLLM's compiler sees one opaque node for each op. vLLM traces a model once and drops all guards, so
+a kernel must not branch while it is traced. It branches when the node runs, for example on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from opgraft_vllm.report import REPORT, Row
 
 NAMESPACE = "opgraft_vllm"
 
-# Torch has no annotations here, and drops the ops with the object.
+# torch removes the ops with this object.
 _LIBRARY: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _chosen: dict[str, str] = {}
-"""Form → the kernel that opgraft chose, and its provider."""
+"""Form → the kernel that opgraft chose, with its provider."""
 
 
 @functools.cache
 def operator(form: Any) -> Callable[..., Any] | None:
-    """Return a form as a torch op; ``None`` if opgraft chose the native definition.
+    """Return a form as a torch op, or None if opgraft chose the native definition.
 
-    Plugins, priorities, allow lists, lockfile and ``custom_ops`` decide as in opgraft.
+    opgraft chooses as always, by plugins, priorities, allow lists, lockfile and ``custom_ops``.
     """
     binding = binding_of(form)
     if binding.function(form.name) is None:
@@ -46,9 +47,10 @@ def operator(form: Any) -> Callable[..., Any] | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         row.count()
         result = form(*args, **kwargs)
+        # A compiler relies on the strides of the fake rule's result, which is contiguous.
         return result.contiguous() if isinstance(result, Tensor) else result
 
-    # The annotations are texts, which torch cannot read in this module.
+    # The annotations are strings, and torch cannot evaluate them in this module.
     signature = inspect.signature(form.native, eval_str=True)
     vars(run)["__signature__"] = signature
     opgraft.direct_register_custom_op(form.name, run, form.mutates, form.fake, _LIBRARY)
@@ -57,7 +59,7 @@ def operator(form: Any) -> Callable[..., Any] | None:
 
 
 def noted(op: str, kernel: str, provider: Provider) -> Row:
-    """Note a choice of opgraft, and return its row in the report."""
+    """Note a choice of opgraft, and return a row of the report for it."""
     _chosen[op] = f"{kernel} of {provider}"
     return REPORT.add(op=op, kernel=kernel, provider=str(provider), classes=[])
 

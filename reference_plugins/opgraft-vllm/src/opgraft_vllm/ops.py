@@ -41,9 +41,12 @@ def replace_ops() -> None:
     _replace_norm(
         layernorm.GemmaRMSNorm, functional.gemma_rms_norm, functional.fused_add_gemma_rms_norm
     )
+    _replace_rotary_embeddings()
+
+
+def _replace_rotary_embeddings() -> None:
     base: Any = rotary_embedding.RotaryEmbedding
-    found: list[Any] = list(vars(rotary_embedding).values())
-    for cls in found:
+    for cls in list(vars(rotary_embedding).values()):
         if not isinstance(cls, type) or not issubclass(cls, base):
             continue
         if _rotates_alike(cls, base):
@@ -54,7 +57,7 @@ def replace_ops() -> None:
 
 def _rotates_alike(cls: Any, base: Any) -> bool:
     """Return True if a variant differs from the base by its table of cosines only."""
-    methods = "forward", "forward_cpu", "forward_native", "forward_static"
+    methods = ("forward", "forward_cpu", "forward_native", "forward_static")
     return all(getattr(cls, name) is getattr(base, name) for name in methods)
 
 
@@ -77,6 +80,7 @@ def _replace_norm(target: Any, form: Any, fused: Any) -> None:
         return
 
     def forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        # opgraft's kernel has a weight, and no size of its own for the variance.
         if not getattr(self, "has_weight", True) or getattr(self, "variance_size_override", None):
             return target.forward(self, x, residual)
         if residual is None:

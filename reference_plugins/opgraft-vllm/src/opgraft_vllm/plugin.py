@@ -32,7 +32,7 @@ def register() -> None:
     Raises:
         OpgraftError: a setting, a plugin that was asked for, or the lockfile prevents a choice.
     """
-    # Workers are children of the process that the user has started.
+    # vLLM calls this in its workers, too. They are children of the process that the user started.
     if multiprocessing.parent_process() is None:
         REPORT.remove_old()
     ours = opgraft.current_platform().device_type
@@ -46,11 +46,12 @@ def register() -> None:
         if name == "attention" and ours != "cpu":
             continue
         try:
-            # Layers of vLLM take seconds to import, which a process of another device can spare.
-            getattr(importlib.import_module(f"opgraft_vllm.{name}"), function)()
+            # A late import: vLLM's layers take seconds to import.
+            module = importlib.import_module(f"opgraft_vllm.{name}")
+            getattr(module, function)()
         # Another version of vLLM may lack a name.
         except (ImportError, AttributeError) as error:
             REPORT.leave(name, f"this version of vLLM is not the tried one: {described(error)}")
-    # vLLM shows what its own loggers and their children tell.
+    # vLLM shows messages of its own loggers and of their children only.
     replaced = ", ".join(row.told["op"] for row in REPORT.rows) or "nothing"
     logging.getLogger("vllm.opgraft").info("opgraft's kernels replace %s", replaced)

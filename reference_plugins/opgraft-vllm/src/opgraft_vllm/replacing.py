@@ -1,4 +1,4 @@
-"""Replacements of vLLM's classes, registered by its ``register_oot``."""
+"""Replace classes of vLLM, by vLLM's ``register_oot``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Forward = Callable[..., Any]
 
 
 def is_taken(target: type) -> bool:
-    """Return True if another plugin of vLLM replaces a class, and note that."""
+    """Return True if another plugin of vLLM replaces a class. The report notes the reason."""
     other = op_registry_oot.get(target.__name__)
     if other is None:
         return False
@@ -26,8 +26,8 @@ def is_taken(target: type) -> bool:
 def replace_forward(target: Any, ops: tuple[str, ...], forward: Forward) -> None:
     """Replace a class of vLLM by a subclass with another ``forward``.
 
-    ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM; ``none`` does not, which is vLLM's
-    default for compiled models.
+    ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM. ``none`` does not, because ``none`` is
+    vLLM's default for compiled models.
 
     Args:
         target: the class.
@@ -50,11 +50,12 @@ def replace_forward(target: Any, ops: tuple[str, ...], forward: Forward) -> None
 
 
 def register(target: Any, ops: tuple[str, ...], namespace: dict[str, Any]) -> None:
-    """Register a subclass with some attributes in the place of a class of vLLM."""
+    """Register a subclass with these attributes as the replacement of a class of vLLM."""
     name = target.name
-    made: Any = type(f"Opgraft{target.__name__}", (target,), {"__module__": __name__, **namespace})
+    members = {"__module__": __name__, **namespace}
+    made: Any = type(f"Opgraft{target.__name__}", (target,), members)
     target.register_oot(made)
-    # Registering has renamed the op, which users switch by its own name.
+    # register_oot renames the op, but users switch the op by its own name.
     made.name = name
     for row in REPORT.rows:
         if row.told["op"] in ops:
@@ -62,10 +63,10 @@ def register(target: Any, ops: tuple[str, ...], namespace: dict[str, Any]) -> No
 
 
 def note_layer() -> None:
-    """Begin the report, and make opgraft's decisions a part of the key of vLLM's compile cache.
+    """Begin the report, and put opgraft's decisions into the key of vLLM's compile cache.
 
-    Each layer calls this when it is built. vLLM computes the key after the model is built, and its
-    plugins are no part of the key.
+    Each layer calls this in its constructor. vLLM computes the key when all layers are built, and
+    by itself leaves plugins out of the key.
     """
     config = get_current_vllm_config_or_none()
     if config is None:

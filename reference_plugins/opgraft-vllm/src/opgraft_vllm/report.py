@@ -1,7 +1,7 @@
-"""The report of a process: the kernels that run in vLLM, and the number of calls of each.
+"""The report of a process: opgraft's kernels in vLLM, each with its number of calls.
 
-vLLM kills its workers, so nothing can be written at the end. The numbers lie in a file that is
-mapped into memory: each call writes its number there, and the file is right at any time.
+vLLM kills its workers, so a report at the end would never be written. Instead the file is mapped
+into memory, and each call writes its number. So the file is right at any time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Row:
         report: the report of the row.
         told: the fields of the row, but for the number of calls.
         calls: the number of calls so far.
-        place: of the number in the file.
+        place: the position of the number in the file.
     """
 
     report: Report
@@ -53,11 +53,11 @@ class Report:
     """The report of this process.
 
     Attributes:
-        path: of the file; ``None`` if nobody asked for a report, or if it cannot be written. The
-            first layer makes the file, as vLLM has processes without layers.
+        path: the path of the file, or None if nobody asked for a report, or if the file cannot be
+            written. The first layer makes the file, because vLLM has processes without layers.
         rows: the kernels.
         left: part of vLLM → the reason why it keeps its own kernels.
-        memory: the mapped file; ``None`` until it is made.
+        memory: the mapped file, or None before the file is made.
     """
 
     path: Path | None = field(default_factory=lambda: _absolute(report_file()))
@@ -88,7 +88,7 @@ class Report:
                 old.unlink()
 
     def begin(self, data_parallel_index: int) -> None:
-        """Make the file of this process, if it has none yet."""
+        """Make the file of this process, unless there is one."""
         if self.path is None or self.memory is not None:
             return
         self.path = _of_this_rank(self.path, data_parallel_index)

@@ -28,7 +28,7 @@ PLAIN = {
 
 
 class _PlainWeight:
-    """Keeps the weight as it is, where vLLM packs it, and multiplies by opgraft's kernel."""
+    """Keeps the plain weight, instead of packing it as vLLM does, and calls opgraft's kernel."""
 
     def __init__(self) -> None:
         super().__init__()
