@@ -179,7 +179,7 @@ def optimization(source: Path) -> str:
 
 
 def translation_units() -> list[list[Path]]:
-    """Return lists of sources that are compiled together. The lists that take longest come first."""
+    """Return lists of sources that are compiled together, the slowest lists first."""
     paths = sorted(SOURCES.glob("path_*.cpp"), reverse=True)
     others = sorted(set(SOURCES.glob("*.cpp")) - set(paths))
     units = [[path] for path in paths]
@@ -220,7 +220,7 @@ class BuildLibrary(build_ext):
     """Builds the one library. Its name has no version of Python, as it depends on torch only."""
 
     def build_extension(self, extension: Extension) -> None:
-        """Build the library, and record the torch that it is for, or the reason why it is missing."""
+        """Build the library. Record the version of torch, or the reason for a missing library."""
         target = Path(self.build_lib) / self.get_ext_filename(extension.name)
         record: dict[str, Any]
         try:

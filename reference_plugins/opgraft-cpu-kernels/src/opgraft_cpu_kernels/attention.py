@@ -9,6 +9,7 @@ float64. Then the cache is copied to opgraft's layout, and opgraft's definition 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def attend(
         taken = not refusal("attend_pages", tensors)
     if taken:
         try:
-            return _attend_pages(*tensors.values(), pages.slots, *places, *settings)  # type: ignore[no-any-return]
+            return _attend_pages(*tensors.values(), pages.slots, *places, *settings)
         except REFUSED:
             pass
     write(key, value, pages.cache, pages.slots)
@@ -85,7 +86,7 @@ def cache_shape(
 
 
 def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write tokens ``[tokens, num_kv_heads, head_size]`` to their slots in a cache of this layout."""
+    """Write tokens ``[tokens, num_kv_heads, head_size]`` to their slots in this layout."""
     keys, values = _by_token(cache, key)
     groups = cache.shape[3]
     head_size = key.shape[-1]
@@ -107,9 +108,10 @@ def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def in_opgrafts_layout(cache: Tensor, query: Tensor) -> Tensor:
-    """Return a copy of a cache of this layout as ``[num_blocks, 2, num_kv_heads, block_size, row]``.
+    """Return a copy of a cache in opgraft's layout.
 
-    A row has ``head_size`` elements. In a cache of codes, the bytes of a scale follow.
+    The shape is ``[num_blocks, 2, num_kv_heads, block_size, row]``. A row has ``head_size``
+    elements. In a cache of codes, the bytes of a scale follow.
     """
     keys, values = _by_token(cache, query)
     key_rows = keys.flatten(4).flatten(2, 3)
@@ -150,4 +152,4 @@ def _by_token(cache: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return keys.transpose(-3, -2), values.transpose(-2, -1)
 
 
-_attend_pages = op("attend_pages")
+_attend_pages: Callable[..., Tensor] = op("attend_pages")

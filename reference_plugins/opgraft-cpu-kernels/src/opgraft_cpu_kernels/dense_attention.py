@@ -6,7 +6,7 @@ native definition runs, which is torch's function.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from opgraft.functional import scaled_dot_product_attention as form
@@ -39,9 +39,7 @@ def scaled_dot_product_attention(
         taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
     if taken:
         try:
-            return _attend(  # type: ignore[no-any-return]
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
+            return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except REFUSED:
             pass
     return form.native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -66,7 +64,7 @@ def scaled_dot_product_attention_quant_fp8_static(
         taken = fits and _fit(query, key, value, attn_mask, enable_gqa)
     if taken:
         try:
-            return _attend_quantized(  # type: ignore[no-any-return]
+            return _attend_quantized(
                 query, key, value, output_scale, attn_mask, is_causal, scale, enable_gqa
             )
         except REFUSED:
@@ -112,5 +110,5 @@ def _broadcasts(mask: Tensor, shape: Sequence[int]) -> bool:
     return all(size in (1, wanted) for size, wanted in pairs)
 
 
-_attend = op("scaled_dot_product_attention")
-_attend_quantized = op("scaled_dot_product_attention_quant_fp8_static")
+_attend: Callable[..., Tensor] = op("scaled_dot_product_attention")
+_attend_quantized: Callable[..., Tensor] = op("scaled_dot_product_attention_quant_fp8_static")

@@ -6,6 +6,8 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opgraft import functional
 from opgraft.kernels import watched
 from torch import Tensor
@@ -31,7 +33,7 @@ def fused_experts(
     biases = (w13_bias, w2_bias)
     if not is_dynamo_compiling() and _takes(x, topk_ids, w13.shape[0]):
         try:
-            return _fused_experts(*tensors, activation, *biases)  # type: ignore[no-any-return]
+            return _fused_experts(*tensors, activation, *biases)
         except REFUSED:
             pass
     return functional.fused_experts.native(*tensors, activation, *biases)
@@ -49,4 +51,4 @@ def _takes(x: Tensor, topk_ids: Tensor, experts: int) -> bool:
     return topk_ids.numel() <= most_rows * experts
 
 
-_fused_experts = op("fused_experts")
+_fused_experts: Callable[..., Tensor] = op("fused_experts")

@@ -177,7 +177,7 @@ def quant_fp8_static(
     """Compute ``opgraft.functional.quant_fp8_static``."""
     if by_given_scales(x, scale, group_shape, dtype, x.shape):
         try:
-            return _quant_fp8_static(x, scale, group_shape)  # type: ignore[no-any-return]
+            return _quant_fp8_static(x, scale, group_shape)
         except REFUSED:
             pass
     return functional.quant_fp8_static.native(x, scale, group_shape, dtype)
@@ -193,7 +193,7 @@ def quant_fp8_dynamic(
     """Compute ``opgraft.functional.quant_fp8_dynamic``."""
     if by_own_scales(x, group_shape, scale_ub, dtype):
         try:
-            return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+            return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)
         except REFUSED:
             pass
     return functional.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
@@ -212,7 +212,7 @@ def rms_norm_quant_fp8_static(
     taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and not _refused(form.name, x=x, weight=weight):
         try:
-            return _norm_static(x, scale, group_shape, weight, eps)  # type: ignore[no-any-return]
+            return _norm_static(x, scale, group_shape, weight, eps)
         except REFUSED:
             pass
     return form.native(x, scale, group_shape, weight, eps, dtype)
@@ -232,7 +232,7 @@ def rms_norm_quant_fp8_dynamic(
     taken = by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and not _refused(form.name, x=x, weight=weight):
         try:
-            return _norm_dynamic(x, group_shape, weight, eps, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+            return _norm_dynamic(x, group_shape, weight, eps, scale_ub, use_ue8m0)
         except REFUSED:
             pass
     return form.native(x, group_shape, weight, eps, scale_ub, use_ue8m0, dtype)
@@ -252,7 +252,7 @@ def fused_add_rms_norm_quant_fp8_static(
     taken = by_given_scales(x, scale, group_shape, dtype, x.shape)
     if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
         try:
-            return _sum_static(x, residual, scale, group_shape, weight, eps)  # type: ignore[no-any-return]
+            return _sum_static(x, residual, scale, group_shape, weight, eps)
         except REFUSED:
             pass
     return form.native(x, residual, scale, group_shape, weight, eps, dtype)
@@ -273,9 +273,7 @@ def fused_add_rms_norm_quant_fp8_dynamic(
     taken = by_own_scales(x, group_shape, scale_ub, dtype)
     if taken and not _refused(form.name, x=x, residual=residual, weight=weight):
         try:
-            return _sum_dynamic(  # type: ignore[no-any-return]
-                x, residual, group_shape, weight, eps, scale_ub, use_ue8m0
-            )
+            return _sum_dynamic(x, residual, group_shape, weight, eps, scale_ub, use_ue8m0)
         except REFUSED:
             pass
     return form.native(x, residual, group_shape, weight, eps, scale_ub, use_ue8m0, dtype)
@@ -290,7 +288,7 @@ def silu_and_mul_quant_fp8_static(
     shape = (*x.shape[:-1], x.shape[-1] // 2) if x.dim() else ()
     if by_given_scales(x, scale, group_shape, dtype, shape):
         try:
-            return _product_static(x, scale, group_shape)  # type: ignore[no-any-return]
+            return _product_static(x, scale, group_shape)
         except REFUSED:
             pass
     return form.native(x, scale, group_shape, dtype)
@@ -307,7 +305,7 @@ def silu_and_mul_quant_fp8_dynamic(
     form = functional.silu_and_mul_quant_fp8_dynamic
     if by_own_scales(x, group_shape, scale_ub, dtype):
         try:
-            return _product_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+            return _product_dynamic(x, group_shape, scale_ub, use_ue8m0)
         except REFUSED:
             pass
     return form.native(x, group_shape, scale_ub, use_ue8m0, dtype)
@@ -373,11 +371,13 @@ rotary_embedding_ = rotation(functional.rotary_embedding_)
 qk_norm_rope = rotation(functional.qk_norm_rope)
 mrope = rotation(functional.mrope)
 dual_chunk_rotary_embedding = rotation(functional.dual_chunk_rotary_embedding)
-_quant_fp8_static = op("quant_fp8_static")
-_quant_fp8_dynamic = op("quant_fp8_dynamic")
-_norm_static = op("rms_norm_quant_fp8_static")
-_norm_dynamic = op("rms_norm_quant_fp8_dynamic")
-_sum_static = op("fused_add_rms_norm_quant_fp8_static")
-_sum_dynamic = op("fused_add_rms_norm_quant_fp8_dynamic")
-_product_static = op("silu_and_mul_quant_fp8_static")
-_product_dynamic = op("silu_and_mul_quant_fp8_dynamic")
+_quant_fp8_static: Callable[..., Tensor] = op("quant_fp8_static")
+_quant_fp8_dynamic: Callable[..., tuple[Tensor, Tensor]] = op("quant_fp8_dynamic")
+_norm_static: Callable[..., Tensor] = op("rms_norm_quant_fp8_static")
+_norm_dynamic: Callable[..., tuple[Tensor, Tensor]] = op("rms_norm_quant_fp8_dynamic")
+_sum_static: Callable[..., tuple[Tensor, Tensor]] = op("fused_add_rms_norm_quant_fp8_static")
+_sum_dynamic: Callable[..., tuple[Tensor, Tensor, Tensor]] = op(
+    "fused_add_rms_norm_quant_fp8_dynamic"
+)
+_product_static: Callable[..., Tensor] = op("silu_and_mul_quant_fp8_static")
+_product_dynamic: Callable[..., tuple[Tensor, Tensor]] = op("silu_and_mul_quant_fp8_dynamic")

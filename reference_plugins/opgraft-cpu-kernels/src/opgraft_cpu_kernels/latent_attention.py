@@ -6,6 +6,8 @@ definition runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opgraft.functional import mla_paged_attention as form
 from opgraft.kernels import gradient_required
 from torch import Tensor
@@ -42,7 +44,7 @@ def mla_paged_attention(
         taken = fits and not refusal(form.name, {"query": query, "cache": cache})
     if taken:
         try:
-            return _attend(  # type: ignore[no-any-return]
+            return _attend(
                 query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank, scale
             )
         except REFUSED:
@@ -65,10 +67,10 @@ def by_heads(x: Tensor, weight: Tensor) -> Tensor | None:
     if is_dynamo_compiling() or gradient_required((x, weight), {}):
         return None
     try:
-        return _by_heads(x, weight.transpose(1, 2))  # type: ignore[no-any-return]
+        return _by_heads(x, weight.transpose(1, 2))
     except REFUSED:
         return None
 
 
-_attend = op("mla_paged_attention")
-_by_heads = op("linear_by_heads")
+_attend: Callable[..., Tensor] = op("mla_paged_attention")
+_by_heads: Callable[..., Tensor] = op("linear_by_heads")

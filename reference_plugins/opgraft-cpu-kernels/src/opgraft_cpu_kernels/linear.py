@@ -12,6 +12,7 @@ Code that torch compiles calls ``compiled`` instead of ``linear``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -131,7 +132,7 @@ def compiled(
     # A compiler cannot see whether a weight is frozen.
     if few == UNLIMITED and path == KEEPS_COPIES:
         few = FEW_OF_FROZEN
-    return _linear_of_rows(x, weight, bias, activation, residual, few)  # type: ignore[no-any-return]
+    return _linear_of_rows(x, weight, bias, activation, residual, few)
 
 
 def _mapped(
@@ -152,7 +153,7 @@ def _mapped(
     if not few:
         return _on_tiles(x, weight, bias, activation, residual)
     try:
-        return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
+        return _linear(x, weight, bias, activation, residual)
     except REFUSED:  # opgraft's kernel says what is wrong
         return None
 
@@ -197,7 +198,7 @@ def _on_tiles(
     if packed is None or not packed.numel():
         return None
     try:
-        return _packed_linear(x, weight, packed, bias, activation, residual)  # type: ignore[no-any-return]
+        return _packed_linear(x, weight, packed, bias, activation, residual)
     except REFUSED:  # opgraft's kernel says that the activation is unknown
         return None
 
@@ -211,9 +212,9 @@ def _parts() -> int:
     return 3 if precision == "highest" else 2
 
 
-_linear = op("linear")
-_linear_of_rows = op("linear_of_rows")
-_packed_linear = op("packed_linear")
+_linear: Callable[..., Tensor] = op("linear")
+_linear_of_rows: Callable[..., Tensor] = op("linear_of_rows")
+_packed_linear: Callable[..., Tensor] = op("packed_linear")
 _pack_linear = op("pack_linear")
 
 if not missing():

@@ -15,6 +15,8 @@ The native definition runs in two cases:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from opgraft import functional
 from opgraft.kernels import TILE
@@ -43,7 +45,7 @@ def quantized_linear(
     named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
     if _takes("quantized_linear", named) and in_lanes(x.shape[-1], weight, scales):
         try:
-            return _quantized_linear(x, weight, scales, offsets, bias)  # type: ignore[no-any-return]
+            return _quantized_linear(x, weight, scales, offsets, bias)
         except REFUSED:
             pass
     return functional.quantized_linear.native(x, weight, scales, offsets, bias)
@@ -56,7 +58,7 @@ def int8_dynamic_linear(
     named = {"x": x, "weight": weight, "scales": scales, "bias": bias}
     if _takes("int8_dynamic_linear", named) and x.shape[-1]:
         try:
-            return _int8_dynamic_linear(x, weight, scales, bias)  # type: ignore[no-any-return]
+            return _int8_dynamic_linear(x, weight, scales, bias)
         except REFUSED:
             pass
     return functional.int8_dynamic_linear.native(x, weight, scales, bias)
@@ -94,5 +96,5 @@ def in_lanes(inputs: int, weight: Tensor, scales: Tensor) -> bool:
     return groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0
 
 
-_quantized_linear = op("quantized_linear")
-_int8_dynamic_linear = op("int8_dynamic_linear")
+_quantized_linear: Callable[..., Tensor] = op("quantized_linear")
+_int8_dynamic_linear: Callable[..., Tensor] = op("int8_dynamic_linear")

@@ -7,6 +7,8 @@ runs, which turns all weights of an expert into plain numbers first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opgraft import functional
 from opgraft.kernels import watched
 from torch import Tensor
@@ -34,10 +36,10 @@ def quantized_experts(
     optional = (w13_offsets, w2_offsets, w13_bias, w2_bias)
     if x.dtype in DTYPES and x.is_cpu and not is_dynamo_compiling() and not watched():
         try:
-            return _quantized_experts(*tensors, activation, *optional)  # type: ignore[no-any-return]
+            return _quantized_experts(*tensors, activation, *optional)
         except REFUSED:
             pass
     return functional.quantized_experts.native(*tensors, activation, *optional)
 
 
-_quantized_experts = op("quantized_experts")
+_quantized_experts: Callable[..., Tensor] = op("quantized_experts")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opgraft.kernels.engine import Sampler as Base
 from torch import Tensor
 
@@ -21,8 +23,8 @@ class Sampler(Base):
             float32 and int64 tensors, both ``[rows]``.
         """
         if logits.is_cpu and logits.dtype in DTYPES and logits.shape[1]:
-            return _greatest(logits)  # type: ignore[no-any-return]
+            return _greatest(logits)
         return super().likeliest(logits)
 
 
-_greatest = op("greatest")
+_greatest: Callable[..., tuple[Tensor, Tensor]] = op("greatest")

@@ -6,6 +6,7 @@ kernel of this plugin, and if nothing observes the single calls.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from opgraft.kernels import gradient_required, is_observed
@@ -62,10 +63,10 @@ def gated_mlp(joint: Linear, down: Linear, x: Tensor, activation: str) -> Tensor
         return None
     gate_up_bias = joint._parameters["bias"]
     try:
-        return _gated_mlp(x, gate_up, gate_up_bias, weight, bias, activation)  # type: ignore[no-any-return]
+        return _gated_mlp(x, gate_up, gate_up_bias, weight, bias, activation)
     except REFUSED:
         return None
 
 
 _rotate_heads = op("rotate_heads")
-_gated_mlp = op("gated_mlp")
+_gated_mlp: Callable[..., Tensor] = op("gated_mlp")

@@ -74,7 +74,8 @@ def all_reduce_gemma_rms_norm(
     summed = _summed(x, kind)
     if residual is None:
         return kernels.gemma_rms_norm(summed, weight, eps), summed
-    return kernels.fused_add_gemma_rms_norm(summed, residual, weight, eps)  # type: ignore[no-any-return]
+    normed, total = kernels.fused_add_gemma_rms_norm(summed, residual, weight, eps)
+    return normed, total
 
 
 def all_reduce_rms_norm_quant_fp8_static(

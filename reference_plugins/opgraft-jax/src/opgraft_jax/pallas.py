@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from opgraft_jax.programs import Arrays, wide
 
 BLOCK = 2**18
-"""The most elements of a block. With all intermediate values, they fit into a TPU's vector memory."""
+"""The most elements of a block. All values of a block fit into a TPU's vector memory."""
 
 SUBLANES = 16
 """The rows of a block are a multiple of this number, as half types need on a TPU."""

@@ -39,7 +39,7 @@ class ToyAttention(Attention):
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Write the new tokens to their pages, attend, and return ``[tokens, heads, head_size]``."""
+        """Write the new tokens to the cache, and return attention in the shape of ``query``."""
         if not self._is_plain:
             return super().attend_batch(batch, pages, query, key, value)
         _write(batch.block_size, pages, key, value)

@@ -119,14 +119,19 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = _counterparts()
 HINTS: Mapping[str, str] = {
     "vllm.config.get_current_vllm_config": "an op is given its settings by its constructor; those "
     "of opgraft are opgraft.OpgraftConfig",
-    "vllm.config.VllmConfig": "settings are opgraft.OpgraftConfig; a platform changes them by default_config",
-    "vllm.envs": "read variables of your own from os.environ; opgraft's settings are opgraft.OpgraftConfig",
+    "vllm.config.VllmConfig": "settings are opgraft.OpgraftConfig; a platform changes them by "
+    "default_config",
+    "vllm.envs": "read variables of your own from os.environ; opgraft's settings are "
+    "opgraft.OpgraftConfig",
     "vllm.forward_context": "the batch of a step is opgraft.ops.current_batch()",
-    "vllm.model_executor.layers.layernorm.LayerNorm": "opgraft.ops.LayerNorm has the constructor of torch's",
+    "vllm.model_executor.layers.layernorm.LayerNorm": "opgraft.ops.LayerNorm has the "
+    "constructor of torch's",
     "vllm.platforms.PlatformEnum": "a platform of opgraft is told by its name",
-    "vllm.platforms.interface.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
+    "vllm.platforms.interface.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and "
+    "features",
     "vllm.platforms.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
-    "vllm.v1.attention": "a vendor's attention is a replacement of opgraft.ops.Attention or MLAAttention",
+    "vllm.v1.attention": "a vendor's attention is a replacement of opgraft.ops.Attention or "
+    "MLAAttention",
     "vllm.v1.core.sched": "a scheduler is a replacement of the class 'scheduler'",
     "vllm.v1.sample": "a sampler is a replacement of the class 'sampler'",
     "vllm.v1.worker": "a worker is a replacement of the class 'worker', a runner of 'model_runner'",

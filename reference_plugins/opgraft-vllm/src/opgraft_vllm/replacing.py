@@ -26,8 +26,8 @@ def is_taken(target: type) -> bool:
 def replace_forward(target: Any, ops: tuple[str, ...], forward: Forward) -> None:
     """Replace a class of vLLM by a subclass with another ``forward``.
 
-    ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM. ``none`` does not, because ``none`` is
-    vLLM's default for compiled models.
+    ``-name`` in vLLM's ``custom_ops`` leaves a layer to vLLM. ``none`` does not: it is vLLM's
+    default for compiled models.
 
     Args:
         target: the class.

@@ -135,14 +135,14 @@ def left_in_toml(document: Any, content: bytes, moved: bool) -> Iterator[tuple[i
         yield _lines(text, "dependencies")[0], "dynamic dependencies"
     left = [line for line in _requirements_in(plain) if needs_vllm(line)]
     for line in set(left):
-        # The move has removed lines of the dependencies. The remaining lines come later in the file.
+        # The move removes lines of the dependencies, which come first in the file.
         remaining = _lines(text, line)[-left.count(line) :]
         for number in remaining:
             yield number, line
 
 
 def _requirements_in(plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all requirements of a ``pyproject.toml``: those of the project, of extras, of groups."""
+    """Yield the requirements of a ``pyproject.toml``, also those of extras and groups."""
     project = plain.get("project", {})
     lists = [project.get("dependencies")]
     for table in (

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from opgraft.plugins.bridges import Uncovered
 
-_DEVICE = '''"""Find the device, by the function that vLLM called. Written by 'opgraft new --from-vllm'."""
+_DEVICE = '''"""Find the device, by the function that vLLM called.
+
+Written by 'opgraft new --from-vllm'.
+"""
 
 from opgraft import Evidence, Machine, PlatformSpec
 
@@ -42,9 +45,9 @@ def opgraft_register_ops() -> None:
 
 _GUIDE = """# What is left to port
 
-This is a copy of a vLLM plugin, written by `opgraft new --from-vllm`. It imports opgraft's counterparts of vLLM's
-names, and has opgraft's entry points. The package keeps its name: if you install it, it replaces the original. Keep
-both apart.
+This is a copy of a vLLM plugin, written by `opgraft new --from-vllm`. It imports opgraft's
+counterparts of vLLM's names, and has opgraft's entry points. The package keeps its name: if you
+install it, it replaces the original. Keep both apart.
 
 | entry point | |
 |---|---|
@@ -64,9 +67,10 @@ Install it, and let opgraft judge it:
 
 - `memory` of the platform reports all memory as free, because vLLM's platforms know the total only.
 - `opgraft_device.py` imports the plugin's package. A probe should import no torch.
-- `default_config` of opgraft is vLLM's `check_and_update_config`. A choice of attention backends becomes a replacement
-  of `opgraft.ops.Attention`.
-- A replacement must take every call of its target. `opgraft plugins check` names replacements that do not.
+- `default_config` of opgraft is vLLM's `check_and_update_config`. A choice of attention backends
+  becomes a replacement of `opgraft.ops.Attention`.
+- A replacement must take every call of its target. `opgraft plugins check` names replacements that
+  do not.
 """
 
 

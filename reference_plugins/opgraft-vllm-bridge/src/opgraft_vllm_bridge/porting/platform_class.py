@@ -113,7 +113,7 @@ class PlatformMembers:
         return wanted
 
     def _expressions(self) -> dict[str, str]:
-        """Return the expressions for the placeholders in _MEMBERS, by vLLM's methods if possible."""
+        """Return the expressions for _MEMBERS, by vLLM's methods if the class has them."""
         choices = {
             "name": ("get_device_name", "self.get_device_name(index)", "self.name"),
             "dtypes": (

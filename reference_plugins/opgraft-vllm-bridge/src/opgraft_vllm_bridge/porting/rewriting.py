@@ -93,7 +93,7 @@ class _Rewriter(cst.CSTTransformer):
         """Statement → the comments to write above."""
         self._elifs: set[cst.CSTNode | None] = set()
         self._pending: list[list[cst.EmptyLine]] = []
-        """For each open block, comments in place of imports, to be written above the next statement."""
+        """For each open block, the comments for the next statement, in place of imports."""
 
     # Marks of statements.
 
@@ -200,7 +200,7 @@ class _Rewriter(cst.CSTTransformer):
     def _from_counterparts(
         self, module: str, names: Sequence[cst.ImportAlias]
     ) -> list[cst.BaseSmallStatement]:
-        """Return imports of names from the modules of opgraft that have them, and mark the others."""
+        """Return imports of these names from opgraft, and mark names without a counterpart."""
         homes: dict[str, list[cst.ImportAlias]] = {}
         for alias in names:
             name = str(alias.evaluated_name)

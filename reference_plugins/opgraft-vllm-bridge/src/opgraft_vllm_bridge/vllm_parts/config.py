@@ -104,7 +104,7 @@ class ModelConfig(Settings):
         return int(heads or text.num_attention_heads)
 
     def get_head_size(self) -> int:
-        """Return the size of a head. With latents, return the size of a latent and a rotary part."""
+        """Return the size of a head, or of a latent with its rotary part."""
         text = self.hf_text_config
         if self.use_mla:
             return int(text.kv_lora_rank + text.qk_rope_head_dim)

@@ -30,7 +30,7 @@ class CpuPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Set the way of running workers: one in this process, several in processes of their own."""
+        """Run one worker in this process, and several in processes of their own."""
         parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend is None:
             parallel.distributed_executor_backend = "uni" if parallel.world_size == 1 else "mp"

@@ -50,16 +50,17 @@ class _OtherPlatform(Platform):
     def supported_dtypes(self) -> list[torch.dtype]:
         return list(self.ours.capability().dtypes)
 
-    def get_device_name(self, device_id: int = 0) -> str:  # type: ignore[override]  # of an instance
+    # vLLM's methods are of the class, and these are of the instance.
+    def get_device_name(self, device_id: int = 0) -> str:  # type: ignore[override]
         return self.ours.capability(device_id).name
 
-    def get_device_total_memory(self, device_id: int = 0) -> int:  # type: ignore[override]  # of an instance
+    def get_device_total_memory(self, device_id: int = 0) -> int:  # type: ignore[override]
         return self.ours.memory(device_id).total
 
-    def supports_fp8(self) -> bool:  # type: ignore[override]  # of an instance
+    def supports_fp8(self) -> bool:  # type: ignore[override]
         return self.ours.capability().fp8_dtype is not None
 
-    def manual_seed_all(self, seed: int) -> None:  # type: ignore[override]  # of an instance
+    def manual_seed_all(self, seed: int) -> None:  # type: ignore[override]
         self.ours.manual_seed(seed)
 
 

@@ -13,7 +13,7 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
 
 
 class NewLineFormatter(logging.Formatter):
-    """Writes the prefix of a message before each of its lines. ``%(fileinfo)s`` is a file's name."""
+    """Writes a message's prefix before each of its lines. ``%(fileinfo)s`` is a file's name."""
 
     def __init__(self, fmt: Any = None, datefmt: Any = None, style: Any = "%") -> None:
         super().__init__(fmt, datefmt, style)
