@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = ("core", "platforms", "plugins")
+EXAMPLES = "reference_plugins"
+"""The folder of plugins that authors copy from. Its figures are recorded, but no part of the total."""
+
 RECORD = REPOSITORY / "tests/packaging/legibility.json"
 
 RELATIVE = re.compile(r"\b(which|that|what|whose|who|whom)\b", re.I)
@@ -168,7 +171,8 @@ def files_below(path: Path) -> list[Path]:
     """Return the Python files of a folder, or the file itself."""
     if path.is_file():
         return [path]
-    return sorted(found for found in path.rglob("*.py") if "__pycache__" not in found.parts)
+    left_by_tools = {"__pycache__", "build"}
+    return sorted(found for found in path.rglob("*.py") if not left_by_tools & {*found.parts})
 
 
 def folders_of(path: Path) -> dict[str, list[Path]]:
@@ -182,12 +186,15 @@ def folders_of(path: Path) -> dict[str, list[Path]]:
 
 
 def figures_by_folder() -> dict[str, dict[str, float]]:
-    """Return the figures of every folder of the package, rounded as they are printed."""
+    """Return the figures of every folder of the package, and of every reference plugin.
+
+    The figures are rounded as they are printed.
+    """
     return {
         name.removeprefix(f"{REPOSITORY}/"): {
             key: round(value, GOALS[key].digits) for key, value in read(files).figures().items()
         }
-        for folder in FOLDERS
+        for folder in (*FOLDERS, EXAMPLES)
         for name, files in folders_of(REPOSITORY / folder).items()
     }
 
