@@ -128,9 +128,9 @@ class Lockfile:
 
     def _against_dependency(self, name: str) -> str | None:
         row, found = self.rows.get(name), installed(name)
+        if row is None and found is None:
+            return None
         if row is None or found is None:
-            if row is found:
-                return None
             state = "was not installed when the plugin was locked" if found else "is missing"
             return f"its dependency {name} {state}"
         change = self._against(row, found)
@@ -228,7 +228,8 @@ def _rows_in(content: Any) -> list[LockedPackage]:
 
 def installed(name: str) -> Distribution | None:
     """Return the installed distribution of a name: the first one on ``sys.path``."""
-    return next(iter(importlib_metadata.distributions(name=name)), None)
+    found: Iterable[Any] = importlib_metadata.distributions(name=name)
+    return next(iter(found), None)
 
 
 def as_installed(distribution: Distribution) -> LockedPackage:
