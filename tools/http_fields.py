@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opgraft.serving.server.app import router
+from opgraft.serving.server.app import router, work
 from opgraft.serving.server.protocol import Body
 
 FACTS = Path(__file__).parents[1] / "docs/figures/http_fields.json"
@@ -145,7 +145,7 @@ def cells(path: str, name: str, facts: Mapping[str, Any], own: str) -> Sequence[
 def bodies() -> dict[str, type[Body] | None]:
     """Return the type of the body by path; None for a path without a body."""
     found: dict[str, type[Body] | None] = {}
-    for route in router.routes:
+    for route in (*work.routes, *router.routes):
         path = str(getattr(route, "path", ""))
         if path == "/" or path in LEFT_OUT:
             continue

@@ -12,6 +12,9 @@ from opgraft.errors import DistributedError
 from opgraft.plugins.selection import current_platform
 from torch import distributed as dist
 
+_ProcessGroups = dict[tuple[int, ...], Any]
+"""By their ranks. For a group of other ranks, torch returns a number."""
+
 
 def init_distributed(
     tensor: int = 1,
@@ -82,9 +85,9 @@ def _make_groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, Parall
         return {kind: ParallelGroup(kind) for kind in KINDS}
     own = dist.get_rank()
     everyone = tuple(range(layout.world))
-    # A second group of all ranks would take connections for nothing. For a group of other ranks,
-    # torch returns a number.
-    made: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD}
+    made: _ProcessGroups = {}
+    # A second group of all ranks would take connections for nothing.
+    made[everyone] = dist.group.WORLD
     found = {}
     # Each rank makes all groups, in one order: torch.distributed asks for that.
     for kind in KINDS:

@@ -88,7 +88,9 @@ def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
     The first four groups have whole bytes. The last four have four bits in the last bytes, and two
     in the high bits of the first bytes.
     """
-    low, high, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
+    packed = blocks[..., 4:16]
+    thirds = packed.reshape(*blocks.shape[:-1], 3, 4)
+    low, high, rest = thirds.unbind(-2)
     last_scales = (rest & 15) | (low >> 2 & 48)
     last_offsets = (rest >> 4) | (high >> 2 & 48)
     scales = torch.cat((low & 63, last_scales), -1)
@@ -96,7 +98,9 @@ def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
     scale_of_block = _half(blocks, 0)[..., None].float()
     offset_of_block = _half(blocks, 2)[..., None].float()
     wide_scales = scale_of_block * scales.float()
-    wide_offsets = -(offset_of_block * offsets.float())
+    # The format takes away what it calls the minimum.
+    minima = offset_of_block * offsets.float()
+    wide_offsets = -minima
     return wide_scales.flatten(1), wide_offsets.flatten(1)
 
 
@@ -110,7 +114,8 @@ def _q5_k(blocks: Tensor) -> Codes:
     # Bit i of byte j is the fifth bit of number j in group i.
     places = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = blocks[..., None, 16:48] >> places & 1
-    codes = _nibbles(blocks[..., 48:], 32) | fifth.flatten(-2) << 4
+    low = _nibbles(blocks[..., 48:], 32)
+    codes = low | fifth.flatten(-2) << 4
     scales, offsets = _scales_of_k(blocks)
     return Codes(codes.to(torch.int8).flatten(1), scales, offsets)
 
@@ -120,7 +125,8 @@ def _q6_k(blocks: Tensor) -> Codes:
     shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
     high_bytes = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
     high = high_bytes >> shifts & 3
-    numbers = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
+    low = _nibbles(blocks[..., :128], 64)
+    numbers = low | high.flatten(-3) << 4
     codes = numbers.to(torch.int8) - 32
     scale_of_block = _half(blocks, 208)[..., None].float()
     scales_of_groups = blocks[..., 192:208].contiguous().view(torch.int8).float()

@@ -35,7 +35,7 @@ class HeldAdapters:
         # To be forgotten after the last request that names them.
         self._leaving: set[int] = set()
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
         """Return True if the workers have the adapter of a number."""
         return number in self._loaded
 

@@ -33,7 +33,7 @@ def _with_dashes(argument: str) -> str:
 
 @dataclass
 class EngineArgs:
-    """Those arguments of an engine that opgraft has settings for. None means not given."""
+    """Arguments of an engine that opgraft has settings for. None means not given."""
 
     model: str | None = None
     dtype: str | None = None
