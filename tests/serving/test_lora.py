@@ -14,6 +14,7 @@ from opgraft import LLM, LoRARequest, SamplingParams, ops
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.errors import ConfigError, RequestError
+from opgraft.kernels import form_called
 from opgraft.ops import LogitsProcessor, QKVParallelLinear
 from safetensors.torch import load_file, save_file
 from support import adapters
@@ -229,6 +230,18 @@ class OwnProjection(QKVParallelLinear):
         return (output, None) if self.return_bias else output
 
 
+class Fusing(QKVParallelLinear):
+    """Calls the form of the weight method itself, if there is one."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        called = form_called(self)
+        if called is None:
+            return super().forward(x)
+        form, (weight, *_) = called
+        output = form(x, weight, self.bias)
+        return (output, None) if self.return_bias else output
+
+
 class OwnLogits(LogitsProcessor):
     """Reads the weight of the head itself."""
 
@@ -249,6 +262,7 @@ class Telling(QKVParallelLinear):
         (OwnProjection, "q_proj", True),
         (OwnProjection, "o_proj", False),
         (Telling, "q_proj", False),
+        (Fusing, "q_proj", False),
         (OwnLogits, "lm_head", True),
     ],
 )

@@ -196,12 +196,22 @@ def _form_over_plain_weight(
     return functional.linear, (layer.weight,)
 
 
-def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+def form_called(
+    layer: Any, *, adds_adapters: bool = False
+) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
     """Return ``form_of`` of a layer's weight method, or ``None`` if that may be wrong.
 
-    A class that overrides ``apply`` alone inherits a ``form_of`` for another computation. The form
-    has no adapters of the present call.
+    A class that overrides ``apply`` alone inherits a ``form_of`` for another computation. A form
+    has no adapters: ask in each call, since the layer may have adapters in one call and none in the
+    next.
+
+    Args:
+        layer: a layer with a weight method.
+        adds_adapters: the caller adds the adapters of the present call to the result, see
+            ``adapter_bounds``.
     """
+    if layer.quant_method.adapters is not None and not adds_adapters:
+        return None
     method: QuantizeMethodBase = layer.quant_method.own
     if definer(type(method), "apply") is not definer(type(method), "form_of"):
         return None
@@ -210,7 +220,7 @@ def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | Non
 
 def forms_of(layer: Any) -> tuple[Functional[..., Tensor], ...]:
     """Return the form of a layer's weight method, for ``PluggableLayer.forms``."""
-    called = form_called(layer)
+    called = form_called(layer, adds_adapters=True)
     return (called[0],) if called else ()
 
 

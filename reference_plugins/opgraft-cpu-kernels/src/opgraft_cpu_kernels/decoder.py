@@ -134,7 +134,7 @@ class DecoderPlan(Base):
         ):
             self._bound = _Bound(layers)
         if unseen:
-            self._bound.adapters = []
+            self._bound.adapters = self._bound.matrices = []
         self._next_hook = RemovableHandle.next_id
         return self._bound
 
@@ -356,7 +356,8 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
     """Return the form of a linear layer and its tensors: weight, scales, offsets and bias."""
-    form, (weight, *others) = form_called(layer)  # type: ignore[misc]  # as it was checked
+    called: Any = form_called(layer, adds_adapters=True)  # which is known to be there
+    form, (weight, *others) = called
     scales, offsets = (*others, None, None)[:2]
     bias = None if isinstance(layer, RowParallelLinear) and layer.tp_rank else layer.bias
     return form.name, [weight, scales, offsets, bias]
@@ -425,7 +426,7 @@ def _no_map(layer: Any) -> str:
         return "returns its bias"
     if layer.tp_size > 1 and not _ends_at_rank(layer):
         return "gathers or cuts what ranks have"
-    called = form_called(layer)
+    called = form_called(layer, adds_adapters=True)
     if called is None:
         return (
             "has a packed weight"
