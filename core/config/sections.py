@@ -167,7 +167,8 @@ class LoRAConfig(Section):
     )
     max_lora_rank: int = setting("rank of an adapter, at most", default=64, minimum=1)
     max_cpu_loras: int | None = setting(
-        "adapters that stay in memory, at most; others are read again when requests name them",
+        "adapters that stay in memory, at most, or one more while all of them run; others are "
+        "read again when requests name them",
         minimum=1,
         unset="max_loras",
     )

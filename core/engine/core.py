@@ -116,7 +116,9 @@ class EngineCore:
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
-        self.adapters = HeldAdapters(self.opgraft_config, self.executor.call_all)
+        self.adapters = HeldAdapters(
+            self.opgraft_config, self.executor.call_all, lambda: self.scheduler.requests
+        )
         with ExitStack() as undo:
             undo.callback(self.executor.shutdown)
             with starting(self.executor):
@@ -248,8 +250,7 @@ class EngineCore:
             for request in given:
                 self.executor.expect_servable(request)
                 self.scheduler.add(request)
-                if request.lora is not None:
-                    request.lora_digest = self.adapters.load(request.lora, self.scheduler.requests)
+                self.adapters.load_for(request)
         except BaseException:
             self.withdraw(given)
             raise
@@ -263,11 +264,11 @@ class EngineCore:
         """
         self.restart()
         self.check_health()
-        self.adapters.load(wanted, self.scheduler.requests)
+        self.adapters.load(wanted)
 
     def remove_lora(self, number: int) -> None:
         """Forget an adapter now, or after the last request that names it has ended."""
-        self.adapters.remove(number, self.scheduler.requests)
+        self.adapters.remove(number)
 
     def restart(self) -> None:
         """Start lost workers again with an empty cache, as often as settings allow.
@@ -325,9 +326,9 @@ class EngineCore:
         self._expect_going()
         updated: Step | None = None
         try:
-            lost = self._load_adapters_again()
-            if lost:
-                return lost
+            refused = self._load_adapters_again()
+            if refused is not None:
+                return refused
             failure = self._schedule()
             # Workers failed, not the scheduler: its steps are taken back, and the cache stays.
             if failure is not None:
@@ -336,7 +337,9 @@ class EngineCore:
             if isinstance(result, _Failure):
                 return self._undo(result)
             updated = self.scheduler.under_way.first.step
-            return self._update(updated, result)
+            news = self._update(updated, result)
+            self.adapters.drop_leaving()
+            return news
         except BaseException as error:
             # The scheduler's queues and tables may be half changed, so the cache is emptied.
             requests = self._recover(updated)
@@ -346,14 +349,31 @@ class EngineCore:
                 raise
             return self._end(requests, error)
 
-    def _load_adapters_again(self) -> list[EngineOutput]:
-        """Load the adapters that requests need next. Return the news of requests without theirs."""
-        requests = self.scheduler.requests
-        if all(each.lora is None or each.lora_number in self.adapters for each in requests):
-            return []
-        errors = self.adapters.load_again(sorted(requests, key=lambda each: each.rank))
+    def _load_adapters_again(self) -> list[EngineOutput] | None:
+        """Load the adapters that requests need next.
+
+        Returns:
+            The news of requests without their adapters; ``None`` if all requests go on.
+        """
+        scheduler = self.scheduler
+        # A step admits no further ones.
+        waiting = scheduler.waiting[: scheduler.config.max_num_seqs]
+        try:
+            errors = self.adapters.load_again(scheduler.running, waiting)
+        except exceptions_that_fail_a_step() as error:
+            # Workers failed, not the scheduler: its steps are taken back, and the cache stays.
+            self.executor.drop()
+            scheduler.undo()
+            unloaded = [
+                each
+                for each in scheduler.requests
+                if each.lora is not None and each.lora_number not in self.adapters
+            ]
+            return self._end(unloaded, error)
+        if not errors:
+            return None
         for request_id in errors:
-            self.scheduler.abort(request_id, "error")
+            scheduler.abort(request_id, "error")
         return _news_of_errors(errors)
 
     def _schedule(self) -> _Failure | None:

@@ -74,7 +74,7 @@ def simulated_core(policy: str = "fcfs", depth: int = 1, drafts: int = 0) -> Eng
     core._stopped, core._shut_down = None, False
     core.scheduler.depth = depth
     core.executor = SimulatedExecutor(Runner(kinds, core.cache.block_size, {}), depth)  # type: ignore[assignment]
-    core.adapters = HeldAdapters(OpgraftConfig(), lambda *given: [])
+    core.adapters = HeldAdapters(OpgraftConfig(), lambda *given: [], list)
     return core
 
 

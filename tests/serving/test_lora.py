@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.test_worker_process import process_of
 from opgraft import LLM, LoRARequest, SamplingParams, ops
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.engine.lora.adapter_file import open_adapter
+from opgraft.engine.request import Request
 from opgraft.engine.runner.model_runner import ModelRunner
-from opgraft.errors import ConfigError, RequestError
+from opgraft.errors import CheckpointError, ConfigError, RequestError
 from opgraft.kernels import form_called
 from opgraft.ops import LogitsProcessor, QKVParallelLinear
 from safetensors.torch import load_file, save_file
@@ -455,6 +459,21 @@ def test_adapters_that_cannot_be_applied(
     assert adapters.greedy(llm, PROMPTS) == answers[None]
 
 
+def test_files_of_another_kind_are_not_read(folders: Any, tmp_path: Path) -> None:
+    """A large file without matrices is refused by the names of its tensors."""
+    shutil.copytree(folders["attention"], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"model.lm_head.weight": torch.zeros(2**22)}, file)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="belongs to no pair of matrices"):
+            open_adapter(str(tmp_path), 64)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < file.stat().st_size / 4
+
+
 def test_numbers_of_adapters(llm: Any, requests: Any) -> None:
     """A number that names another adapter is refused, as are values of wrong types."""
     adapters.greedy(llm, PROMPTS[:1], requests["attention"])
@@ -500,6 +519,89 @@ def test_changed_files(base: Path, folders: Any, tmp_path: Path) -> None:
             expected = adapters.expected(base, folder, prompts)
             assert adapters.greedy(llm, prompts, LoRARequest("one", 1, str(folder))) == expected
             adapters.greedy(llm, prompts, other)
+
+
+def asking(name: str, lora: LoRARequest) -> Request:
+    """Return a greedy request of the first prompt with an adapter."""
+    params = SamplingParams(temperature=0, max_tokens=adapters.LENGTH, ignore_eos=True)
+    return Request(name, PROMPTS[0], params, lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [("patterns", "its files have changed while requests name it"), (None, "is no folder")],
+)
+def test_files_that_change_while_requests_wait(
+    base: Path, folders: Any, answers: Any, tmp_path: Path, others: str | None, message: str
+) -> None:
+    """All requests that wait for the adapter end at once, and those beside them go on."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders["attention"], folder)
+    names = {1: "everywhere", 3: "stable"}
+    loras = {
+        number: LoRARequest(name, number, str(folders[name])) for number, name in names.items()
+    }
+    loras[2] = LoRARequest("changed", 2, str(folder))
+    requests = [asking(f"{place}", loras[number]) for place, number in enumerate((1, 2, 2, 3))]
+    with adapters.engine(base, max_loras=1) as llm:
+        core = llm.engine.core
+        core.add(requests)
+        shutil.rmtree(folder)
+        if others is not None:
+            shutil.copytree(folders[others], folder)
+        failed = []
+        while core.has_work:
+            news = [each for each in core.step() if each.error is not None]
+            assert all(message in str(each.error) for each in news)
+            failed.append([each.request_id for each in news])
+        assert [each for each in failed if each] == [["1", "2"]]
+        assert [requests[0].output, requests[3].output] == [
+            answers[name][0] for name in names.values()
+        ]
+        if others is not None:
+            assert adapters.greedy(llm, PROMPTS, loras[2]) == answers[others]
+
+
+def test_a_request_from_another_engine(llm: Any, requests: Any) -> None:
+    """A request that goes on in another engine finds the same files there, or ends."""
+    moved = asking("moved", requests["attention"])
+    moved.lora_digest = "another"
+    with pytest.raises(RequestError, match="its files have changed"):
+        llm.engine.core.add([moved])
+    assert not llm.engine.core.has_work
+
+
+@pytest.mark.parametrize("is_added_again", [False, True])
+def test_removed_adapters(base: Path, requests: Any, is_added_again: bool) -> None:
+    """A removed adapter goes with its last request, unless it was added again."""
+    first, second = requests["attention"], requests["everywhere"]
+    with adapters.engine(base) as llm:
+        core = llm.engine.core
+        core.add([asking("one", first)])
+        core.step()
+        core.remove_lora(1)
+        if is_added_again:
+            core.add_lora(first)
+        while core.has_work:
+            assert 1 in core.adapters
+            core.step()
+        assert (1 in core.adapters) is is_added_again
+        core.add_lora(second)
+        assert (1 in core.adapters) is is_added_again
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_a_worker_that_is_lost_before_it_reads_an_adapter_again(base: Path, requests: Any) -> None:
+    """The requests end with the reason, and ``step`` raises nothing."""
+    settings = {"parallel.executor": "processes", "max_loras": 1}
+    with adapters.engine(base, **settings) as llm:
+        core = llm.engine.core
+        core.add([asking(name, requests[name]) for name in ("attention", "everywhere")])
+        assert requests["attention"].lora_int_id not in core.adapters
+        process_of(core.executor).kill()  # type: ignore[arg-type]
+        ended = {each.request_id: str(each.error) for each in core.step()}
+    assert ended.keys() == {"attention", "everywhere"}
+    assert all("with the status -9" in error for error in ended.values())
 
 
 def test_samples_share_a_prompt(llm: Any, requests: Any, answers: Any) -> None:

@@ -17,7 +17,7 @@ from opgraft.config.checkpoints import find_checkpoint
 from opgraft.engine.lora.patterns import LONGEST, NamePattern
 from opgraft.errors import CheckpointError
 from opgraft.models.files import ADAPTER, read_json
-from opgraft.models.safetensors_file import read_safetensors
+from opgraft.models.safetensors_file import open_safetensors, read_safetensors
 from opgraft.ops.weights import LoadedTensor
 
 WEIGHTS = "adapter_model.safetensors"
@@ -91,21 +91,17 @@ class AdapterFile:
     base_copies: Mapping[str, LoadedTensor]
     digest: str
 
-    @property
-    def rank(self) -> int:
-        """The largest rank of a module."""
-        return max(each.rank for each in self.modules.values())
 
-
-def open_adapter(name: str) -> AdapterFile:
-    """Find, open and check an adapter.
+def open_adapter(name: str, max_rank: int) -> AdapterFile:
+    """Find, check and read an adapter.
 
     Args:
         name: a folder, or a name of the Hugging Face Hub in the local cache.
+        max_rank: the largest rank that is taken.
 
     Raises:
-        CheckpointError: there is none, a file is damaged, or the adapter has parts that cannot be
-            applied. The message lists all of these parts.
+        CheckpointError: there is none, a file is damaged, the rank is too large, or the adapter has
+            parts that cannot be applied. The message lists all of these parts.
     """
     path = find_checkpoint(name)
     config_file = path / ADAPTER
@@ -119,7 +115,23 @@ def open_adapter(name: str) -> AdapterFile:
             f"{path} has no {WEIGHTS} ({reason}): save the adapter with safe_serialization=True"
         )
     config = read_json(config_file)
+    # Names and shapes first: another file of this name may be larger than the memory.
+    _checked_parts(path, open_safetensors(weights_file), config, max_rank)
     tensors, content = read_safetensors(weights_file)
+    modules, copies = _checked_parts(path, tensors, config, max_rank)
+    # Of the read values: by now, other bytes may stand in the files.
+    digest = sha256(json.dumps(config, sort_keys=True).encode() + sha256(content).digest())
+    return AdapterFile(path, modules, copies, digest.hexdigest())
+
+
+def _checked_parts(
+    path: Path, tensors: Mapping[str, LoadedTensor], config: Mapping[str, Any], max_rank: int
+) -> tuple[dict[str, Matrices], dict[str, LoadedTensor]]:
+    """Return the matrices and the copies of base weights by module. No tensor is read.
+
+    Raises:
+        CheckpointError: the rank is too large, or some parts cannot be applied.
+    """
     problems = list(_problems_of_config(config))
     modules, copies = _read_tensors(tensors, config, problems)
     if not modules and not problems:
@@ -127,9 +139,13 @@ def open_adapter(name: str) -> AdapterFile:
     if problems:
         advice = "merge it into the base model with merge_and_unload() of peft, and serve that"
         raise CheckpointError.listing(f"the adapter {path} cannot be applied", problems, advice)
-    # Of the read values: by now, other bytes may stand in the files.
-    digest = sha256(json.dumps(config, sort_keys=True).encode() + sha256(content).digest())
-    return AdapterFile(path, modules, copies, digest.hexdigest())
+    rank = max(each.rank for each in modules.values())
+    if rank > max_rank:
+        raise CheckpointError(
+            f"the adapter {path} has the rank {rank}, and lora.max_lora_rank is {max_rank}: raise "
+            "it"
+        )
+    return modules, copies
 
 
 def _problems_of_config(config: Mapping[str, Any]) -> Sequence[str]:

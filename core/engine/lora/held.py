@@ -15,6 +15,11 @@ from opgraft.errors import RequestError
 ADAPTER_UNUSABLE = "adapter_unusable"
 """The code of an error about the files of an adapter."""
 
+_CHANGED = (
+    "its files have changed while requests name it: leave the files as they are until these "
+    "requests have ended, and save other matrices in another folder, under another lora_int_id"
+)
+
 
 class HeldAdapters:
     """Loads adapters into the workers, and forgets adapters to keep to ``lora.max_cpu_loras``.
@@ -25,11 +30,18 @@ class HeldAdapters:
     Args:
         opgraft_config: has the limits.
         call_all: calls a method of all workers, between two steps.
+        requests: returns all running and waiting ones.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig, call_all: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        opgraft_config: OpgraftConfig,
+        call_all: Callable[..., Any],
+        requests: Callable[[], Sequence[Request]],
+    ) -> None:
         self._limits = opgraft_config.lora
         self._call_all = call_all
+        self._requests = requests
         # The least recently named first, with the digest of each.
         self._loaded: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
         # To be forgotten after the last request that names them.
@@ -44,21 +56,29 @@ class HeldAdapters:
         self._loaded.clear()
         self._leaving.clear()
 
-    def load(
-        self,
-        wanted: LoRARequest,
-        requests: Collection[Request],
-        keep: Collection[int] = (),
-    ) -> str:
+    def load_for(self, request: Request, keep: Collection[int] = ()) -> None:
+        """Load the adapter of a request, and note the digest of its files in the request.
+
+        Raises:
+            RequestError: the adapter cannot be used, or its files were others before.
+        """
+        if request.lora is None:
+            return
+        digest = self.load(request.lora, keep)
+        # The request comes from another engine.
+        if request.lora_digest not in ("", digest):
+            raise _unusable(request.lora, _CHANGED)
+        request.lora_digest = digest
+
+    def load(self, wanted: LoRARequest, keep: Collection[int] = ()) -> str:
         """Load an adapter, unless the workers have it. Return the digest of its files.
 
         Args:
             wanted: the adapter.
-            requests: all running and waiting ones.
             keep: adapters of waiting requests that stay.
 
         Raises:
-            RequestError: the adapter cannot be used.
+            RequestError: the adapter cannot be used, or requests name it with other files.
         """
         number = wanted.lora_int_id
         if not self._limits.enabled:
@@ -67,7 +87,6 @@ class HeldAdapters:
                 "set it (enable_lora=True)",
                 "lora_request",
             )
-        self._drop_leaving(requests)
         if number in self._loaded:
             loaded, digest = self._loaded[number]
             if loaded != wanted:
@@ -78,39 +97,44 @@ class HeldAdapters:
                     "lora_request",
                 )
             self._loaded.move_to_end(number)
+            self._leaving.discard(number)
             return digest
-        self._make_room(requests, keep)
+        self._make_room(keep)
         reports: list[LoRAReport] = self._call_all("add_lora", wanted)
+        digest = reports[0].digest
         fault = _fault_of(reports)
+        # Tokens and blocks of these requests come from the former files.
+        if not fault and any(each.lora_digest not in ("", digest) for each in self._naming(number)):
+            fault = _CHANGED
         if fault:
             self._call_all("remove_lora", number)
-            raise RequestError(
-                f"the adapter {wanted.lora_name!r:.80} cannot be used: {fault}",
-                "lora_request",
-                code=ADAPTER_UNUSABLE,
-            )
-        digest = reports[0].digest
+            raise _unusable(wanted, fault)
         self._loaded[number] = wanted, digest
         return digest
 
-    def load_again(self, requests: Sequence[Request]) -> Mapping[str, str]:
+    def load_again(
+        self, running: Sequence[Request], waiting: Sequence[Request]
+    ) -> Mapping[str, str]:
         """Load the forgotten adapters of the waiting requests that may run next.
 
         Args:
-            requests: all running and waiting ones, in the order of their service.
+            running: all of them.
+            waiting: those that the next step may admit, in the order of their service.
 
         Returns:
             The errors of requests whose adapters can no longer be used, by their ids.
         """
-        running = {each.lora_number for each in requests if each.status == "running"}
-        running.discard(NO_LORA)
+        if all(each.lora is None or each.lora_number in self._loaded for each in waiting):
+            return {}
+        busy = {each.lora_number for each in running}
+        busy.discard(NO_LORA)
         # An urgent request takes a slot from another one if its adapter is loaded.
-        free = max(self._limits.max_loras - len(running), 1)
+        free = max(self._limits.max_loras - len(busy), 1)
         errors = {}
         next_ones: set[int] = set()
-        for request in requests:
+        for request in waiting:
             number = request.lora_number
-            if request.lora is None or number in running or number in next_ones:
+            if request.lora is None or number in busy or number in next_ones:
                 continue
             if len(next_ones) == free:
                 break
@@ -118,29 +142,39 @@ class HeldAdapters:
             if number in self._loaded:
                 continue
             try:
-                request.lora_digest = self.load(request.lora, requests, next_ones)
+                self.load_for(request, next_ones)
             except RequestError as error:
-                errors[request.request_id] = str(error)
+                for each in self._naming(number):
+                    errors[each.request_id] = str(error)
         return errors
 
-    def remove(self, number: int, requests: Collection[Request]) -> None:
+    def remove(self, number: int) -> None:
         """Forget an adapter now, or after the last request that names it has ended."""
         if number in self._loaded:
             self._leaving.add(number)
-            self._drop_leaving(requests)
+            self.drop_leaving()
 
-    def _drop_leaving(self, requests: Collection[Request]) -> None:
-        named = {each.lora_number for each in requests}
+    def drop_leaving(self) -> None:
+        """Forget the removed adapters that no request names any more."""
+        if not self._leaving:
+            return
+        named = {each.lora_number for each in self._requests()}
         for number in self._leaving - named:
             self._drop(number)
+
+    def _naming(self, number: int) -> list[Request]:
+        """Return the requests with the adapter of a number."""
+        return [each for each in self._requests() if each.lora_number == number]
 
     def _drop(self, number: int) -> None:
         self._leaving.discard(number)
         if self._loaded.pop(number, None) is not None:
             self._call_all("remove_lora", number)
 
-    def _make_room(self, requests: Collection[Request], keep: Collection[int]) -> None:
+    def _make_room(self, keep: Collection[int]) -> None:
         """Forget unnamed adapters, and then those of waiting requests, until one more has room."""
+        self.drop_leaving()
+        requests = self._requests()
         most = self._limits.max_cpu_loras or self._limits.max_loras
         running = {each.lora_number for each in requests if each.status == "running"}
         named = {each.lora_number for each in requests}
@@ -150,6 +184,14 @@ class HeldAdapters:
         excess = len(self._loaded) + 1 - most
         for each in [*unnamed, *waiting][: max(excess, 0)]:
             self._drop(each)
+
+
+def _unusable(wanted: LoRARequest, fault: str) -> RequestError:
+    return RequestError(
+        f"the adapter {wanted.lora_name!r:.80} cannot be used: {fault}",
+        "lora_request",
+        code=ADAPTER_UNUSABLE,
+    )
 
 
 def _fault_of(reports: list[LoRAReport]) -> str:
