@@ -9,6 +9,7 @@ import gc
 import inspect
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,9 @@ from opgraft.registry.watching import RunningCall, calls_told_when_late, interru
 _ChoiceFor = Callable[[Functional[..., Any]], FormChoice | None]
 
 Place = tuple[FrameType, int]
+
+_COLLECTOR = threading.RLock()
+"""Held while ``first_argument`` has switched the collector of garbage off."""
 
 
 @dataclass(frozen=True)
@@ -334,13 +338,14 @@ def first_argument(frame: FrameType) -> Any:
     meanwhile.
     """
     # A collection of garbage may run code in Python, which lets the other thread go on.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return frame.f_locals.get(frame.f_code.co_varnames[0])
-    finally:
-        if collects:
-            gc.enable()
+    with _COLLECTOR:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return frame.f_locals.get(frame.f_code.co_varnames[0])
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:

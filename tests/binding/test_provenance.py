@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import opgraft
 import pytest
 import torch
 from opgraft import OpgraftConfig, functional, set_config
+from opgraft.binding.provenance import first_argument
 from opgraft.config import parse_text
 from opgraft.ops import GELU, GatedMLP, Linear, RMSNorm
 from opgraft.registry.state import host_state
@@ -260,3 +264,40 @@ def test_arguments_of_calls_that_end_meanwhile(warm_python: str) -> None:
     command = [warm_python, "-c", RACING]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "alive\n"), result.stderr[-2000:]
+
+
+class Watched:
+    """A frame that tells if garbage is collected while its variables are read, and waits for ``other`` first."""
+
+    f_code = test_arguments_of_calls_that_end_meanwhile.__code__
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self.other = self.ended
+        self.collects = False
+
+    @property
+    def f_locals(self) -> dict[str, object]:
+        self.begun.set()
+        self.other.wait(0.3)
+        self.collects = gc.isenabled()
+        return {}
+
+    def read(self) -> None:
+        first_argument(self)  # type: ignore[arg-type]
+        self.ended.set()
+
+
+def test_two_threads_that_read_calls() -> None:
+    """The collector stays off until both threads have read, and is on again afterwards."""
+    first, second = Watched(), Watched()
+    first.other, second.other = second.begun, first.ended
+    with ThreadPoolExecutor(2) as threads:
+        reading = [threads.submit(first.read)]
+        assert first.begun.wait(5)
+        reading.append(threads.submit(second.read))
+        for each in reading:
+            each.result(5)
+    assert not first.collects
+    assert not second.collects
+    assert gc.isenabled()
