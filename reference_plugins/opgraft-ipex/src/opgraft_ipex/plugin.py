@@ -35,11 +35,13 @@ def opgraft_register_ops() -> None:
     """Import the replacements, which registers them; what the extension changes elsewhere is set back."""
     former = [vars(owner).get(name) for owner, name in CHANGED]
     handlers, loggers = [*logging.root.handlers], logging.getLoggerClass()
-    importlib.import_module("opgraft_ipex.ops")
-    logging.setLoggerClass(loggers)
-    logging.root.handlers[:] = handlers
-    for (owner, name), function in zip(CHANGED, former, strict=True):
-        if function is not None:
-            setattr(owner, name, function)
-        elif name in vars(owner):
-            delattr(owner, name)
+    try:
+        importlib.import_module("opgraft_ipex.ops")
+    finally:
+        logging.setLoggerClass(loggers)
+        logging.root.handlers[:] = handlers
+        for (owner, name), function in zip(CHANGED, former, strict=True):
+            if function is not None:
+                setattr(owner, name, function)
+            elif name in vars(owner):
+                delattr(owner, name)

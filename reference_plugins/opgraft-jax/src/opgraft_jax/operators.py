@@ -96,7 +96,6 @@ FAKES: dict[Callable[..., Any], Callable[..., Any]] = {
     gelu: _like,
     gelu_and_mul: _half_of,
 }
-
 """Op → its fake rule."""
 
 for function, fake in FAKES.items():
