@@ -38,6 +38,7 @@ def opgraft_register_ops() -> None:
     try:
         importlib.import_module("opgraft_ipex.ops")
     finally:
+        # An import that fails has changed a part of this.
         logging.setLoggerClass(loggers)
         logging.root.handlers[:] = handlers
         for (owner, name), function in zip(CHANGED, former, strict=True):

@@ -17,7 +17,8 @@ def opgraft_register_ops() -> None:
     try:
         importlib.import_module("opgraft_pallas.op")
     finally:
-        # jax imports absl, and absl puts a finder before the last one. New finders belong at the end.
+        # jax imports absl, and absl puts a finder before the last one. New finders belong at
+        # the end.
         kept = [finder for finder in before if finder in sys.meta_path]
         added = [finder for finder in sys.meta_path if finder not in before]
         sys.meta_path[:] = [*kept, *added]
