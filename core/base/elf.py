@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,8 +21,8 @@ _LITTLE = 1
 _LOADED, _DYNAMIC = 1, 2
 """Types of segments: mapped into memory, and with facts for the loader."""
 
-_NEEDED, _STRINGS = 1, 5
-"""Tags of facts: the name of a library by its place among the names, and their address."""
+_END, _NEEDED, _STRINGS = 0, 1, 5
+"""Tags of facts: the end mark, a library by the place of its name, and the address of the names."""
 
 _HEADERS = ("HHIIIIIHHH", "HHIQQQIHHH")
 _SEGMENTS = ("III4xI", "I4xQQ8xQ")
@@ -39,9 +40,11 @@ def linked_libraries(path: str | Path) -> list[str] | None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or no regular file.
     """
     with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
         ident = file.read(16)
         if ident[:4] != _MAGIC or len(ident) < 16:
             return None
@@ -56,13 +59,17 @@ def linked_libraries(path: str | Path) -> list[str] | None:
 def _needed(file: BinaryIO, is_wide: bool, order: str) -> list[str]:
     segments = list(_segments(file, is_wide, order))
     facts = _facts(file, segments, is_wide, order)
-    names = [value for tag, value in facts if tag == _NEEDED]
-    strings = next((value for tag, value in facts if tag == _STRINGS), 0)
-    for kind, offset, address, length in segments:
-        if kind == _LOADED and address <= strings < address + length:
-            start = strings - address + offset
-            return [_text(file, start + name) for name in names]
-    return []
+    names = []
+    strings = 0
+    for tag, value in facts:
+        if tag == _NEEDED:
+            names.append(value)
+        elif tag == _STRINGS:
+            strings = value
+    if not names:
+        return []
+    start = _place_of(strings, segments)
+    return [_text(file, start + name) for name in names]
 
 
 def _segments(file: BinaryIO, is_wide: bool, order: str) -> Iterator[tuple[int, ...]]:
@@ -80,17 +87,50 @@ def _segments(file: BinaryIO, is_wide: bool, order: str) -> Iterator[tuple[int, 
 
 
 def _facts(
-    file: BinaryIO, segments: Iterable[tuple[int, ...]], is_wide: bool, order: str
+    file: BinaryIO, segments: Sequence[tuple[int, ...]], is_wide: bool, order: str
 ) -> list[tuple[int, ...]]:
-    """Return the tags and values for the loader."""
-    pair = struct.Struct(order + _PAIRS[is_wide])
-    for kind, offset, _, length in segments:
+    """Return the tags and values for the loader.
+
+    The loader of glibc takes the last segment, by its address, and reads to the end mark. Of facts
+    that are there twice, the last one counts.
+
+    Raises:
+        ValueError: the segment is not in the file.
+    """
+    begin = None
+    for kind, _, address, _ in segments:
         if kind == _DYNAMIC:
-            file.seek(offset)
-            content = file.read(min(length, _MOST * pair.size))
-            whole = len(content) // pair.size * pair.size
-            return list(pair.iter_unpack(content[:whole]))
-    return []
+            begin = address
+    if begin is None:
+        return []
+    pair = struct.Struct(order + _PAIRS[is_wide])
+    place = _place_of(begin, segments)
+    file.seek(place)
+    content = file.read(_MOST * pair.size)
+    whole = len(content) // pair.size * pair.size
+    facts = []
+    for fact in pair.iter_unpack(content[:whole]):
+        if fact[0] == _END:
+            break
+        facts.append(fact)
+    return facts
+
+
+def _place_of(address: int, segments: Sequence[tuple[int, ...]]) -> int:
+    """Return the place in the file of an address in memory.
+
+    Raises:
+        ValueError: the address is not in the file.
+    """
+    place = None
+    for kind, offset, begin, length in segments:
+        is_inside = begin <= address < begin + length
+        # A later segment is mapped over an earlier one.
+        if kind == _LOADED and is_inside:
+            place = address - begin + offset
+    if place is None:
+        raise ValueError("it is a damaged ELF file: an address leads out of it")
+    return place
 
 
 def _text(file: BinaryIO, place: int) -> str:
