@@ -19,7 +19,7 @@ from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import page
 from opgraft.errors import InputError, PluginError
-from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, names_of, normalized
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 
 TIME_LIMIT = 24 * 3600.0
 """Seconds. Kernels of a simulated device may take long."""
@@ -223,8 +223,6 @@ def _about(judged: Any) -> dict[str, Any]:
     """Return the subject of the answers: plugin, platform, device, versions, day and questions."""
     torch = importlib.import_module("torch")
     selected = importlib.import_module("opgraft.plugins.selection").current_platform()
-    provider, _, _ = names_of(judged.plugin)
-    modules = [each.module for each in discover().offers if each.provider.name == provider]
     versions = {
         "opgraft": __version__,
         "torch": torch.__version__,
@@ -237,7 +235,7 @@ def _about(judged: Any) -> dict[str, Any]:
         "device": selected.capability().name,
         "versions": versions,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "code": evidence.digest_of_code(modules[0]) if modules else "",
+        "code": evidence.digest_of_code(judged.provider),
         "brief": judged.brief,
         "ops": judged.ops,
         "checks": judged.checks,

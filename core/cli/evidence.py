@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,9 @@ from opgraft.base.installed import version_of
 from opgraft.base.log import logger
 from opgraft.base.text import printable
 from opgraft.config.environment import state_home
-from opgraft.errors import InputError
-from opgraft.plugins.discovery import normalized
+from opgraft.errors import InputError, PluginError
+from opgraft.plugins.discovery import discover, is_editable, normalized
+from opgraft.plugins.locking import hashed_files
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
 
@@ -44,8 +46,10 @@ _ABOUT = {
     "date": str,
     "code": str,
 }
-_CODE = (".py", ".so", ".cpp", ".cu", ".h")
-"""The ends of files with code."""
+_CODE = re.compile(r"\.(pyd?|so(\.\d+)*|dll|dylib|cubin|ptx|cc?|cpp|cxx|cuh?|hpp|h)$")
+"""The end of the name of a file with code."""
+_LARGEST_CODE = 1 << 30
+"""Bytes of a file with code."""
 
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
@@ -221,20 +225,61 @@ def shipped(module: str, installed: Provider) -> dict[str, Any] | None:
     for place in _places_of(module):
         file = place / SHIPPED
         if file.is_file():
-            return _summary(file, module, installed)
+            return _summary(file, installed)
     return None
 
 
-def digest_of_code(module: str) -> str:
-    """Return a digest of the code in the package of a module, which is not imported."""
+def digest_of_code(provider: Provider) -> str:
+    """Return a digest of the code of a distribution, which is not imported.
+
+    The code lies in the packages of all its offers. Other distributions may share such a package,
+    so only the files in RECORD count. The source of an editable install counts as it lies there.
+    """
+    modules = [each.module for each in discover().offers if each.provider == provider]
+    tops = {module.partition(".")[0] for module in modules}
     digest = hashlib.sha256()
-    for place in _places_of(module):
-        files = [place] if place.is_file() else sorted(place.rglob("*"))
-        for file in files:
-            if file.suffix in _CODE:
-                digest.update(f"{file.relative_to(place)}\0".encode())
-                digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for name, file in sorted(_files_of_code(provider, tops).items()):
+        # Neither a broken link nor a folder is code.
+        with suppress(OSError, ValueError):
+            content = hashlib.sha256(read_regular(file, _LARGEST_CODE)).digest()
+            digest.update(f"{name}\0".encode() + content)
     return digest.hexdigest()
+
+
+def _files_of_code(provider: Provider, tops: Collection[str]) -> dict[str, Path]:
+    """Return the files with code of a distribution by path, as in a wheel.
+
+    Args:
+        provider: the distribution.
+        tops: the names of its top-level packages and modules.
+    """
+    distribution = discover().distributions.get(provider)
+    if distribution is None or is_editable(distribution):
+        return _code_below(tops)
+    try:
+        listed = hashed_files(distribution)
+    except (PluginError, ValueError, OSError):
+        return _code_below(tops)
+    files = {}
+    for path in listed:
+        top = path.partition("/")[0].partition(".")[0]
+        if top in tops and _CODE.search(path):
+            files[path] = Path(str(distribution.locate_file(path)))
+    return files
+
+
+def _code_below(tops: Iterable[str]) -> dict[str, Path]:
+    """Return the files with code in top-level packages by path, as in a wheel."""
+    files = {}
+    for top in tops:
+        for place in _places_of(top):
+            if place.is_file():
+                files[place.name] = place
+                continue
+            for file in place.rglob("*"):
+                if _CODE.search(file.name):
+                    files[f"{top}/{file.relative_to(place).as_posix()}"] = file
+    return files
 
 
 def _places_of(module: str) -> list[Path]:
@@ -259,10 +304,10 @@ def keep(name: str, data: Mapping[str, Any]) -> Path | None:
     return file
 
 
-def kept(name: str, module: str, installed: Provider) -> dict[str, Any] | None:
+def kept(name: str, installed: Provider) -> dict[str, Any] | None:
     """Return a summary of the kept evidence about a name, as ``shipped`` does."""
     file = kept_file(name)
-    return _summary(file, module, installed) if file is not None and file.is_file() else None
+    return _summary(file, installed) if file is not None and file.is_file() else None
 
 
 def kept_file(name: str) -> Path | None:
@@ -273,7 +318,7 @@ def kept_file(name: str) -> Path | None:
     return None
 
 
-def _summary(file: Path, module: str, installed: Provider) -> dict[str, Any]:
+def _summary(file: Path, installed: Provider) -> dict[str, Any]:
     try:
         evidence = read(file)
     except InputError as error:
@@ -284,18 +329,18 @@ def _summary(file: Path, module: str, installed: Provider) -> dict[str, Any]:
         **{name: evidence.about.get(name) for name in shown},
         "complete": evidence.complete,
         "counts": evidence.counted(),
-        "outdated": "; ".join(_differences(evidence.about, module, installed)) or None,
+        "outdated": "; ".join(_differences(evidence.about, installed)) or None,
         "problem": None,
     }
 
 
-def _differences(about: Mapping[str, Any], module: str, installed: Provider) -> Iterator[str]:
+def _differences(about: Mapping[str, Any], installed: Provider) -> Iterator[str]:
     """Yield words for each part of the subject of evidence that is another one here."""
     judged = about["provider"]
     same_name = normalized(str(judged["name"])) == normalized(installed.name)
     if not same_name or judged["version"] != installed.version:
         yield f"it is about {judged['name']} {judged['version']}, and {installed} is installed"
-    elif about.get("code", "") not in ("", digest_of_code(module)):
+    elif about.get("code", "") not in ("", digest_of_code(installed)):
         yield f"the code of {installed} has changed since"
     for name in ("opgraft", "torch"):
         made_with, now = about["versions"].get(name), version_of(name)

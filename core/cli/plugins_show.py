@@ -224,20 +224,24 @@ def _metadata(offer: Offer) -> dict[str, Any]:
         "contents": contents_of(distribution) if distribution else None,
         "identity": _identity(offer),
         "evidence": None if offer.built_in else evidence.shipped(offer.module, offer.provider),
-        "judged": evidence.kept(kept_as, offer.module, offer.provider),
+        "judged": evidence.kept(kept_as, offer.provider),
         "status": status,
         "reason": reason,
     }
 
 
 def _identity(offer: Offer) -> dict[str, str] | None:
-    """Return who has signed the wheel of an offer, by the lockfile, without the attestation."""
+    """Return the signer of the wheel of an offer, by the lockfile, without the attestation.
+
+    If the installed files differ from the lockfile, the answer is ``None``: the signature is about
+    other files.
+    """
     settings = host_state().settings()
     path = settings.config.lockfile
     if path is None:
         return None
     row = lockfile(path, settings.origins["lockfile"]).rows.get(normalized(offer.provider.name))
-    if row is None or row.identity is None:
+    if row is None or row.identity is None or change_since_locked(offer, settings):
         return None
     return {key: value for key, value in row.identity.items() if key != "attestation"}
 

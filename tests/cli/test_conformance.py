@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import opgraft
 import pytest
 from click.testing import CliRunner
 from opgraft import __version__, current_platform
@@ -204,19 +205,20 @@ def outdated(changes: dict[str, Any]) -> str | None:
         "platform": "cpu",
         "device": current_platform().capability().name,
         "versions": {"opgraft": __version__, "torch": version_of("torch"), "python": "3.11.7"},
-        "code": evidence.digest_of_code("acme"),
+        "code": evidence.digest_of_code(Provider("acme", "1.0")),
         "brief": False,
     }
     file = evidence.kept_file("acme")
     file.parent.mkdir(parents=True, exist_ok=True)
     evidence.write(file, evidence.ConformanceEvidence({**about, **changes}, cases=0).to_dict())
-    told: str | None = evidence.kept("acme", "acme", Provider("acme", "1.0"))["outdated"]
+    told: str | None = evidence.kept("acme", Provider("acme", "1.0"))["outdated"]
     return told
 
 
 def test_evidence_of_another_subject(site) -> None:
     """Another torch, platform or device, and changed code of the same version are told."""
-    site.install("acme", {"acme/__init__.py": "", "acme/kernel.py": "fast = 1"}, {})
+    files = {"acme/__init__.py": "", "acme/kernel.py": "fast = 1"}
+    site.install("acme", files, {"opgraft.plugins": ["acme = acme"]})
     assert outdated({}) is None
     versions = {"opgraft": __version__, "torch": "1.0", "python": "3.11.7"}
     here = version_of("torch")
@@ -225,9 +227,49 @@ def test_evidence_of_another_subject(site) -> None:
     )
     assert outdated({"platform": "cuda"}) == "its platform is cuda, and the platform here is cpu"
     assert str(outdated({"device": "A GPU"})).startswith("its device is A GPU, and the device here")
-    before = {"code": evidence.digest_of_code("acme")}
+    before = {"code": evidence.digest_of_code(Provider("acme", "1.0"))}
     (site.folder / "acme/kernel.py").write_text("fast = 2", encoding="utf-8")
     assert outdated(before) == "the code of acme 1.0 has changed since"
+
+
+def test_code_in_all_packages_of_a_distribution_counts(site) -> None:
+    """Also native code, but no other distribution in a shared package, and no file that is none."""
+    npu, gpu = Provider("acme", "1.0"), Provider("acme-gpu", "1.0")
+    files = {"acme_device/__init__.py": "", "vendor/npu.py": "", "vendor/fast.cc": ""}
+    points = {
+        "opgraft.platforms": ["acme = acme_device:SPEC"],
+        "opgraft.plugins": ["acme = vendor.npu"],
+    }
+    site.install("acme", files, points)
+    site.install("acme-gpu", {"vendor/gpu.py": ""}, {"opgraft.plugins": ["gpu = vendor.gpu"]})
+    digests = [evidence.digest_of_code(npu)]
+    other = evidence.digest_of_code(gpu)
+    for changed in files:
+        (site.folder / changed).write_text("changed = 1")
+        digests.append(evidence.digest_of_code(npu))
+    assert len(set(digests)) == len(digests)
+    assert evidence.digest_of_code(gpu) == other
+    (site.folder / "vendor/gpu.py").write_text("changed = 1")
+    assert evidence.digest_of_code(npu) == digests[-1]
+
+
+def test_the_code_of_an_editable_install_is_that_of_its_wheel(site) -> None:
+    """What is no file is passed over."""
+    acme = Provider("acme", "1.0")
+    files = {"acme/__init__.py": "", "acme/inner/kernel.py": "fast = 1", "acme/notes.txt": ""}
+    site.install("acme", files, {"opgraft.plugins": ["acme = acme"]})
+    as_wheel = evidence.digest_of_code(acme)
+    info = site.folder / "acme-1.0.dist-info"
+    (info / "direct_url.json").write_text('{"url": "file:///x", "dir_info": {"editable": true}}')
+    opgraft.reset()
+    assert evidence.digest_of_code(acme) == as_wheel
+    (site.folder / "acme/inner/kernel.py").write_text("fast = 2")
+    changed = evidence.digest_of_code(acme)
+    assert changed != as_wheel
+    (site.folder / "acme/folder.h").mkdir()
+    os.mkfifo(site.folder / "acme/pipe.py")
+    (site.folder / "acme/link.py").symlink_to("nowhere")
+    assert evidence.digest_of_code(acme) == changed
 
 
 def test_evidence_in_a_package_is_shown(site) -> None:
