@@ -78,6 +78,9 @@ MODEL: dict[str, Any] = {
     "parallel.tensor": 2,
 }
 
+Answer = tuple[str, list[int]]
+"""The reason for the end of a request, and its tokens."""
+
 Check = Callable[[], None]
 """Raises if a start is not correct."""
 
@@ -111,7 +114,13 @@ def fault_of(check: Check) -> str:
 
     process = FORK.Process(target=look)
     process.start()
-    told = ours.recv() if ours.poll(120) else "it does not end"
+    # With the last other end open, a crash of the check would look like silence.
+    theirs.close()
+    try:
+        told = ours.recv() if ours.poll(120) else "it does not end"
+    except EOFError:
+        process.join()
+        told = f"it crashes with the exit code {process.exitcode}"
     process.kill()
     process.join()
     return str(told)
@@ -234,7 +243,10 @@ def engine(folder: Path, executor: str, runs: int) -> Iterator[LLM]:
 
 
 def in_workers(name: str, runs: int, folder: Path, chance: random.Random) -> Iterator[str]:
-    """Yield the fault of each run in which a worker is killed while it answers."""
+    """Yield the fault of each run in which a worker is killed while requests are open.
+
+    The open requests may end with all tokens, or with an error behind the first ones.
+    """
     executor = "ray" if name == "a Ray actor" else "processes"
     if executor == "ray":
         import ray
@@ -242,22 +254,51 @@ def in_workers(name: str, runs: int, folder: Path, chance: random.Random) -> Ite
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     with engine(folder, executor, runs) as llm:
 
-        def tokens(most: int) -> list[list[int]]:
+        def answers(most: int) -> list[Answer]:
             params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-            return [each.outputs[0].token_ids for each in llm.generate(["a", "b", "c"], params)]
+            outputs = [each.outputs[0] for each in llm.generate(["a", "b", "c"], params)]
+            return [(str(each.finish_reason), each.token_ids) for each in outputs]
 
-        right = tokens(3)
-        for _ in range(runs):
-            asking = threading.Thread(target=tokens, args=(48,))
+        right = answers(3)
+        begin = time.monotonic()
+        whole = answers(48)
+        longest = time.monotonic() - begin
+
+        def ask(faults: list[str]) -> None:
+            faults.append(fault_of_loss(lambda: answers(48), whole))
+
+        done = 0
+        while done < runs:
+            faults: list[str] = []
+            asking = threading.Thread(target=ask, args=(faults,))
             asking.start()
-            time.sleep(chance.uniform(0, 0.3))
+            time.sleep(chance.uniform(0, longest))
+            if not asking.is_alive():
+                continue
             os.kill(chance.choice(workers(llm)), signal.SIGKILL)
+            done += 1
             asking.join(120)
             if asking.is_alive():
                 yield "the requests of the lost worker do not end"
                 return
-            found = tokens(3)
-            yield "" if found == right else f"the tokens are {found}, were {right}"
+            found = answers(3)
+            if found != right:
+                faults.append(f"the answers are {found}, were {right}")
+            yield "; ".join(filter(None, faults))
+
+
+def fault_of_loss(answer: Callable[[], list[Answer]], whole: list[Answer]) -> str:
+    """Return the fault of requests during which a worker is lost; empty if there is none."""
+    try:
+        found = answer()
+    except Exception as error:
+        return f"the open requests raise {type(error).__name__}: {error}"
+    for (reason, tokens), (usual, wanted) in zip(found, whole, strict=True):
+        is_whole = (reason, tokens) == (usual, wanted)
+        is_begun = reason == "error" and tokens == wanted[: len(tokens)]
+        if not is_whole and not is_begun:
+            return f"an open request ends with {reason} and {tokens}, was {usual} and {wanted}"
+    return ""
 
 
 def workers(llm: LLM) -> list[int]:
