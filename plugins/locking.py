@@ -31,6 +31,9 @@ from opgraft.registry.state import StateValue
 SCHEMA = "opgraft.lock/2"
 LARGEST = 1 << 24
 """Bytes of a lockfile."""
+SIGNER = ("issuer", "source", "build")
+"""Keys of an identity: who vouches for the signer, the repository and the workflow."""
+
 _TEXTS = ("name", "version", "files")
 _LISTS = ("entry_points", "dependencies")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
@@ -84,12 +87,16 @@ def _is_row(data: Any) -> bool:
     """Return True if data has the keys and types of a row, the lists aside."""
     if not isinstance(data, dict):
         return False
-    identity = data.get("identity", {"source": ""})
-    if not isinstance(identity, dict) or not _are_texts([identity.get("source")]):
+    if "identity" in data and not _is_identity(data["identity"]):
         return False
     if data.keys() - {"identity"} != {*_TEXTS, "editable", *_LISTS}:
         return False
     return _are_texts([data[key] for key in _TEXTS]) and isinstance(data["editable"], bool)
+
+
+def _is_identity(value: Any) -> bool:
+    is_named = isinstance(value, dict) and value.keys() >= {*SIGNER}
+    return is_named and _are_texts(value.values())
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -167,12 +174,17 @@ def lockfile(path: str, origin: str) -> Lockfile:
         try:
             known[path] = Lockfile(path, read_rows(path))
         except (OSError, ValueError, RecursionError) as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            why = reason_of(error)
             raise ConfigError(
                 f"the lockfile {path} ({origin}) cannot be used: {why}. Nothing is admitted "
                 f"without it: write it by 'opgraft plugins lock --output {path}', or unset lockfile"
             ) from error
     return known[path]
+
+
+def reason_of(error: Exception) -> str:
+    """Return the words of an error of ``read_rows``, for a message."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def read_rows(path: str) -> list[LockedPackage]:
@@ -194,11 +206,13 @@ def rows_in_pylock(text: str) -> list[LockedPackage]:
     Raises:
         ValueError: the text is none, or a row has another version than the package of its name.
     """
+    from packaging.utils import canonicalize_version  # few lockfiles are of this kind
+
     section, versions = read_pylock(text)
     rows = _rows_in(section)
     for row in rows:
         locked = versions.get(normalized(row.name), {row.version})
-        if row.version not in locked:
+        if canonicalize_version(row.version) not in map(canonicalize_version, locked):
             raise ValueError(
                 f"[tool.opgraft] has {row.name} {row.version}, its packages have "
                 f"{' and '.join(sorted(locked))}"

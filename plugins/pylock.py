@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from opgraft.config.files import parse_toml
 
 _SECTION = "[tool.opgraft]"
+_LINE = re.compile(r"^\[tool\.opgraft\]\s*$", re.M)
 
 
 def is_pylock(path: str) -> bool:
@@ -51,18 +53,21 @@ def with_section(text: str, section: Mapping[str, Any]) -> str:
     Raises:
         ValueError: the text is malformed, or has something below the section.
     """
-    above = text.partition(f"\n{_SECTION}\n")[0].rstrip()
+    above = _LINE.split(text, maxsplit=1)[0].rstrip()
     lines = [above, "", _SECTION]
     for key, value in section.items():
-        if isinstance(value, str):
+        if isinstance(value, str) or not value:
             lines.append(f"{key} = {_toml(value)}")
             continue
         for table in value:
             lines += ["", f"[[tool.opgraft.{key}]]"]
             lines += [f"{name} = {_toml(entry)}" for name, entry in table.items()]
-    made = "\n".join([*lines, ""])
+    newline = "\r\n" if "\r\n" in text else "\n"
+    made = newline.join([*lines, ""])
     # The line may stand in a text of many lines, or tables may follow the section.
-    if _without_section(parse_toml(made)) != _without_section(parse_toml(text)):
+    after, before = parse_toml(made), parse_toml(text)
+    others = before.get("tool", {}).get("opgraft", {}).keys() - section.keys()
+    if others or _without_section(after) != _without_section(before):
         raise ValueError(f"it has something below {_SECTION}: move that to the end")
     return made
 

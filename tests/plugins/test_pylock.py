@@ -73,6 +73,36 @@ def test_rows_and_packages_must_agree(site, path: Path) -> None:
         lock(path)
 
 
+def test_another_spelling_of_a_version_is_the_same(site, path: Path) -> None:
+    """Metadata may say 1.0-rc1, and installers write 1.0rc1."""
+    site.plugin("acme", PLUGIN, version="1.0-rc1")
+    path.write_text(
+        PYLOCK.replace('"1.0"\n[[', '"1.0rc1"\n[[').replace("acme-1.0-", "acme-1.0rc1-")
+    )
+    assert lock(path) == []
+    assert reason(path) is None
+
+
+def test_nothing_to_lock_is_a_section_without_rows(site, path: Path) -> None:
+    """It can be read, and admits nothing."""
+    assert lock(path) == []
+    assert read_rows(str(path)) == []
+    site.plugin("acme", PLUGIN)
+    assert "it is not in" in (reason(path) or "")
+
+
+def test_line_ends_of_windows_stay(site, path: Path) -> None:
+    """A second time, too."""
+    path.write_bytes(PYLOCK.replace("\n", "\r\n").encode())
+    site.plugin("acme", PLUGIN)
+    assert lock(path) == []
+    once = path.read_bytes()
+    assert lock(path) == []
+    assert path.read_bytes() == once
+    assert once.count(b"\n") == once.count(b"\r\n")
+    assert reason(path) is None
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -96,6 +126,7 @@ def test_a_file_without_a_usable_section_admits_nothing(
     ("text", "words"),
     [
         (f"{PYLOCK}\n[tool.opgraft]\n\n[tool.more]\nx = 1\n", "it has something below"),
+        (f"{PYLOCK}\n[tool.opgraft]\n\n[tool.opgraft.mine]\nx = 1\n", "it has something below"),
         (PYLOCK.replace("one line", "\n[tool.opgraft]\n"), "it has something below|TOML"),
         ("[", "TOMLDecodeError"),
         (None, "No such file"),
