@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ from opgraft.base.files import read_regular
 from opgraft.base.text import described
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import normalized
+from opgraft.plugins.locking import SIGNER
 from opgraft.plugins.records import digest_of_wheel, rows_of
 
 _LARGEST = 1 << 22  # bytes of a provenance
 _LARGEST_RECORD = 1 << 26
 _STATEMENT = "application/vnd.in-toto+json"
-_CLAIMS = {
-    "issuer": "1.3.6.1.4.1.57264.1.8",
-    "source": "1.3.6.1.4.1.57264.1.12",
-    "build": "1.3.6.1.4.1.57264.1.18",
-}
-"""Claims in a certificate of Sigstore: a vouching issuer, the repository and the workflow."""
+_OF_ARCHIVES = (
+    OSError,
+    ValueError,
+    StopIteration,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    csv.Error,
+)
+"""Errors of reading a wheel, which may be damaged, encrypted or compressed in an unknown way."""
+
+_CLAIMS = ("1.3.6.1.4.1.57264.1.8", "1.3.6.1.4.1.57264.1.12", "1.3.6.1.4.1.57264.1.18")
+"""Claims in a certificate of Sigstore: issuer, source and build of ``SIGNER``."""
 
 
 class Attestations:
@@ -109,7 +118,28 @@ class Attestations:
         if kind != _STATEMENT or subjects != [(wheel, digest)]:
             raise ValueError(f"it is about {subjects}, not {wheel} with the SHA-256 {digest}")
         claims = attestation.certificate_claims
-        return {key: claims.get(number, "unknown") for key, number in _CLAIMS.items()}
+        if _CLAIMS[0] not in claims:
+            raise ValueError("its certificate does not say who vouches for the signer")
+        # A person has neither repository nor workflow.
+        subject = _subject(attestation.verification_material.certificate)
+        found = [claims.get(number) or subject for number in _CLAIMS]
+        return dict(zip(SIGNER, found, strict=True))
+
+
+def _subject(certificate: bytes) -> str:
+    """Return the subject of a certificate of Sigstore: the address of a person or a workflow.
+
+    Raises:
+        ValueError: the certificate has another number of subjects, or one that is no text.
+        x509.ExtensionNotFound: the certificate has none.
+    """
+    from cryptography import x509
+
+    extensions = x509.load_der_x509_certificate(certificate).extensions
+    (name,) = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if not isinstance(name.value, str):
+        raise ValueError(f"the subject of its certificate is no text: {name.value!r:.100}")
+    return name.value
 
 
 class _AnySigner:
@@ -120,8 +150,15 @@ class _AnySigner:
 
 
 def _is_of(wheel: Path, name: str, version: str) -> bool:
-    parts = wheel.name.split("-")
-    return len(parts) > 2 and normalized(parts[0]) == normalized(name) and parts[1] == version
+    """Return True if a wheel is one of a version, however that is spelled."""
+    from packaging.utils import InvalidWheelFilename, canonicalize_version, parse_wheel_filename
+
+    try:
+        named, of_wheel, _, _ = parse_wheel_filename(wheel.name)
+    except InvalidWheelFilename:
+        return False
+    is_same = canonicalize_version(of_wheel) == canonicalize_version(version)
+    return is_same and named == normalized(name)
 
 
 def _digest_of_files(wheel: Path) -> str | None:
@@ -132,7 +169,7 @@ def _digest_of_files(wheel: Path) -> str | None:
             if record.file_size > _LARGEST_RECORD:
                 return None
             return digest_of_wheel(rows_of(archive.read(record).decode()))
-    except (OSError, ValueError, StopIteration, zipfile.BadZipFile, csv.Error):
+    except _OF_ARCHIVES:
         return None
 
 

@@ -16,6 +16,7 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, normalized
 from opgraft.plugins.locking import (
     LARGEST,
     SCHEMA,
+    SIGNER,
     LockedPackage,
     as_installed,
     change_of,
@@ -76,7 +77,7 @@ def lock_installed(
                 found = discover().distributions[provider]
                 row = _row_to_lock(found, allow_editable, attestations)
                 others = _needed_by(found, trusted)
-                needed |= _rows_of_dependencies(others, allow_editable, attestations)
+                needed |= _rows_of_dependencies(others, trusted, allow_editable, attestations)
                 row = row._replace(dependencies=tuple(sorted(others)))
                 plugins[normalized(row.name)] = row
             except PluginError as error:
@@ -125,7 +126,9 @@ def _needed_by(
                 marker = requirement.marker
                 applies = marker is None or marker.evaluate({"extra": extra})
             except (ValueError, LookupError) as error:
-                raise PluginError(f"its requirement {line!r} is malformed: {error}") from error
+                is_own = each is distribution
+                whose = "its requirement" if is_own else f"the requirement of {each.name}"
+                raise PluginError(f"{whose} {line!r} is malformed: {error}") from error
             name = normalized(requirement.name)
             if not applies or name in trusted:
                 continue
@@ -148,6 +151,7 @@ def _requirements_of(distribution: Distribution) -> list[str]:
 
 def _rows_of_dependencies(
     others: Mapping[str, Distribution | None],
+    trusted: Collection[str],
     allow_editable: bool,
     attestations: Attestations | None,
 ) -> dict[str, LockedPackage]:
@@ -160,7 +164,12 @@ def _rows_of_dependencies(
     for name, found in others.items():
         if found is not None:
             try:
-                rows[name] = _row_to_lock(found, allow_editable, attestations)
+                row = _row_to_lock(found, allow_editable, attestations)
+                if row.entry_points:
+                    # The lists may reject this plugin here, and admit it elsewhere.
+                    its_own = sorted(_needed_by(found, trusted))
+                    row = row._replace(dependencies=tuple(its_own))
+                rows[name] = row
             except PluginError as error:
                 raise PluginError(f"its dependency {name}: {error}") from error
     return rows
@@ -192,6 +201,8 @@ def changes(
     after: Mapping[str, LockedPackage],
     left_out: Sequence[Problem],
     path: str,
+    *,
+    signers: bool,
 ) -> list[Problem]:
     """Return the differences of what is installed, or of another lockfile, from a lockfile.
 
@@ -200,6 +211,7 @@ def changes(
         after: the rows of the installed distributions, or of the other lockfile.
         left_out: distributions that cannot be locked now.
         path: of the lockfile.
+        signers: compare the signers of wheels, too.
     """
     told = {normalized(problem.provider.name) for problem in left_out}
     for name in [*told]:
@@ -213,7 +225,9 @@ def changes(
         elif was is None:
             reason = f"it is not in {path}"
         else:
-            reason = change_of(was, now, path) or _other_needs(was, now) or _other_signer(was, now)
+            reason = change_of(was, now, path) or _other_needs(was, now)
+            if signers:
+                reason = reason or _other_signer(was, now)
         row = now or was
         if row is not None and reason:
             found.append(Problem(Provider(row.name, row.version), reason))
@@ -227,8 +241,16 @@ def _other_needs(was: LockedPackage, now: LockedPackage) -> str:
 
 
 def _other_signer(was: LockedPackage, now: LockedPackage) -> str:
-    """Return the difference of the signers of two rows; empty if one has none."""
-    if was.identity is None or now.identity is None:
-        return ""
-    old, new = was.identity["source"], now.identity["source"]
+    """Return the difference of the signers of two rows; empty if there is none."""
+    old, new = _signer(was), _signer(now)
     return f"its wheel was signed by {old}, and now is by {new}" if old != new else ""
+
+
+def _signer(row: LockedPackage) -> str:
+    """Return words for the signer of a row."""
+    if row.identity is None:
+        return "nobody known"
+    issuer, source, build = (row.identity[key] for key in SIGNER)
+    # Each release has a tag of its own. Another branch is another build.
+    workflow, tag, _ = build.partition("@refs/tags/")
+    return f"{source} ({workflow}{tag}), says {issuer}"

@@ -9,7 +9,6 @@ from typing import NoReturn
 import click
 from opgraft.cli.offers import as_dicts
 from opgraft.cli.output import (
-    COMMAND_LINE,
     GivenPath,
     SettingsCommand,
     json_option,
@@ -17,9 +16,10 @@ from opgraft.cli.output import (
     print_wrapped,
     with_settings,
 )
+from opgraft.errors import InputError
 from opgraft.plugins.attestations import Attestations
 from opgraft.plugins.discovery import normalized
-from opgraft.plugins.locking import LockedPackage, lockfile
+from opgraft.plugins.locking import LockedPackage, Lockfile, read_rows, reason_of
 from opgraft.plugins.making_locks import changes, lock_installed
 from opgraft.plugins.metadata import Problem
 from opgraft.registry.state import host_state
@@ -46,17 +46,27 @@ def command(file: str | None, other: str | None, as_json: bool) -> None:
     if other is None:
         found = changes_since(path, allow_editable=True)
     else:
-        found = changes(_rows_in(path), _rows_in(other), (), path)
+        found = changes(_rows_in(path), _rows_in(other), (), path, signers=True)
     end_with(found, path, as_json)
 
 
 def changes_since(
-    path: str, *, allow_editable: bool, attestations: Attestations | None = None
+    path: str,
+    *,
+    allow_editable: bool,
+    signers: bool = False,
+    attestations: Attestations | None = None,
 ) -> list[Problem]:
     """Return the differences of what is installed from a lockfile.
 
+    Args:
+        path: of the lockfile.
+        allow_editable: editable installs are no difference.
+        signers: compare the signers of wheels, too.
+        attestations: who has signed the installed wheels.
+
     Raises:
-        ConfigError: the lockfile cannot be used.
+        InputError: the lockfile cannot be read.
     """
     before = _rows_in(path)
     settings = host_state().settings()
@@ -64,11 +74,22 @@ def changes_since(
         settings, allow_editable=allow_editable, attestations=attestations
     )
     after = {normalized(row.name): row for row in rows}
-    return changes(before, after, left_out, path)
+    return changes(before, after, left_out, path, signers=signers)
 
 
 def _rows_in(path: str) -> dict[str, LockedPackage]:
-    return lockfile(path, COMMAND_LINE).rows
+    """Return the rows of a lockfile by normalized name.
+
+    Raises:
+        InputError: the lockfile cannot be read.
+    """
+    try:
+        return Lockfile(path, read_rows(path)).rows
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"the lockfile {path} cannot be compared: {reason_of(error)}. Name another, or write "
+            f"it by 'opgraft plugins lock --output {path}'"
+        ) from error
 
 
 def end_with(found: Sequence[Problem], path: str, as_json: bool) -> NoReturn:

@@ -70,11 +70,15 @@ def command(
     makes the file count. No distribution is imported. Exit code 1: a distribution cannot be locked,
     and is left out; with --check, the file would change.
     """
+    if trust_root is not None and identity is None:
+        raise click.UsageError("--trust-root needs --identity DIR, the folder of attestations")
     settings = host_state().settings()
     check_allow_list(settings)
     attestations = Attestations(identity, trust_root) if identity else None
     if check:
-        found = changes_since(output, allow_editable=allow_editable, attestations=attestations)
+        found = changes_since(
+            output, allow_editable=allow_editable, signers=True, attestations=attestations
+        )
         end_with(found, output, as_json)
     rows, left_out = lock_installed(
         settings, allow_editable=allow_editable, attestations=attestations

@@ -59,3 +59,16 @@ def test_a_bug_report_comes_where_the_lockfile_cannot_be_used(cli, site) -> None
     for command in (("detect",), ("plugins", "list"), ("plugins", "doctor")):
         assert cli(*command, OPGRAFT_LOCKFILE="none.lock").returncode == 2, command
     assert not list(site.folder.glob("*.imported"))
+
+
+def test_a_lockfile_that_cannot_be_compared(cli, site, tmp_path) -> None:
+    """The error names no setting: a comparison admits nothing. The default is no choice of the user."""
+    (tmp_path / "torn.lock").write_text("{")
+    for command, file in ((["diff"], "opgraft.lock"), (["diff", "torn.lock"], "torn.lock")):
+        told = cli("plugins", *command)
+        assert told.returncode == 2
+        words = " ".join(told.stderr.split())
+        assert f"error: the lockfile {file} cannot be compared: " in words
+        assert f"Name another, or write it by 'opgraft plugins lock --output {file}'" in words
+        assert "command line" not in words
+        assert "admitted" not in words

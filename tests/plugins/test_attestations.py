@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
+import opgraft
 import pytest
 from click.testing import CliRunner, Result
 from opgraft.cli import cli
@@ -64,20 +66,115 @@ def test_who_has_signed_is_kept_and_told(wheels: Path, monkeypatch) -> None:
     shown = CliRunner().invoke(cli, ["plugins", "show", "acme", "--lockfile", "opgraft.lock"])
     assert "signed by: https://github.com/acme/probe" in shown.output
     assert "sigstore" not in sys.modules
+    Path("site/acme_top.py").write_text("changed = 1")
+    opgraft.reset()
+    shown = CliRunner().invoke(cli, ["plugins", "show", "acme", "--lockfile", "opgraft.lock"])
+    assert "acme_top.py is not the file" in shown.output
+    assert "signed by" not in shown.output
 
 
-def test_a_new_signer_is_a_difference(root, wheels: Path) -> None:
-    """'plugins lock --check' names both."""
+SIGNERS: dict[str, tuple[str, dict[str, str], str]] = {
+    "another repository": (
+        "mallory/probe",
+        {},
+        "https://github.com/mallory/probe (https://github.com/mallory/probe/.github/workflows/"
+        "release.yml@refs/tags/), says https://token.actions.githubusercontent.com",
+    ),
+    "another workflow": (
+        "acme/probe",
+        {"workflow": "evil.yml@refs/tags/v1"},
+        "evil.yml@refs/tags/",
+    ),
+    "a branch": (
+        "acme/probe",
+        {"workflow": "release.yml@refs/heads/x"},
+        "release.yml@refs/heads/x",
+    ),
+    "a person": (
+        "",
+        {"person": "mallory@example.com"},
+        "mallory@example.com (mallory@example.com), says https://accounts.google.com",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SIGNERS)
+def test_a_new_signer_is_a_difference(root, wheels: Path, kind: str) -> None:
+    """'plugins lock --check' names both. A release has another tag, which is no difference."""
+    repository, signed, words = SIGNERS[kind]
     assert lock().exit_code == 0
-    assert lock("--check").exit_code == 0
     (wheel,) = wheels.glob("*.whl")
-    root.attest(wheel, "mallory/probe")
+    root.attest(wheel, "acme/probe", workflow="release.yml@refs/tags/v2")
+    told = lock("--check")
+    assert (told.exit_code, told.output) == (0, "nothing differs from opgraft.lock\n")
+    root.attest(wheel, repository, **signed)
     told = lock("--check")
     assert told.exit_code == 1
-    assert (
-        "its wheel was signed by https://github.com/acme/probe, and now is by "
-        "https://github.com/mallory/probe" in told.output
-    )
+    output = " ".join(told.output.split())
+    assert "its wheel was signed by https://github.com/acme/probe (https://" in output
+    assert f"and now is by {words}" in output or words in output.partition("and now is by")[2]
+
+
+def test_two_persons_are_two_signers(root, wheels: Path) -> None:
+    """Their certificates name no repository."""
+    (wheel,) = wheels.glob("*.whl")
+    root.attest(wheel, "", person="alice@example.com")
+    assert "signed by alice@example.com (alice@example.com)" in lock().output
+    root.attest(wheel, "", person="mallory@example.com")
+    told = lock("--check")
+    assert told.exit_code == 1
+    assert "and now is by mallory@example.com" in " ".join(told.output.split())
+
+
+def test_a_lost_signer_is_a_difference(wheels: Path) -> None:
+    """The command without --check would drop the signer. 'plugins diff' looks at no signers."""
+    assert lock().exit_code == 0
+    for given in (["--check"], ["--check", "--identity", "wheels", "--trust-root", "root.json"]):
+        told = CliRunner().invoke(cli, ["plugins", "lock", *given])
+        wanted = int("--identity" not in given)
+        assert told.exit_code == wanted, told.output
+    (wheel,) = wheels.glob("*.whl")
+    wheel.unlink()
+    told = lock("--check")
+    assert told.exit_code == 1
+    assert "and now is by nobody known" in " ".join(told.output.split())
+    assert CliRunner().invoke(cli, ["plugins", "diff", "opgraft.lock"]).exit_code == 0
+
+
+def test_a_wheel_with_another_spelling_of_the_version(root, wheels: Path) -> None:
+    """Its name may say 1.0.0, and the metadata 1.0."""
+    (wheel,) = wheels.glob("*.whl")
+    renamed = wheel.rename(wheel.with_name(wheel.name.replace("-1.0-", "-1.0.0-")))
+    root.attest(renamed, "acme/probe")
+    assert "signed by https://github.com/acme/probe" in lock().output
+
+
+def with_claims(archive: bytes, flags: int, method: int) -> bytes:
+    """An archive whose entries claim flags and a method of compression."""
+    for begin, place in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        first, *entries = archive.split(begin)
+        claims = struct.pack("<HH", flags, method)
+        changed = [entry[: place - 4] + claims + entry[place:] for entry in entries]
+        archive = begin.join([first, *changed])
+    return archive
+
+
+@pytest.mark.parametrize(("flags", "method"), [(1, 0), (0, 8), (0, 99)])
+def test_a_wheel_that_cannot_be_unpacked(wheels: Path, flags: int, method: int) -> None:
+    """Encrypted, damaged or compressed in an unknown way, it has not the installed files."""
+    (wheel,) = wheels.glob("*.whl")
+    wheel.write_bytes(with_claims(wheel.read_bytes(), flags, method))
+    told = lock()
+    assert told.exit_code == 1
+    assert f"its files are not those of wheels/{wheel.name}" in told.output
+
+
+def test_a_root_of_trust_without_a_folder_is_refused(wheels: Path) -> None:
+    """Nothing would be checked by it."""
+    told = CliRunner().invoke(cli, ["plugins", "lock", "--trust-root", "root.json"])
+    assert told.exit_code == 2
+    assert "--trust-root needs --identity DIR" in told.output
+    assert not Path("opgraft.lock").exists()
 
 
 def test_an_attestation_that_does_not_hold_is_refused(root, wheels: Path) -> None:

@@ -288,6 +288,30 @@ def test_lists_and_versions_come_first(site, path: Path) -> None:
     assert "it requires" in (reason(path, "newer") or "")
 
 
+def test_a_denied_plugin_that_another_one_needs(site, path: Path) -> None:
+    """It is locked with its own dependencies: a machine without the deny list admits it."""
+    site.plugin("acme", PLUGIN, requires=["opgraft", "brix"])
+    site.plugin("brix", PLUGIN, requires=["opgraft", "cedar"])
+    site.install("cedar", {"cedar.py": ""}, {})
+    denied = resolve([("here", OpgraftConfig(plugins_disable=["brix"]))])
+    opgraft.reset()
+    rows, left_out = lock_installed(denied, allow_editable=False)
+    assert left_out == []
+    needed = {row.name: row.dependencies for row in rows}
+    assert needed == {"acme": ("brix", "cedar"), "brix": ("cedar",), "cedar": ()}
+    write_rows(path, rows)
+    (site.folder / "cedar.py").write_text("changed = 1")
+    assert "its dependency cedar: cedar.py is not the file" in (reason(path, "brix") or "")
+
+
+def test_a_malformed_requirement_of_a_dependency(site, path: Path) -> None:
+    """The reason names the dependency, not the plugin."""
+    site.plugin("acme", PLUGIN, requires=["opgraft", "cedar"])
+    site.install("cedar", {"cedar.py": ""}, {}, requires=["more =>1"])
+    (left_out,) = lock(path)
+    assert left_out.startswith("the requirement of cedar 'more =>1' is malformed: ")
+
+
 def test_the_probe_of_a_changed_platform_is_not_run(site, path: Path, monkeypatch) -> None:
     """Neither here nor in a child process; asked for by name it is an error of the platform."""
     trace = site.folder / "probed"
@@ -352,6 +376,10 @@ BROKEN = {
     "dependencies of a wrong type": (
         with_row(dependencies="brix"),
         "the dependencies of 'acme' are no list of strings",
+    ),
+    "a signer without a workflow": (
+        with_row(identity={"source": "x", "issuer": "y"}),
+        "is no row of a distribution",
     ),
     "twice": (
         json.dumps({**good(), "distributions": good()["distributions"] * 2}),

@@ -84,10 +84,18 @@ class Root:
         path.write_text(json.dumps(content))
         return path
 
-    def attest(self, wheel: Path, repository: str, *, digest: str | None = None) -> Path:
-        """Write the provenance of a wheel as an index serves it."""
+    def attest(
+        self,
+        wheel: Path,
+        repository: str,
+        *,
+        workflow: str = "release.yml@refs/tags/v1",
+        person: str | None = None,
+        digest: str | None = None,
+    ) -> Path:
+        """Write the provenance of a wheel as an index serves it, signed by a workflow or a person."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._certificate(key, repository)
+        certificate = self._certificate(key, repository, workflow, person)
         digest = digest or hashlib.sha256(wheel.read_bytes()).hexdigest()
         statement = json.dumps(
             {
@@ -124,17 +132,22 @@ class Root:
     def _usage(*, signs: bool) -> x509.KeyUsage:
         return x509.KeyUsage(signs, False, False, False, False, not signs, not signs, False, False)
 
-    def _certificate(self, key: ec.EllipticCurvePrivateKey, repository: str) -> x509.Certificate:
+    def _certificate(
+        self, key: ec.EllipticCurvePrivateKey, repository: str, workflow: str, person: str | None
+    ) -> x509.Certificate:
         """The certificate of a signer, with the promise of the log of certificates."""
         builder = self._builder(x509.Name([]), key.public_key())
-        workflow = f"https://github.com/{repository}/.github/workflows/release.yml@refs/tags/v1"
-        named = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(workflow)])
+        build = f"https://github.com/{repository}/.github/workflows/{workflow}"
+        named = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(build)])
         issuer = self.authority.public_key()
         claims = {
             "8": "https://token.actions.githubusercontent.com",
             "12": f"https://github.com/{repository}",
-            "18": workflow,
+            "18": build,
         }
+        if person is not None:
+            named = x509.SubjectAlternativeName([x509.RFC822Name(person)])
+            claims = {"8": "https://accounts.google.com"}
         builder = builder.add_extension(self._usage(signs=True), critical=True)
         builder = builder.add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False
