@@ -242,7 +242,6 @@ RARELY_CHANGED: tuple[Aspect, ...] = (
     *(_watcher(verb, threading, "new threads") for verb in ("trace", "profile")),
     _hook(sys, "excepthook"),
     _hook(sys, "unraisablehook"),
-    _hook(threading, "excepthook"),
     _hook(warnings, "showwarning"),
     value("whether garbage is collected", gc.isenabled, python.collect_garbage),
     value("the thresholds of the garbage collector", gc.get_threshold, python.set_thresholds),

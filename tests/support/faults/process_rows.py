@@ -179,7 +179,7 @@ THOROUGH = {
     "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
     "warnings.showwarning = print": "warnings.showwarning from ",
     "sys.excepthook = print": "sys.excepthook from ",
-    "threading.excepthook = print": "threading.excepthook from ",
+    "threading.excepthook = print": "threading.excepthook while",
     "gc.set_threshold(7)": "the thresholds of the garbage collector from ",
     "multiprocessing.set_start_method('spawn', force=True)": "the start method of processes from ",
     "torch.backends.cuda.enable_math_sdp(False)": "whether attention may be computed by math from True to False while",
