@@ -15,7 +15,7 @@ from opgraft.base.text import described
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import normalized
 from opgraft.plugins.locking import SIGNER
-from opgraft.plugins.records import digest_of_wheel, rows_of
+from opgraft.plugins.records import as_if_installed, digest_of_wheel, rows_of
 
 _LARGEST = 1 << 22  # bytes of a provenance
 _LARGEST_RECORD = 1 << 26
@@ -168,7 +168,8 @@ def _digest_of_files(wheel: Path) -> str | None:
             record = next(each for each in archive.infolist() if _is_record(each.filename))
             if record.file_size > _LARGEST_RECORD:
                 return None
-            return digest_of_wheel(rows_of(archive.read(record).decode()))
+            rows = rows_of(archive.read(record).decode())
+            return digest_of_wheel(as_if_installed(rows))
     except _OF_ARCHIVES:
         return None
 

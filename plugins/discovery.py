@@ -33,7 +33,7 @@ from opgraft.plugins.metadata import (
     place_of,
     text_of,
 )
-from opgraft.plugins.namesakes import installed
+from opgraft.plugins.namesakes import installed_among
 from opgraft.plugins.settings_file import fields_of_package
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue, host_state
@@ -388,7 +388,7 @@ class _Scan:
         outdated = []
         for namesakes in _namesakes(several):
             rows = list(namesakes.values())
-            chosen, why = installed([found for found, _ in rows])
+            chosen, why = installed_among([found for found, _ in rows])
             best, counting = rows[chosen]
             left = {place for place, (found, _) in namesakes.items() if found is not best}
             # A folder that is on sys.path twice gives each distribution twice.

@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-import importlib_metadata
 from importlib_metadata import Distribution
 from opgraft.base.files import read_regular
 from opgraft.base.text import described
@@ -21,9 +21,24 @@ from opgraft.config.declaration import without_duplicates
 from opgraft.config.plugin_settings import SETTINGS_GROUP
 from opgraft.errors import ConfigError, PluginError
 from opgraft.plugins.discovery import discover, is_editable, normalized
-from opgraft.plugins.metadata import fields_of, text_of
+from opgraft.plugins.metadata import (
+    Problem,
+    distributions,
+    fields_of,
+    is_stray,
+    place_of,
+    text_of,
+)
+from opgraft.plugins.namesakes import installed_among
 from opgraft.plugins.pylock import is_pylock, read_pylock
-from opgraft.plugins.records import difference, digest_of_wheel, rows_of
+from opgraft.plugins.records import (
+    difference,
+    digest_of_wheel,
+    files_to_compare,
+    is_misplaced,
+    places_of,
+    rows_of,
+)
 from opgraft.plugins.stray import stray_code
 from opgraft.registry.decision import Provider
 from opgraft.registry.state import StateValue
@@ -242,8 +257,19 @@ def _rows_in(content: Any) -> list[LockedPackage]:
 
 def installed(name: str) -> Distribution | None:
     """Return the installed distribution of a name: the first one on ``sys.path``."""
-    found: Iterable[Any] = importlib_metadata.distributions(name=name)
-    return next(iter(found), None)
+    found = [each for each in distributions(name) if not isinstance(each, Problem)]
+    found = [each for each in found if not is_stray(each)]
+    if not found:
+        return None
+    places = {place_of(each): each for each in found}
+    folder = getattr(place_of(found[0]), "parent", None)
+    # A broken upgrade leaves the metadata of the former version in the folder.
+    several = [each for place, each in places.items() if place and place.parent == folder]
+    if len(several) > 1:
+        # Metadata that cannot be read is a problem of its own.
+        with suppress(ValueError, OSError):
+            return several[installed_among(several)[0]]
+    return found[0]
 
 
 def as_installed(distribution: Distribution) -> LockedPackage:
@@ -290,9 +316,21 @@ def _rows(distribution: Distribution) -> Sequence[tuple[str, str, str]]:
             "it has no RECORD that its files could be compared with, as pip and its like write one"
         )
     try:
-        return rows_of(text)
+        rows = rows_of(text)
     except (csv.Error, ValueError) as error:
         raise PluginError(f"its RECORD is malformed: {described(error)}") from error
+    root = _root_of(distribution)
+    for path, digest, _ in rows:
+        if digest and is_misplaced(path, root):
+            raise PluginError(
+                f"its RECORD is malformed: no installer would spell the path {path!a}"
+            )
+    return rows
+
+
+def _root_of(distribution: Distribution) -> str:
+    """Return the folder of modules that the paths in RECORD begin at."""
+    return os.path.abspath(str(distribution.locate_file("")))
 
 
 def change_of(row: LockedPackage, found: LockedPackage, path: str) -> str | None:
@@ -336,14 +374,15 @@ def damage(distribution: Distribution) -> str | None:
     Raises:
         PluginError: the RECORD is malformed.
     """
-    hashed = [row for row in _rows(distribution) if row[1]]
     # RECORD itself and compiled bytecode have no hash.
-    root = str(distribution.locate_file(""))
+    hashed = [row for row in _rows(distribution) if row[1]]
+    places = places_of(path for path, _, _ in hashed)
+    root = _root_of(distribution)
     for path, digest, size in hashed:
-        change = difference(os.path.join(root, path), path, digest, size)
-        if change is not None:
-            return change
+        for file in files_to_compare(path, root) if path in places else ():
+            change = difference(file, path, digest, size)
+            if change is not None:
+                return change
     if is_editable(distribution):
         return None
-    listed = {path for path, _, _ in hashed}
-    return stray_code(provider_of(distribution), distribution, listed)
+    return stray_code(provider_of(distribution), distribution, places)

@@ -53,12 +53,19 @@ class Problem:
     location: str | None = None
 
 
-def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
-    """Yield the installed distributions, and a problem for each failing finder."""
+def distributions(
+    name: str | None = None,
+) -> Iterator[importlib_metadata.Distribution | Problem]:
+    """Yield the installed distributions, and a problem for each failing finder.
+
+    Args:
+        name: of the wanted distributions, ``None`` for all.
+    """
     context: Any = importlib_metadata.DistributionFinder.Context
     entries = [entry for entry in sys.path if isinstance(entry, str)]
     # A missing entry would be taken for an archive, and that takes milliseconds.
-    everything = context(path=[entry for entry in entries if os.path.exists(entry or ".")])
+    there = [entry for entry in entries if os.path.exists(entry or ".")]
+    wanted = context(name=name, path=there)
     for finder in list(sys.meta_path):
         # Which a finder may have, as importlib.metadata asks.
         find = getattr(finder, "find_distributions", None)
@@ -68,7 +75,7 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
         failure: BaseException | None = None
         try:
             with _told_when_late(finder, "distributions"), own_interrupts_as_errors():
-                listed.extend(islice(find(everything), _MOST))
+                listed.extend(islice(find(wanted), _MOST))
             if len(listed) == _MOST:
                 raise ValueError(f"it has more than {_MOST:,} distributions")
         except (Exception, SystemExit) as error:  # somebody's code

@@ -18,7 +18,7 @@ _INFO = (".dist-info", ".egg-info")
 _COMPILED = (".pyc", ".pyo")
 
 
-def installed(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, str]:
+def installed_among(several: Sequence[importlib_metadata.Distribution]) -> tuple[int, str]:
     """Choose among the versions of a distribution in one folder.
 
     Returns:

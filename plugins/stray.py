@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import csv
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib.machinery import all_suffixes
+from pathlib import Path
 
 import importlib_metadata
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
-from opgraft.plugins.records import difference
+from opgraft.plugins.records import IMPORTABLE, among_modules, difference, is_code
 from opgraft.registry.decision import Provider
 
-_SUFFIXES = tuple(all_suffixes())
-"""The ends of the names of files that can be imported."""
+_OF_NOBODY = frozenset({"docs", "examples", "test", "tests"})
+"""Packages that many distributions install by mistake, and no distribution imports."""
 
-_LIBRARY = re.compile(r"\.(so(\.\d+)*|dylib|dll)$")
-"""The end of the name of a library, which the system's loader may find beside another one."""
+_NAMESPACE = (b"extend_path", b"declare_namespace")
+"""Functions in the ``__init__`` of a package that distributions share."""
 
 _UNLISTED = "which its RECORD does not list"
 
 
 def stray_code(
-    provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]
+    provider: Provider, distribution: importlib_metadata.Distribution, places: Mapping[str, str]
 ) -> str | None:
     """Return a sentence about an unlisted module in the way of an import, or ``None``.
 
@@ -34,11 +34,13 @@ def stray_code(
     Args:
         provider: the name and version of the distribution.
         distribution: the installed distribution.
-        listed: the paths in its RECORD.
+        places: the places of its files by their paths in RECORD.
     """
     # RECORD has paths relative to this folder.
     root = os.path.abspath(str(distribution.locate_file("")))
-    files = {os.path.normpath(os.path.join(root, path)) for path in listed}
+    # Files of data may lie among the modules or outside.
+    paths = {*places, *filter(None, map(among_modules, places))}
+    files = {os.path.normpath(os.path.join(root, path)) for path in paths}
     modules = [each.module for each in discover().offers if each.provider == provider]
     for module in modules:
         # An import hook may find a module without a file.
@@ -46,17 +48,19 @@ def stray_code(
             if file not in files:
                 return _imported_from(module, file)
     # Modules of entry points come first, as they name what would be imported.
-    for module in sorted(set(_outermost(listed))):
+    for module in sorted(set(_outermost(places.values()))):
+        # A back-port is imported by other versions of Python only.
+        if module.partition(".")[0] in _OF_NOBODY | sys.stdlib_module_names:
+            continue
         for file in _files_of(module):
             if file not in files:
                 return _imported_from(module, file)
     tops = {module.partition(".")[0] for module in modules}
-    packages = _packages(files)
-    names = {_imported_as(file) for file in files if file.endswith(_SUFFIXES)}
+    names = {_imported_as(file) for file in files if file.endswith(IMPORTABLE)}
     for file in _added(root, files):
         # Of two modules with one name, one hides the other.
-        hides = file.endswith(_SUFFIXES) and _imported_as(file) in names
-        if hides or not _is_of_another(file, root, packages, tops):
+        hides = file.endswith(IMPORTABLE) and _imported_as(file) in names
+        if hides or not _is_of_another(file, root, files, tops):
             return f"{file} lies in a package of its own, and its RECORD does not list it"
     return None
 
@@ -80,7 +84,7 @@ def _outermost(listed: Iterable[str]) -> Iterator[str]:
 
     Another distribution may bring the same name.
     """
-    modules = [path for path in listed if path.endswith(_SUFFIXES)]
+    modules = [path for path in listed if path.endswith(IMPORTABLE) and path[:2] != ".."]
     packages = set()
     for path in modules:
         folder, _, name = path.rpartition("/")
@@ -119,10 +123,19 @@ def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[
 
     Two distributions may have a folder in common: a namespace, as vendors divide among
     distributions, or a folder without a plugin, such as the ``tests`` that many install by mistake.
+
+    Args:
+        file: unlisted code.
+        root: the folder of modules.
+        own: the files of the distribution.
+        tops: the outermost packages of plugins in it.
     """
     path = os.path.relpath(file, root)
-    is_below = any(file.startswith(f"{folder}{os.sep}") for folder in own)
-    if is_below and path.partition(os.sep)[0] in tops:
+    top = path.partition(os.sep)[0]
+    above = [folder for folder in _packages(own) if file.startswith(f"{folder}{os.sep}")]
+    if above and top in tops:
+        return False
+    if top not in _OF_NOBODY and not all(_is_shared(folder, own) for folder in above):
         return False
     for found in distributions():
         # The problem of another distribution is told elsewhere.
@@ -130,6 +143,22 @@ def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[
             if not isinstance(found, Problem) and _lists_as_it_is(found, path, file):
                 return True
     return False
+
+
+def _is_shared(package: str, own: Collection[str]) -> bool:
+    """Return True for a package that serves as a namespace of several distributions."""
+    modules = [file for file in own if os.path.dirname(file) == package and is_code(file)]
+    initial = [file for file in modules if os.path.basename(file).startswith("__init__.")]
+    try:
+        # The files were compared with their hashes.
+        content = b"\n".join(Path(file).read_bytes() for file in initial)
+    except OSError:
+        return False
+    if any(name in content for name in _NAMESPACE):
+        return True
+    lines = content.splitlines()
+    is_empty = all(line.startswith(b"#") or not line.strip() for line in lines)
+    return is_empty and modules == initial
 
 
 def _lists_as_it_is(found: importlib_metadata.Distribution, path: str, file: str) -> bool:
@@ -145,7 +174,7 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
     """Yield unlisted code below the packages of a distribution. An import may prefer such code."""
     packages = set()
     for file in listed:
-        if _is_code(file) and file.startswith(root + os.sep):
+        if is_code(file) and file.startswith(root + os.sep):
             packages.add(os.path.dirname(file))
     # Top-level modules lie beside those of everybody.
     packages.discard(root)  # where other distributions lie too
@@ -157,14 +186,10 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
             folders[:] = [name for name, path in below.items() if path not in packages]
             if os.path.basename(folder) == "__pycache__":
                 continue
-            for name in filter(_is_code, names):
+            for name in filter(is_code, names):
                 file = os.path.join(folder, name)
                 if file not in listed:
                     yield file
-
-
-def _is_code(name: str) -> bool:
-    return name.endswith(_SUFFIXES) or _LIBRARY.search(name) is not None
 
 
 def _files_of(module: str) -> Iterator[str]:

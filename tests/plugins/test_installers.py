@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -136,6 +137,51 @@ def newer_dependency(folder: Path) -> None:
     rewrite(folder, f"{metadata.parent.name}/METADATA", text)
 
 
+def rename(folder: Path, name: str, before: str, after: str) -> None:
+    """Change the beginning of paths in RECORD."""
+    record = folder / f"acme_{name}-1.0.dist-info/RECORD"
+    text = record.read_text()
+    changed = re.sub(f"^{re.escape(before)}", after, text, flags=re.MULTILINE)
+    assert changed != text
+    record.write_text(changed)
+
+
+def listed_as(folder: Path, file: str, path: str) -> None:
+    """Add a module, and a row with another spelling of its path."""
+    rewrite(folder, file, "raise SystemExit\n", listed=False)
+    in_record(folder, lambda text: text + row_of(path, b"raise SystemExit\n"))
+
+
+def through_a_scheme(folder: Path) -> None:
+    (folder / "x.data/scripts").mkdir(parents=True)
+    file = "acme_probe/__init__.abi3.so"
+    listed_as(folder, file, f"x.data/scripts/../../{file}")
+
+
+def moved_away(folder: Path, file: str, place: str) -> None:
+    """List a module elsewhere, and change what an import finds."""
+    rename(folder, "probe", f"{file},", f"{place},")
+    rewrite(folder, file, "import os\n", listed=False)
+
+
+def dependency_in_a_scheme(folder: Path) -> None:
+    shutil.copytree(folder / "acme_runtime", folder / "x.data/purelib/acme_runtime")
+    rename(folder, "runtime", "acme_runtime/", "x.data/purelib/acme_runtime/")
+    rewrite(folder, "acme_runtime/core.py", "VALUE = 2\n", listed=False)
+
+
+def of_another(folder: Path, *files: str) -> None:
+    """Install another distribution, which lists these files as they are, or adds them."""
+    for file in files:
+        if not (folder / file).exists():
+            rewrite(folder, file, "", listed=False)
+    info = folder / "brix-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: brix\nVersion: 1.0\n")
+    rows = (row_of(file, (folder / file).read_bytes()) for file in files)
+    (info / "RECORD").write_text("".join(rows))
+
+
 NEEDS_MORE = "Metadata-Version: 2.1\nName: acme-probe\nVersion: 1.0\nRequires-Dist: evil\n"
 MORE_POINTS = "[opgraft.plugins]\nacme = acme_probe\nmore = acme_probe.helper\n"
 
@@ -151,6 +197,29 @@ TAMPERINGS: dict[str, Callable[[Path], object]] = {
     "a new listed module": lambda at: rewrite(at, "acme_probe/new.py", ""),
     "a new listed top module": lambda at: rewrite(at, "acme_new.py", ""),
     "a new listed .pth file": lambda at: rewrite(at, "acme.pth", "import acme_probe\n"),
+    "a new module, listed through a scheme": through_a_scheme,
+    "a new module, listed by an absolute path": lambda at: listed_as(
+        at, "acme_probe/bin/new.py", f"{at}/acme_probe/bin/new.py"
+    ),
+    "a new module, listed by a way out and back": lambda at: listed_as(
+        at, "acme_probe/new.py", f"../{at.name}/acme_probe/new.py"
+    ),
+    "a new module, listed by a way in and back": lambda at: listed_as(
+        at, "acme_probe/new.py", "share/../acme_probe/new.py"
+    ),
+    "a top module, listed outside": lambda at: moved_away(at, "acme_top.py", "../acme_top.py"),
+    "a top module, listed among data": lambda at: moved_away(
+        at, "acme_top.py", "share/acme_top.py"
+    ),
+    "a module among data": lambda at: rewrite(
+        at, "share/acme/example.py", "import os\n", listed=False
+    ),
+    "a module of a data folder in front": lambda at: rewrite(
+        at, "share/acme/example.abi3.so", "", listed=False
+    ),
+    "a listed module in a folder of programs": lambda at: rewrite(
+        at, "Scripts/acme_part.py", "import os\n"
+    ),
     "a missing module": lambda at: (at / "acme_probe/helper.py").unlink(),
     "a missing module without its row": lambda at: remove_with_row(at, "acme_probe/helper.py"),
     "a row less": lambda at: without_row(at, "acme_probe/helper.py"),
@@ -185,6 +254,13 @@ TAMPERINGS: dict[str, Callable[[Path], object]] = {
         at, "acme_runtime/core.py", "VALUE = 2\n"
     ),
     "a new module of a dependency": lambda at: rewrite(at, "acme_runtime/new.py", "", listed=False),
+    "a dependency, listed through a scheme": dependency_in_a_scheme,
+    "a module of another distribution in a dependency": lambda at: of_another(
+        at, "acme_runtime/_fast.so"
+    ),
+    "a module of another distribution that shares a dependency": lambda at: of_another(
+        at, "acme_runtime/__init__.py", "acme_runtime/_fast.so"
+    ),
     "a dependency in front": dependency_in_front,
     "a newer dependency": newer_dependency,
     "a dependency that is gone": without_dependency,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Site
@@ -96,25 +98,102 @@ def test_a_package_of_a_plugin_is_its_own(site, path: Path) -> None:
     assert "brix/helper/__init__.py lies in a package of its own" in (reason(path, "brix") or "")
 
 
-@pytest.mark.parametrize("row", ["/dev/zero,sha256=x,", "acme.py,sha256=x,"])
+@pytest.mark.parametrize("row", ["zero.so,sha256=x,", "acme.py,sha256=x,"])
 def test_a_file_of_no_size_is_not_read(site, path: Path, row: str) -> None:
     """A RECORD may name what is without end."""
     site.plugin("acme", PLUGIN)
+    (site.folder / "zero.so").symlink_to("/dev/zero")
     record = site.folder / "acme-1.0.dist-info/RECORD"
     record.write_text(f"{row}\n{record.read_text()}")
     (left_out,) = lock(path)
     assert row.partition(",")[0] in left_out
 
 
-def test_a_large_file_elsewhere_is_not_read(site, path: Path, tmp_path: Path) -> None:
-    """A script has kilobytes."""
-    with (tmp_path / "sparse").open("wb") as file:
-        file.truncate(1 << 40)
-    site.plugin("acme", PLUGIN)
-    record = site.folder / "acme-1.0.dist-info/RECORD"
-    record.write_text(f"{tmp_path / 'sparse'},sha256=x,{1 << 40}\n{record.read_text()}")
-    (left_out,) = lock(path)
-    assert "which lies elsewhere, has more than 16,777,216 bytes" in left_out
+NAMESPACES = {
+    "one that says so": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n",
+    "an empty package": "# Licence: do with it what you like.\n",
+}
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_dependencies_that_share_a_package_are_locked(site, path: Path, kind: str) -> None:
+    """Each has a package of its own below, and there another distribution may add nothing."""
+    shared = {"vendor/__init__.py": NAMESPACES[kind]}
+    site.plugin("acme", PLUGIN, requires=["opgraft", "vendor-blas"])
+    blas = {"vendor/blas/__init__.py": "", "vendor/blas/core.py": ""}
+    site.install("vendor-blas", {**shared, **blas}, {})
+    site.install("vendor-fft", {**shared, "vendor/fft/__init__.py": ""}, {})
+    assert lock(path) == []
+    assert reason(path) is None
+    site.install("brix", {"vendor/blas/fast.py": ""}, {})
+    assert "vendor/blas/fast.py lies in a package of its own" in (reason(path) or "")
+
+
+def test_a_module_beside_an_empty_package_of_a_dependency(site, path: Path) -> None:
+    """Modules beside it make the package that of one distribution."""
+    site.plugin("acme", PLUGIN, requires=["opgraft", "runtime"])
+    site.install("runtime", {"runtime/__init__.py": "", "runtime/core.py": ""}, {})
+    assert lock(path) == []
+    site.install("brix", {"runtime/__init__.py": "", "runtime/fast.py": ""}, {})
+    assert "runtime/fast.py lies in a package of its own" in (reason(path) or "")
+
+
+@pytest.mark.parametrize("name", ["uuid.py", "tests/__init__.py"])
+def test_a_module_of_a_dependency_that_nobody_imports(
+    site, path: Path, tmp_path: Path, name: str, monkeypatch
+) -> None:
+    """A back-port of Python's own module, and tests, may come second on the path."""
+    site.plugin("acme", PLUGIN, requires=["opgraft", "runtime"])
+    site.install("runtime", {name: ""}, {})
+    first = tmp_path / "first"
+    (first / name).parent.mkdir(parents=True)
+    (first / name).write_text("")
+    monkeypatch.syspath_prepend(str(first))
+    assert lock(path) == []
+    assert reason(path) is None
+
+
+def left_by_a_build(site: Site, tmp: Path, patch: pytest.MonkeyPatch) -> None:
+    (tmp / "runtime.egg-info").mkdir()
+    (tmp / "runtime.egg-info/PKG-INFO").write_text("Name: runtime\nVersion: 9\n")
+    patch.chdir(tmp)
+    patch.setattr(sys, "path", ["", *sys.path])
+
+
+def left_by_an_upgrade(site: Site, tmp: Path, patch: pytest.MonkeyPatch) -> None:
+    former = site.folder / "runtime-0.9.dist-info"
+    former.mkdir()
+    (former / "METADATA").write_text("Name: runtime\nVersion: 0.9\n")
+    (former / "RECORD").write_text("runtime.py,sha256=x,1\n")
+
+
+class Failing:
+    """A finder that cannot list distributions."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        return None
+
+    def find_distributions(self, context: Any) -> list[Any]:
+        raise RuntimeError("no list")
+
+
+def a_finder_that_raises(site: Site, tmp: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "meta_path", [Failing(), *sys.meta_path])
+
+
+DISTURBANCES = (left_by_a_build, left_by_an_upgrade, a_finder_that_raises)
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
+def test_a_dependency_is_found_as_plugins_are(
+    site, path: Path, tmp_path: Path, disturb, monkeypatch
+) -> None:
+    """Metadata of builds and of former versions, and finders that fail, are passed over."""
+    site.plugin("acme", PLUGIN, requires=["opgraft", "runtime"])
+    site.install("runtime", {"runtime.py": ""}, {})
+    assert lock(path) == []
+    disturb(site, tmp_path, monkeypatch)
+    assert reason(path) is None
 
 
 def test_a_lockfile_with_a_key_twice(path: Path) -> None:

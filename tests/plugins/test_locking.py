@@ -23,6 +23,7 @@ from opgraft.plugins.making_locks import lock_installed, write_rows
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.state import PluginStatus, host_state
 from support.locks import PLUGIN, lock, reason
+from support.wheels import row_of
 
 EDITABLE = '{"url": "file:///source", "dir_info": {"editable": true}}'
 
@@ -247,14 +248,35 @@ def test_a_record_that_cannot_be_compared_is_not_locked(
     assert read_rows(str(path)) == []
 
 
-def test_scripts_may_be_missing_and_not_changed(site, path: Path) -> None:
-    """What lies outside of the folder of modules is compared where it is there: --target puts scripts elsewhere."""
+def test_what_counts_outside_of_the_folder_of_modules(site, path: Path) -> None:
+    """Programs and data may change or be missing; a library may be missing, large, and not changed."""
+    outside = site.folder.parent
+    library = b"\0" * ((1 << 24) + 1)
+    rows = "../bin/acme,sha256=x,3\n../etc/acme.conf,sha256=x,3\n"
+    rows += row_of("../lib/libacme.so.2", library)
     site.plugin("acme", PLUGIN)
-    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: f"../bin/acme,sha256=x,3\n{text}")
+    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: rows + text)
     assert lock(path) == []
-    (site.folder.parent / "bin").mkdir()
-    (site.folder.parent / "bin/acme").write_text("run")
-    assert "../bin/acme is not the file that RECORD lists" in (reason(path) or "")
+    for name in ("bin/acme", "etc/acme.conf", "lib/libacme.so.2"):
+        (outside / name).parent.mkdir()
+        (outside / name).write_bytes(library)
+    assert reason(path) is None
+    (outside / "lib/libacme.so.2").write_bytes(library[:-1] + b"1")
+    assert "../lib/libacme.so.2 is not the file that RECORD lists" in (reason(path) or "")
+
+
+def test_a_module_among_programs_is_not_imported(site, path: Path, monkeypatch) -> None:
+    """Python puts the folder of a running program first, and no row for it counts."""
+    site.plugin("acme", PLUGIN)
+    assert lock(path) == []
+    program = site.folder.parent / "bin/acme.py"
+    program.parent.mkdir()
+    program.write_text(PLUGIN)
+    row = row_of("../bin/acme.py", PLUGIN.encode())
+    rewritten(site, "acme-1.0.dist-info/RECORD", lambda text: text + row)
+    assert reason(path) is None
+    monkeypatch.syspath_prepend(str(program.parent))
+    assert f"its module acme would be imported from {program}" in (reason(path) or "")
 
 
 def test_an_editable_install_needs_to_be_allowed(site, path: Path) -> None:

@@ -61,10 +61,14 @@ def plugin_and_dependency(folder: Path) -> list[Path]:
         "acme_probe/table.json": "{}",
         "acme_probe/_native.so": "machine code",
         "acme_top.py": "",
+        "Scripts/acme_part.py": "",
         "DATA/purelib/acme_extra.py": "",
         "DATA/scripts/acme-script": "#!python\nprint('acme')\n",
         "DATA/data/share/acme/readme.txt": "Read me.\n",
+        "DATA/data/share/acme/example.py": "import acme_probe\n",
         "DATA/data/etc/acme.conf": "switch = on\n",
+        "DATA/data/lib/libacme.so.2": "machine code",
+        "DATA/data/man/man1/acme.1": "Read me.\n",
         "DATA/headers/acme.h": "int acme(void);\n",
     }
     points = (
