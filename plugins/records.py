@@ -32,13 +32,13 @@ _LEADS = {
     "headers": "../include/",
     "data": "../",
 }
-"""The beginnings of such paths, as installers write them into RECORD."""
+"""The beginnings of such paths in the RECORD of an installation."""
 
 _PROGRAMS = ("bin", "Scripts")
 """Folders of programs. Installers make some of them, and change the first line of others."""
 
 _BESIDE = ("etc", "include", "man", "opt", "share", "var")
-"""First folders of data, beside ``lib``. Some installers put them among the modules."""
+"""First folders of data, beside ``lib``. Some installers put these among the modules."""
 
 _LIB = "lib/"
 """The folder of libraries. Environments have their modules below, so RECORD omits the name."""

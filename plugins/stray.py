@@ -34,7 +34,7 @@ def stray_code(
     Args:
         provider: the name and version of the distribution.
         distribution: the installed distribution.
-        places: the places of its files by their paths in RECORD.
+        places: the place of each file by the path in RECORD.
     """
     # RECORD has paths relative to this folder.
     root = os.path.abspath(str(distribution.locate_file("")))
@@ -128,7 +128,7 @@ def _is_of_another(file: str, root: str, own: Collection[str], tops: Collection[
         file: unlisted code.
         root: the folder of modules.
         own: the files of the distribution.
-        tops: the outermost packages of plugins in it.
+        tops: the outermost packages of plugins in the distribution.
     """
     path = os.path.relpath(file, root)
     top = path.partition(os.sep)[0]

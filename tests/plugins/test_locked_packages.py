@@ -138,11 +138,11 @@ def test_a_module_beside_an_empty_package_of_a_dependency(site, path: Path) -> N
     assert "runtime/fast.py lies in a package of its own" in (reason(path) or "")
 
 
-@pytest.mark.parametrize("name", ["uuid.py", "tests/__init__.py"])
+@pytest.mark.parametrize("name", ["uuid.py", "examples/__init__.py"])
 def test_a_module_of_a_dependency_that_nobody_imports(
     site, path: Path, tmp_path: Path, name: str, monkeypatch
 ) -> None:
-    """A back-port of Python's own module, and tests, may come second on the path."""
+    """A back-port of Python's own module, and examples, may come second on the path."""
     site.plugin("acme", PLUGIN, requires=["opgraft", "runtime"])
     site.install("runtime", {name: ""}, {})
     first = tmp_path / "first"
@@ -161,10 +161,12 @@ def left_by_a_build(site: Site, tmp: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def left_by_an_upgrade(site: Site, tmp: Path, patch: pytest.MonkeyPatch) -> None:
-    former = site.folder / "runtime-0.9.dist-info"
-    former.mkdir()
-    (former / "METADATA").write_text("Name: runtime\nVersion: 0.9\n")
-    (former / "RECORD").write_text("runtime.py,sha256=x,1\n")
+    # A folder lists its files in any order.
+    for version in range(10):
+        former = site.folder / f"runtime-0.{version}.dist-info"
+        former.mkdir()
+        (former / "METADATA").write_text(f"Name: runtime\nVersion: 0.{version}\n")
+        (former / "RECORD").write_text("runtime.py,sha256=x,1\n")
 
 
 class Failing:
