@@ -12,7 +12,7 @@ from pathlib import Path
 import importlib_metadata
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
-from opgraft.plugins.records import IMPORTABLE, among_modules, difference, is_code
+from opgraft.plugins.records import IMPORTABLE, among_modules, difference, is_code, rows_of
 from opgraft.registry.decision import Provider
 
 _OF_NOBODY = frozenset({"docs", "examples", "test", "tests"})
@@ -162,11 +162,15 @@ def _is_shared(package: str, own: Collection[str]) -> bool:
 
 
 def _lists_as_it_is(found: importlib_metadata.Distribution, path: str, file: str) -> bool:
-    """Return True if the RECORD of a distribution lists a file with its hash."""
+    """Return True if the RECORD of a distribution lists a file with its hash.
+
+    Raises:
+        csv.Error, ValueError, OSError: the RECORD cannot be read, or is malformed.
+    """
     text = text_of(found, "RECORD") or ""
     if path not in text:
         return False
-    rows = [row for row in csv.reader(text.splitlines()) if row[:1] == [path] and row[1]]
+    rows = [row for row in rows_of(text) if row[0] == path and row[1]]
     return any(difference(file, *row) is None for row in rows)
 
 

@@ -90,6 +90,17 @@ def test_what_nobody_lists_there_is_not_admitted(site, path: Path, kind: str) ->
     assert f"{others.name} lies in a package of its own" in (reason(path, "npu") or "")
 
 
+@pytest.mark.parametrize("row", ["acme/new.py,sha256=x", "acme/new.py,sha256=x,0,more"])
+def test_a_malformed_record_of_another_lists_nothing(site, path: Path, row: str) -> None:
+    """Its files in a shared folder are of nobody, and the reason names one."""
+    two(site, "a namespace of a vendor")
+    assert lock(path) == []
+    (site.folder / "acme/new.py").write_text("")
+    record = site.folder / "acme_gpu-1.0.dist-info/RECORD"
+    record.write_text(f"{record.read_text()}{row}\n")
+    assert "py lies in a package of its own" in (reason(path, "npu") or "")
+
+
 def test_a_package_of_a_plugin_is_its_own(site, path: Path) -> None:
     """Another distribution that puts a module there, and lists it, is not admitted to it."""
     site.install("brix", HELPED, {PLUGIN_GROUP: ["brix = brix"]})
