@@ -141,7 +141,7 @@ def test_adapters(folder: Path, tmp_path: Path, dtype: str, path: str) -> None:
     assert (ours.answered > 0) == (linear.FEW.get((path, getattr(torch, dtype)), 0) >= 6)
     plain = ours.logits(2, 1, 2, 1)
     if ours.answered:
-        assert not ours.plan._bound.matrices, "matrices of adapters stay without requests"
+        assert not ours.plan._bound.additions.matrices, "matrices of adapters stay without requests"
     assert plain.keys() != results[0].keys()
     # The first request has none.
     expect_equal(

@@ -134,7 +134,7 @@ class DecoderPlan(Base):
         ):
             self._bound = _Bound(layers)
         if unseen:
-            self._bound.adapters = self._bound.matrices = []
+            self._bound.additions.forget()
         self._next_hook = RemovableHandle.next_id
         return self._bound
 
@@ -165,8 +165,42 @@ def _obstacle(batch: AttentionBatch | None, given: Tensor, dtype: torch.dtype) -
     return "" if batch is not None else "no batch is set"
 
 
+class _Additions:
+    """The adapters that the library adds to the maps of the layers.
+
+    Attributes:
+        bounds: the rows of each adapter in this call; ``None`` if no adapter applies.
+        matrices: two for each map, ``None`` for a map without an adapter.
+    """
+
+    def __init__(self, maps: Sequence[Any]) -> None:
+        self.bounds: Tensor | None = None
+        self._maps = maps
+        self._reason = ""
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no matrix of an adapter in memory."""
+        self._ops: Sequence[Any] = []
+        self.matrices: Sequence[Tensor | None] = []
+
+    def bind(self) -> str:
+        """Note the adapters of this call. Say what keeps them from the library, or return ""."""
+        self.bounds = adapter_bounds()
+        if self.bounds is None:
+            return ""
+        ops = [layer.quant_method.adapters for layer in self._maps]
+        if ops != self._ops:
+            self._ops = ops
+            self._reason = next(filter(None, map(_no_adapters, ops)), "")
+            self.matrices = [
+                matrix for op in ops for matrix in ((None, None) if op is None else (op.a, op.b))
+            ]
+        return self._reason
+
+
 class _Bound:
-    """The layers as the library holds them, if it can, with what must not have changed since they were bound."""
+    """The layers as the library holds them, and all that must stay as it was when they were bound."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -190,11 +224,7 @@ class _Bound:
         self.decoder: Any = None if self.reason else _decoder(known)
         self.maps = [] if self.reason else [layer for part in known for layer in _maps(part)]
         self.methods = self._own_methods()
-        self.bounds: Tensor | None = None
-        self.adapters: Sequence[Any] = []
-        """The ops that have added adapters to the maps last, of which the matrices below are."""
-        self.matrices: Sequence[Tensor | None] = []
-        self.adapter_reason = ""
+        self.additions = _Additions(self.maps)
         self.pages: Mapping[str, LayerPages] | None = None
         """Used last, of which the tensors below are."""
 
@@ -249,7 +279,7 @@ class _Bound:
             return "ranks share them, and have no memory in common"
         if batch.block_size % attention.GROUP:
             return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
-        if reason := self._bind_adapters():
+        if reason := self.additions.bind():
             return reason
         if batch.pages is self.pages:  # as from one step to the next where both have the same shape
             return ""
@@ -260,20 +290,6 @@ class _Bound:
             if cached is not dtype and cached not in LARGEST_CODES:
                 return f"the cache of {prefix} is of {cached}"
         return ""
-
-    def _bind_adapters(self) -> str:
-        """Note the adapters of this call. Say what keeps them from the library, or return ""."""
-        self.bounds = adapter_bounds()
-        if self.bounds is None:
-            return ""
-        given = [layer.quant_method.adapters for layer in self.maps]
-        if given != self.adapters:
-            self.adapters = given
-            self.adapter_reason = next(filter(None, map(_no_adapters, given)), "")
-            self.matrices = [
-                matrix for op in given for matrix in ((None, None) if op is None else (op.a, op.b))
-            ]
-        return self.adapter_reason
 
     def run(
         self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor
@@ -299,8 +315,8 @@ class _Bound:
             batch.query_start_loc,
             batch.seq_lens,
             group,
-            [] if self.bounds is None else self.matrices,
-            self.bounds,
+            [] if self.additions.bounds is None else self.additions.matrices,
+            self.additions.bounds,
         )
 
 

@@ -1,4 +1,7 @@
-"""The additions of LoRA adapters: few rows of an adapter by the kernels of linear layers, many by torch."""
+"""The additions of LoRA adapters.
+
+The kernels of linear layers compute few rows of an adapter, torch computes many.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ def add_lora_(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, bounds: Tensor, sizes: Sequence[int]
 ) -> None:
     """Compute the form of that name."""
-    # Ids are looked up by torch. Compiled code does not know the bounds: all adapters compute all rows.
+    # Ids are looked up by torch. Compiled code does not know the bounds, so there all adapters
+    # compute all rows.
     taken = y.dtype in DTYPES and x.dtype is y.dtype and y.is_cpu
     if taken and not is_dynamo_compiling():
         few = FEW.get((path_or_none(), y.dtype), 0)

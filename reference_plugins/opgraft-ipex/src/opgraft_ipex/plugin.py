@@ -17,14 +17,18 @@ CHANGED = ((torch, "embedding_bag"), (torch.Tensor, "__format__"), (torch.Tensor
 
 @opgraft.hookimpl
 def opgraft_veto(platform: opgraft.Platform) -> str | None:
-    """Say why the extension cannot be used here. Importing one that was built for another torch ends in an error."""
+    """Return the reason why the extension cannot be used here, or ``None``.
+
+    The import of an extension that was built for another torch ends in an error.
+    """
     machine = opgraft.Machine()
     installed, build = machine.version_of(EXTENSION), machine.torch_build()
     if installed is None:
         return f"{EXTENSION} is not installed"
     extension, present = Version(installed), Version(build.version if build else "0")
     if extension.release[:2] != present.release[:2]:
-        return f"{EXTENSION} {installed} works with torch {extension.major}.{extension.minor} only, this is {present}"
+        built_for = f"{extension.major}.{extension.minor}"
+        return f"{EXTENSION} {installed} works with torch {built_for} only, this is {present}"
     if platform.name == "xpu" and "xpu" not in (extension.local or ""):
         return f"{EXTENSION} {installed} is the build for CPUs: it has no kernels for XPUs"
     return None
@@ -32,7 +36,7 @@ def opgraft_veto(platform: opgraft.Platform) -> str | None:
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Import the replacements, which registers them; what the extension changes elsewhere is set back."""
+    """Register the replacements by their import, and set back what the extension changes."""
     former = [vars(owner).get(name) for owner, name in CHANGED]
     handlers, loggers = [*logging.root.handlers], logging.getLoggerClass()
     try:
