@@ -33,6 +33,7 @@ from opgraft.ops.embedding.ranges import (
     get_masked_input_and_mask,
     pad_vocab_size,
 )
+from opgraft.ops.linear.lora.method import adapter_bounds
 from opgraft.ops.linear.methods import (
     LinearMethodBase,
     QuantizeMethodBase,
@@ -54,7 +55,6 @@ from opgraft.ops.linear.quantized.storage import (
     unpack_int4,
 )
 from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, watched
-from opgraft.ops.lora.method import adapter_bounds
 from opgraft.ops.moe.fused.methods import FusedMoEConfig, FusedMoEMethodBase
 from opgraft.ops.quantization.functional import scale_shape
 from opgraft.ops.spec import Draw, OpSpec, Outside

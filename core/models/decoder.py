@@ -32,8 +32,8 @@ from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan
 from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.lora.method import adapter_bounds
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.lora.method import adapter_bounds
 from opgraft.ops.rotary import (
     DynamicNTKScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,

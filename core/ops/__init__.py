@@ -25,12 +25,12 @@ from opgraft.ops.conv.modules import *
 from opgraft.ops.embedding.logits import *
 from opgraft.ops.embedding.vocab import *
 from opgraft.ops.layernorm.modules import *
+from opgraft.ops.linear.lora.modules import *
 from opgraft.ops.linear.merged import *
 from opgraft.ops.linear.modules import *
 from opgraft.ops.linear.parallel import *
 from opgraft.ops.linear.quantized.modules import *
 from opgraft.ops.linear.transposed import *
-from opgraft.ops.lora.modules import *
 from opgraft.ops.moe.fused.methods import *
 from opgraft.ops.moe.fused.modular import *
 from opgraft.ops.moe.fused.modules import *

@@ -20,9 +20,9 @@ from opgraft.errors import CheckpointError, EngineError
 from opgraft.models.names import HasPackedModules, ShardId, WeightsMapper
 from opgraft.ops.attention.latent.layers import MLAAttention
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.ops.linear.lora import LoRA
+from opgraft.ops.linear.lora.method import LoRAMethod, adapting
 from opgraft.ops.linear.parallel import LinearBase
-from opgraft.ops.lora import LoRA
-from opgraft.ops.lora.method import LoRAMethod, adapting
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 

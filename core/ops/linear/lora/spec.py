@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from opgraft.ops import lora as ops
-from opgraft.ops.lora import functional
+from opgraft.ops.linear import lora as ops
+from opgraft.ops.linear.lora import functional
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, with_parameters
 from torch import Tensor, nn
 

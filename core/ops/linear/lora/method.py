@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from opgraft.errors import LayerError
+from opgraft.ops.linear.lora.modules import LoRA
 from opgraft.ops.linear.methods import QuantizeMethodBase
-from opgraft.ops.lora.modules import LoRA
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
