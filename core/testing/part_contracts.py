@@ -302,6 +302,11 @@ class _Hand:
     def answer_behind_copy(self, prompt: Sequence[int]) -> list[int]:
         """Compute a prompt, copy the first blocks to another sequence, and answer from there."""
         length = len(prompt)
+        # Other tokens lie in the second sequence's blocks, for a runner that does not copy to read.
+        earlier = self._new("earlier", prompt[::-1], 1)
+        reversed_whole = self._scheduled("earlier", 0, length)
+        self._computed(Step((), (earlier,), (), (reversed_whole,)))
+        self._execute(Step(("earlier",), (), (), ()))
         first = self._new("first", prompt, 0)
         second = self._new("second", prompt, 1)
         whole = self._scheduled("first", 0, length)

@@ -177,7 +177,7 @@ class Blind(ModelRunner):
 
 
 RUNNERS = {
-    NoCopies: "behind a prefix that was copied|logits are NaN",  # of memory that nobody wrote to
+    NoCopies: "behind a prefix that was copied",
     AlwaysSampling: "the step samples",
     Blind: "prompts in chunks beside each other",
 }
