@@ -334,9 +334,6 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
     keys = [f"{_TABLE}{key}" for key in DISPATCH_KEYS]
     if attribute not in keys:
         yield f"{attribute} belongs to no dispatch key: {close_matches(attribute, keys)}"
-    if not isinstance(functions, Mapping):
-        kind = type(functions).__name__
-        yield f"{attribute} is a {kind}, expected a mapping of functional form to function"
         return
     forms = {form.name: form for form in inventory.functionals_of(target)}
     for name in functions:

@@ -233,10 +233,6 @@ def test_a_device_type_that_torch_does_not_know(monkeypatch: pytest.MonkeyPatch)
             "functional_oot = {'silu_and_mul': narrow}",
             "is narrower than the functional form: the call",
         ),
-        (
-            "functional_oot = fast",
-            "is a function, expected a mapping of functional form to function",
-        ),
         ("functional_oot = {'silu_and_mul': fast}", None),
     ],
 )
