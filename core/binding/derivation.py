@@ -61,6 +61,11 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
         self.inference_only = inference_only
         self.compiled = compiled
 
+    @property
+    def imported(self) -> Mapping[str, Callable[..., Any]] | None:
+        """The kernels by form; ``None`` until the modules of ``functions`` are imported."""
+        return self._functions if isinstance(self._functions, Mapping) else None
+
     def _loaded(self) -> Mapping[str, Callable[..., Any]]:
         if isinstance(self._functions, Mapping):
             return self._functions

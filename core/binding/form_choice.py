@@ -10,7 +10,6 @@ from opgraft.binding.specialisation import Binding
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.plugins.discovery import discover
 from opgraft.registry.decision import Provider
-from opgraft.registry.state import host_state
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,3 @@ def choice_of(form: Functional[..., Any]) -> FormChoice:
         OpgraftError: as constructing the op would.
     """
     return FormChoice(form, binding_of(form))
-
-
-def decided_choice(form: Functional[..., Any]) -> FormChoice | None:
-    """Return the choice that was made for a form, ``None`` without one. Runs no code of plugins."""
-    state = host_state()
-    target: Any = state.registry.find_target(form.op)
-    binding: Binding | None = state.current_caches().constructed.get(target)
-    return None if binding is None else FormChoice(form, binding)

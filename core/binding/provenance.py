@@ -5,23 +5,23 @@ A call without an exception costs nothing: no record is kept until somebody asks
 
 from __future__ import annotations
 
-import gc
 import inspect
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 from opgraft.base.text import described, printable
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.form_choice import FormChoice, choice_of, decided_choice
+from opgraft.binding.derivation import FunctionalKernels
+from opgraft.binding.form_choice import FormChoice, choice_of
 from opgraft.binding.functional import Functional
+from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding
 from opgraft.config import NATIVE_CHOICE
 from opgraft.config.environment import PLUGINS_DISABLE
@@ -29,15 +29,12 @@ from opgraft.errors import OpgraftError, PluginError
 from opgraft.plugins.discovery import Offer, discover
 from opgraft.registry.choice import choosing
 from opgraft.registry.decision import Provider
+from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import own_classes
 from opgraft.registry.state import host_state
 from opgraft.registry.watching import RunningCall, calls_told_when_late, interrupts_counted
 
-_ChoiceFor = Callable[[Functional[..., Any]], FormChoice | None]
-
 Place = tuple[FrameType, int]
-
-_COLLECTOR = threading.RLock()
-"""Held while ``first_argument`` has switched the collector of garbage off."""
 
 
 @dataclass(frozen=True)
@@ -204,23 +201,76 @@ def kernels_told_when_late() -> AbstractContextManager[None]:
 def _running_call(frame: FrameType) -> RunningCall | None:
     """Return the call of a plugin's code on a stack, from its innermost frame.
 
-    Code of opgraft that was called by a plugin outside of ops is not the plugin's. The watching
-    thread makes no choice: conditions of plugins would run beside the thread of the stack.
+    Code of opgraft that was called by a plugin outside of ops is not the plugin's.
+
+    The stack is of another thread, which may go on at any moment: only the code of frames is read.
+    Before Python 3.13, Python crashes if a call ends while its variables are read.
     """
+    kernels = _kernels_of_plugins()
     inner_first = list(traceback.walk_stack(frame))
     places = inner_first[::-1]
     within: RunningCall | None = None
     is_inner = True
     for depth in reversed(range(len(places))):
-        op = _of_op(places[depth:], decided_choice)
-        # A native definition that takes long is no fault of a plugin, unless it has called one.
-        if op is not None:
-            return _call_of(op, places[depth]) if op.of_plugin else within
+        frame, _ = places[depth]
+        kernel = kernels.get(frame.f_code)
+        if kernel is not None:
+            return _call_of(_of_kernel(*kernel, places[depth:]), places[depth])
         if within is None and is_inner:
-            plugin = _of_plugin(places[depth:])
+            plugin = _of_plugin(places[depth:], _qualified_name)
             within = None if plugin is None else _call_of(plugin, places[depth])
-        is_inner = is_inner and not _is_of_host(places[depth][0])
+        is_inner = is_inner and not _is_of_host(frame)
     return within
+
+
+def _kernels_of_plugins() -> dict[CodeType, tuple[Replacement, str]]:
+    """Return the replacement and the kernel's name of all code of replacements.
+
+    Runs no code of plugins.
+    """
+    found: dict[CodeType, tuple[Replacement, str]] = {}
+    # A copy, as another thread may load a plugin.
+    for replacement in list(host_state().registry.replacements):
+        target = replacement.target
+        if target is None:
+            continue
+        # A method that opgraft derives from functions has the code of the native definition.
+        of_target = set(_codes_of_class(target, CustomOp))
+        for base in own_classes(replacement.cls):
+            if base in target.__mro__:
+                break
+            for method, function in _functions_of(base):
+                name = f"{base.__qualname__}.{method}"
+                for code in _codes_of(function):
+                    if code not in of_target:
+                        found[code] = (replacement, name)
+    return found
+
+
+def _functions_of(cls: type) -> Iterator[tuple[str, object]]:
+    """Yield the methods of a class, and the functions of its kernels with the name of the method.
+
+    Functions of modules that nobody has imported yet are left out: they do not run.
+    """
+    for name, value in vars(cls).copy().items():
+        key = name.removeprefix("functional_")
+        table = value.imported if isinstance(value, FunctionalKernels) else value
+        if key != name and isinstance(table, dict | MappingProxyType):
+            for function in table.values():
+                yield f"forward_{key}", function
+        is_wrapped = isinstance(value, classmethod | staticmethod)
+        yield name, value.__func__ if is_wrapped else value
+
+
+def _of_kernel(replacement: Replacement, kernel: str, places: list[Place]) -> Provenance:
+    """Describe the kernel of a replacement, of which the outermost of some frames runs code."""
+    state = host_state()
+    target = replacement.target
+    op_name = None if target is None else op_name_of(target, state)
+    setting = choosing(state.settings(), op_name, [NATIVE_CHOICE], replacement.plugin or "")
+    location = _location(places, replacement.provider)
+    name = op_name or replacement.asked_for
+    return Provenance(name, kernel, replacement.provider, location, setting)
 
 
 def _call_of(told: Provenance, place: Place) -> RunningCall:
@@ -279,10 +329,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = cause or context
 
 
-def _of_op(places: list[Place], choice_for: _ChoiceFor = choice_of) -> Provenance | None:
+def _of_op(places: list[Place]) -> Provenance | None:
     """Describe the op of the outermost of some frames; ``None`` if the frame belongs to no op."""
     frame, _ = places[0]
-    ran = _ran(frame, choice_for)
+    ran = _ran(frame)
     if ran is None:
         return None
     binding = ran.binding if isinstance(ran, FormChoice) else ran
@@ -311,12 +361,12 @@ def _is_native(ran: Binding | FormChoice, constructing: bool) -> bool:
     return constructing or ran.kernel.winner.method in ("forward_native", "forward")
 
 
-def _ran(frame: FrameType, choice_for: _ChoiceFor) -> Binding | FormChoice | None:
+def _ran(frame: FrameType) -> Binding | FormChoice | None:
     """Return the choice for the op or the functional form of a frame; ``None`` for other code."""
     code = frame.f_code
     if not code.co_argcount:
         return None
-    own = first_argument(frame)
+    own = _first_argument(frame)
     # Not isinstance(): the object may answer for its class by code of its own.
     cls = type(own)
     if issubclass(cls, CustomOp) and code in _codes_of_class(cls, CustomOp):
@@ -325,27 +375,15 @@ def _ran(frame: FrameType, choice_for: _ChoiceFor) -> Binding | FormChoice | Non
     if not issubclass(cls, Functional) or code not in _codes_of_class(cls, Functional):
         return None
     try:
-        return choice_for(own)
+        return choice_of(own)
     # The choice itself has failed, and the message of that error says all.
     except OpgraftError:
         return None
 
 
-def first_argument(frame: FrameType) -> Any:
-    """Return the first argument of a call, which may run in another thread.
-
-    Before Python 3.13, ``f_locals`` copies all variables, and Python crashes if the call ends
-    meanwhile.
-    """
-    # A collection of garbage may run code in Python, which lets the other thread go on.
-    with _COLLECTOR:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return frame.f_locals.get(frame.f_code.co_varnames[0])
-        finally:
-            if collects:
-                gc.enable()
+def _first_argument(frame: FrameType) -> Any:
+    """Return the first argument of a call of this thread."""
+    return frame.f_locals.get(frame.f_code.co_varnames[0])
 
 
 def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:
@@ -359,14 +397,23 @@ def _codes_of_class(cls: type, base: type) -> Iterator[CodeType]:
             continue
         for value in vars(each).values():
             is_wrapped = isinstance(value, classmethod | staticmethod)
-            function = value.__func__ if is_wrapped else value
-            if isinstance(function, FunctionType):
-                yield function.__code__
-                yield inspect.unwrap(function).__code__
+            yield from _codes_of(value.__func__ if is_wrapped else value)
 
 
-def _of_plugin(places: list[Place]) -> Provenance | None:
-    """Describe the plugin of the outermost of some frames; ``None`` if it belongs to no plugin."""
+def _codes_of(value: object) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the function that it wraps; nothing of other values."""
+    if isinstance(value, FunctionType):
+        yield value.__code__
+        yield inspect.unwrap(value).__code__
+
+
+def _of_plugin(
+    places: list[Place], name_of: Callable[[FrameType], str] | None = None
+) -> Provenance | None:
+    """Describe the plugin of the outermost of some frames; ``None`` if it belongs to no plugin.
+
+    ``name_of`` names the function of a frame, by default with the class of its first argument.
+    """
     frame, line = places[0]
     module = str(frame.f_globals.get("__name__"))
     discovery = discover()
@@ -382,19 +429,26 @@ def _of_plugin(places: list[Place]) -> Provenance | None:
     ways = f"{PLUGINS_DISABLE}={offer.name}"
     setting = host_state().settings().to_change("plugins_disable", ways)
     location = f"{frame.f_code.co_filename}:{line}"
-    return Provenance("", _name_of(frame), offer.provider, location, setting)
+    name = (name_of or _name_of)(frame)
+    return Provenance("", name, offer.provider, location, setting)
 
 
 def _name_of(frame: FrameType) -> str:
     """Return the name of a function; of a method, with the class that defines the method."""
     code = frame.f_code
     if code.co_argcount:
-        own = first_argument(frame)
+        own = _first_argument(frame)
         for base in type(own).__mro__:
             function = vars(base).get(code.co_name)
             if isinstance(function, FunctionType) and function.__code__ is code:
                 return f"{base.__qualname__}.{code.co_name}"
     return code.co_name
+
+
+def _qualified_name(frame: FrameType) -> str:
+    """Return the name of a function, with its class from Python 3.11 on."""
+    code = frame.f_code
+    return getattr(code, "co_qualname", code.co_name)
 
 
 def _location(places: list[Place], provider: Provider) -> str:

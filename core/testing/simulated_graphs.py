@@ -1,11 +1,13 @@
 """Static graphs of a simulated accelerator, by torch's names: kernels run again on their memory.
 
 As on a real device, a recording notes kernels and addresses. Python between the kernels does not
-run in a replay, and the host gets no value during a recording.
+run in a replay, and the host gets no value during a recording. Memory that is freed during the
+recording is freed at the same place of a replay.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,11 +22,12 @@ class Graph:
     """A sequence of kernels.
 
     Attributes:
-        kernels: the recorded kernels, in order.
+        kernels: the recorded kernels, in order, with what frees memory between them.
     """
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], object]] = []
+        self._memory: dict[int, Any] = {}
 
     def pool(self) -> tuple[int, int]:
         """Return the memory that another graph may share. Here each graph has memory of its own."""
@@ -69,6 +72,22 @@ class Graph:
         fresh = [each.untyped_storage().data_ptr() not in shared for each in results]
         if writes or any(fresh):
             self.kernels.append(_Kernel(run, results, fresh))
+        for each, is_fresh in zip(results, fresh, strict=True):
+            if is_fresh:
+                memory = each.untyped_storage()
+                self._memory[memory.data_ptr()] = memory
+
+    def free(self, address: int) -> None:
+        """Free memory that no tensor of the device has any more, now and in each replay.
+
+        Args:
+            address: of the memory. Nothing happens if the memory is of no recorded result.
+        """
+        memory = self._memory.pop(address, None)
+        if memory is None:
+            return
+        memory.resize_(0)
+        self.kernels.append(functools.partial(memory.resize_, 0))
 
 
 def _results_of(returned: Any) -> list[Any]:
@@ -93,11 +112,14 @@ class _Kernel:
         self._run = run
         self._results = results
         self._fresh = fresh
+        self._sizes = [each.untyped_storage().nbytes() for each in results]
 
     def __call__(self) -> None:
         computed = _results_of(self._run())
-        for result, new, is_fresh in zip(self._results, computed, self._fresh, strict=True):
+        rows = zip(self._results, computed, self._fresh, self._sizes, strict=True)
+        for result, new, is_fresh, size in rows:
             if is_fresh:
+                result.untyped_storage().resize_(size)
                 result.copy_(new)
 
 

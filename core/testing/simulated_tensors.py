@@ -102,6 +102,9 @@ class Running:
                 return
             del self.taken[place]
             self.in_use -= size
+        graph = recording_graph()
+        if graph is not None:
+            graph.free(place)
 
 
 _device = Running()

@@ -253,6 +253,30 @@ for forbidden in (lambda: x.sum().item(), lambda: x.cpu(), lambda: x.copy_(torch
 assert x.sum().item() == 16
 """
 
+MEMORY_OF_GRAPHS = """
+import torch, opgraft
+from opgraft.testing.simulated_graphs import Graph, graph
+opgraft.current_platform()
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+x = torch.ones(1 << 23, device="simulated")
+recorded = Graph()
+before = resident()
+with graph(recorded):
+    y = x
+    for _ in range(16):
+        y = y + 1
+    z = y.view(2, -1)
+    del y
+print(resident() - before < 6 * x.nbytes)
+x.fill_(10)
+for _ in range(2):
+    recorded.replay()
+    print(z.amin().item(), z.amax().item())
+print(resident() - before < 6 * x.nbytes)
+"""
+
 MEMORY = """
 import torch, opgraft
 platform = opgraft.current_platform()
@@ -449,6 +473,13 @@ def test_graphs_are_recorded_and_replayed(warm_python: str) -> None:
     assert "_local_scalar_dense gives the host a value, which no recording has" in lines[0]
     for line in lines[1:]:
         assert "moves numbers between the host and the device, which no recording has" in line
+
+
+@needs_backend
+def test_a_graph_shares_the_memory_of_what_is_freed(warm_python: str) -> None:
+    """Sixteen sums in a row take the memory of a few, in the recording and in each replay."""
+    lines = on("default", warm_python, MEMORY_OF_GRAPHS)
+    assert lines == ["True", "26.0 26.0", "26.0 26.0", "True"]
 
 
 @needs_backend
