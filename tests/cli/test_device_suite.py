@@ -1,0 +1,116 @@
+"""``opgraft conformance --device-suite``: the tests of TorchCTS on a torch device."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from opgraft.cli import conformance
+from opgraft.cli.evidence import ConformanceEvidence
+from opgraft.compat.python_device import why_not
+from opgraft.errors import InputError
+
+needs_suite = pytest.mark.skipif(
+    find_spec(conformance.SUITE) is None,
+    reason="TorchCTS is not installed: pip install --no-deps torchcts expecttest",
+)
+
+CRASH = """
+import os, torch
+platforms = "any"
+native = torch.add
+
+def add(input, other, **more):
+    if input.dtype == torch.float16:
+        os._exit(3)
+    return native(input, other, **more)
+
+torch.add = add
+"""
+
+
+@needs_suite
+@pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
+def test_a_part_of_the_suite_on_the_simulated_device(cli, tmp_path: Path) -> None:
+    """Each test is an answer; the claims, the score and the tests left out stand beside them."""
+    file = tmp_path / "evidence.json"
+    command = ["conformance", "simulated", "--device-suite", "--json", str(file)]
+    part = "device_api/test_device_module.py"
+    level = ["--suite-level", "6", "--suite-part", part]
+    result = cli(*command, *level, OPGRAFT_SIMULATED_DEVICE="dtypes=float32,memory=64MiB")
+    answer = json.loads(file.read_text())
+    validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
+    assert list(validator("opgraft.conformance/1").iter_errors(answer)) == []
+    print(result.returncode, result.stdout, json.dumps(answer, indent=1))
+    raise AssertionError
+
+
+def of_device(check: str, status: str, reason: str = "") -> dict[str, object]:
+    figures = {"error": None, "speed": None, "seconds": 0.1}
+    return {
+        "op": "(device)",
+        "check": check,
+        "dtype": None,
+        "status": status,
+        "reason": reason,
+        **figures,
+    }
+
+
+def test_the_score_counts_tests_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a skipped test nor an answer of the kit counts; a failure stands before the score."""
+    about = {
+        "plugin": "acme",
+        "provider": {"version": "1.0"},
+        "platform": "npu",
+        "device": "An NPU",
+    }
+    left_out = {"rng": {"capability_not_declared": 2}, "memory": {"capability_not_declared": 1}}
+    suite = {"name": "torchcts", "version": "0.4.1", "level": 2, "left_out": left_out}
+    found = ConformanceEvidence(about, device_suite=suite)
+    found.add({**of_device("values", "failed", "not close"), "op": "gelu"})
+    for number, status in enumerate(("passed", "passed", "failed", "skipped")):
+        found.add(of_device(f"rng/test_a.py::test_{number}", status, "so"))
+    conformance.report(found, None)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "failed: (device) rng/test_a.py::test_2: so",
+        "acme 1.0 on npu (An NPU): 2 passed, 2 failed, 1 skipped",
+        "device suite: 66.7% of 3 tests passed (torchcts 0.4.1, level 2); left out: 3 "
+        "capability_not_declared",
+    ]
+    assert found.to_dict()["device_suite"] == {**suite, "score": 0.6667}
+
+
+def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TorchCTS the error says how to install it; an unknown part is named."""
+    monkeypatch.setattr(conformance, "SUITE", "no_such_suite")
+    command = ["cpu", "--device-suite"]
+    with pytest.raises(InputError, match=r"pip install 'opgraft\[device-suite\]'"):
+        CliRunner().invoke(conformance.command, command, catch_exceptions=False)
+    # Another package that is there stands for the suite.
+    monkeypatch.setattr(conformance, "SUITE", "pytest")
+    with pytest.raises(InputError, match="TorchCTS has no part 'rgn': name a folder"):
+        CliRunner().invoke(
+            conformance.command, [*command, "--suite-part", "rgn"], catch_exceptions=False
+        )
+    with pytest.raises(InputError, match="--suite-part names parts of TorchCTS"):
+        CliRunner().invoke(
+            conformance.command, ["cpu", "--suite-part", "rng"], catch_exceptions=False
+        )
+
+
+@needs_suite
+@pytest.mark.slow
+def test_a_test_that_ends_the_process_has_failed(cli, site, tmp_path: Path) -> None:
+    """The next process goes on behind the test, and answers of the kit stay where they are."""
+    site.plugin("acme", CRASH)
+    file = tmp_path / "evidence.json"
+    command = ["conformance", "acme", "--device-suite", "--json", str(file)]
+    level = ["--suite-level", "2", "--suite-part", "operators/test_binary.py"]
+    result = cli(*command, *level)
+    print(result.returncode, result.stdout, result.stderr)
+    raise AssertionError
