@@ -116,11 +116,14 @@ def ask_suite(
     tell({"claims": _claims(manifest)})
     asker = _Asker(root, done, tell)
     with tempfile.TemporaryDirectory() as folder:
-        # TorchCTS reads the manifest in the working folder, and pytest no settings of the user.
+        # TorchCTS reads the manifest in the working folder.
         Path(folder, "manifest.py").write_text(f"import torch\nmanifest = {manifest!r}\n")
-        Path(folder, "pytest.ini").write_text("[pytest]\n")
         os.chdir(folder)
-        options = [*_OPTIONS, f"--device={platform.device_type}", f"--level={level}"]
+        # The project around a virtual environment may have settings and a conftest.py of its own.
+        settings = Path(folder, "pytest.ini")
+        settings.write_text("[pytest]\n")
+        own = [f"--config-file={settings}", f"--rootdir={folder}", f"--confcutdir={root}"]
+        options = [*_OPTIONS, *own, f"--device={platform.device_type}", f"--level={level}"]
         ended = pytest.main([*options, str(root / part)], plugins=[asker])
         if ended in _UNTESTED:
             raise PluginError(f"pytest cannot run TorchCTS: it ended with {ended!r}")
@@ -169,12 +172,19 @@ class _Asker:
         self.tell({"cases": len(items)})
         items[:] = [item for item in items if self._name_of(item) not in self.done]
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Take a file that cannot be imported for a failed test."""
+        if report.failed:
+            file = Path(os.path.abspath(report.nodeid)).relative_to(self.root)
+            *_, reason = str(report.longrepr).splitlines()
+            asked = {"check": file.as_posix(), "dtype": None}
+            self.tell({"outcome": {**asked, **_answer("failed", printable(reason))}})
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         asked = {"check": self._name_of(item), "dtype": _dtype_of(item)}
         self.tell({"asked": asked})
-        blank = {"reason": "", "error": None, "speed": None, "seconds": 0.0}
-        self.answer = {**asked, "status": "passed", **blank}
+        self.answer = {**asked, **_answer("passed")}
 
     # One report counts. That of the suite would write the answers of all tests after each test.
     @pytest.hookimpl(tryfirst=True)
@@ -196,6 +206,10 @@ class _Asker:
         file = item.path.relative_to(self.root).as_posix()
         test = item.nodeid.partition("::")[2]
         return f"{file}::{test}"
+
+
+def _answer(status: str, reason: str = "") -> dict[str, Any]:
+    return {"status": status, "reason": reason, "error": None, "speed": None, "seconds": 0.0}
 
 
 def _dtype_of(item: pytest.Item) -> str | None:

@@ -120,7 +120,7 @@ def test_every_requirement_is_pinned(pyproject: dict[str, Any]) -> None:
     project = pyproject["project"]
     extras = [
         line
-        for name in ("demo", "serve", "new", "test", "clients", "lint", "docs")
+        for name in ("demo", "serve", "new", "device-suite", "test", "clients", "lint", "docs")
         for line in project["optional-dependencies"][name]
     ]
     for line in (*pyproject["build-system"]["requires"], *project["dependencies"], *extras):
