@@ -28,6 +28,9 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 TIME_LIMIT = 24 * 3600.0
 """Seconds. Kernels of a simulated device may take long."""
 
+SUITE_TIME_LIMIT = 900.0
+"""Seconds of a test of the device suite, or of the collection of a part."""
+
 SUITE = "torchcts"
 """The package of the device suite, and its distribution."""
 
@@ -199,6 +202,7 @@ class Run:
 
     Attributes:
         keeps: the answers are kept for this user on this machine.
+        seconds: the time limit of an answer.
 
     Args:
         plugin: the name.
@@ -208,6 +212,7 @@ class Run:
     """
 
     keeps = True
+    seconds = TIME_LIMIT
 
     def __init__(
         self, plugin: str, found: ConformanceEvidence, file: Path | None, *, brief: bool
@@ -230,7 +235,7 @@ class Run:
         while True:
             self.asked = {}
             try:
-                limits = Limits(TIME_LIMIT)
+                limits = Limits(self.seconds)
                 ended = isolated(__name__, *self.asking(), limits=limits, heard=self.hear)
             except KeyboardInterrupt:
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
@@ -311,6 +316,7 @@ class SuiteRun(Run):
     """
 
     keeps = False
+    seconds = SUITE_TIME_LIMIT
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import importlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,18 @@ class _Asker:
         self.tell({"cases": len(items)})
         items[:] = [item for item in items if self._name_of(item) not in self.done]
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """Take a file that cannot be imported for a failed test."""
+        report = yield
         if report.failed:
-            file = Path(os.path.abspath(report.nodeid)).relative_to(self.root)
+            file = collector.path.relative_to(self.root).as_posix()
             *_, reason = str(report.longrepr).splitlines()
-            asked = {"check": file.as_posix(), "dtype": None}
-            self.tell({"outcome": {**asked, **_answer("failed", printable(reason))}})
+            answer = _answer("failed", printable(reason))
+            self.tell({"outcome": {"check": file, "dtype": None, **answer}})
+        return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

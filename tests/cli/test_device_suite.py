@@ -20,21 +20,20 @@ needs_suite = pytest.mark.skipif(
 )
 
 CRASH = """
-import os, opgraft, torch
+import os, opgraft, pytest
 platforms = "any"
+runtest = pytest.Function.runtest
 
 @opgraft.hookimpl
 def opgraft_register_ops():
     pass
 
-native = torch.add
-
-def add(input, other, **more):
-    if input.dtype == torch.float16:
+def crash(self):
+    if self.name.endswith("[dtype1-add]"):
         os._exit(3)
-    return native(input, other, **more)
+    runtest(self)
 
-torch.add = add
+pytest.Function.runtest = crash
 """
 
 
