@@ -134,13 +134,27 @@ def derive_kernels(cls: type) -> None:
     A ``forward_<key>`` in the same body stays as it is.
 
     Raises:
-        RegistrationError: ``forward_native`` does not take ``functional``.
+        RegistrationError: ``functional_<key>`` is no mapping, or ``forward_native`` does not take
+            ``functional``.
     """
     for key in DISPATCH_KEYS:
         declared = f"{_DECLARED}{key}"
         method = f"forward_{key}"
-        if declared in vars(cls) and method not in vars(cls):
+        if declared not in vars(cls):
+            continue
+        _expect_mapping(cls, declared)
+        if method not in vars(cls):
             setattr(cls, method, _derived(cls, declared))
+
+
+def _expect_mapping(cls: type, name: str) -> None:
+    table = vars(cls)[name]
+    if not isinstance(table, Mapping):
+        raise RegistrationError(
+            f"{cls.__qualname__}.{name} at {location_of(cls)} is of type {type(table).__name__}, "
+            "and no form can be looked up in it: write "
+            "opgraft.FunctionalKernels({name of the form: its function})"
+        )
 
 
 def is_derived(method: object) -> bool:

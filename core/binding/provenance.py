@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MappingProxyType, TracebackType
 from typing import Any
@@ -35,6 +35,8 @@ from opgraft.registry.state import host_state
 from opgraft.registry.watching import RunningCall, calls_told_when_late, interrupts_counted
 
 Place = tuple[FrameType, int]
+
+_MODULES_OF_OPS = "opgraft.ops."
 
 
 @dataclass(frozen=True)
@@ -198,72 +200,79 @@ def kernels_told_when_late() -> AbstractContextManager[None]:
     return calls_told_when_late(_running_call)
 
 
-def _running_call(frame: FrameType) -> RunningCall | None:
+def _running_call(innermost: FrameType) -> RunningCall | None:
     """Return the call of a plugin's code on a stack, from its innermost frame.
 
-    Code of opgraft that was called by a plugin outside of ops is not the plugin's.
+    Code of opgraft that was called by a plugin is not the plugin's.
 
     The stack is of another thread, which may go on at any moment: only the code of frames is read.
     Before Python 3.13, Python crashes if a call ends while its variables are read.
     """
     kernels = _kernels_of_plugins()
-    inner_first = list(traceback.walk_stack(frame))
+    inner_first = list(traceback.walk_stack(innermost))
     places = inner_first[::-1]
     within: RunningCall | None = None
     is_inner = True
     for depth in reversed(range(len(places))):
         frame, _ = places[depth]
+        module = str(frame.f_globals.get("__name__"))
+        # A native definition that takes long is no fault of a plugin, unless it has called one.
+        if module.startswith(_MODULES_OF_OPS):
+            return within
         kernel = kernels.get(frame.f_code)
         if kernel is not None:
             return _call_of(_of_kernel(*kernel, places[depth:]), places[depth])
         if within is None and is_inner:
             plugin = _of_plugin(places[depth:], _qualified_name)
             within = None if plugin is None else _call_of(plugin, places[depth])
-        is_inner = is_inner and not _is_of_host(frame)
+        is_inner = is_inner and module.partition(".")[0] != "opgraft"
     return within
 
 
-def _kernels_of_plugins() -> dict[CodeType, tuple[Replacement, str]]:
-    """Return the replacement and the kernel's name of all code of replacements.
+def _kernels_of_plugins() -> dict[CodeType, tuple[Replacement, str] | None]:
+    """Return the code of the plugins' replacements of ops, with replacement and kernel name.
 
-    Runs no code of plugins.
+    Code of several replacements has ``None``: nobody can tell for which op it runs. No code of
+    plugins runs here.
     """
-    found: dict[CodeType, tuple[Replacement, str]] = {}
+    found: dict[CodeType, tuple[Replacement, str] | None] = {}
+    discovery = discover()
     # A copy, as another thread may load a plugin.
     for replacement in list(host_state().registry.replacements):
         target = replacement.target
-        if target is None:
+        if target is None or not issubclass(target, CustomOp):
             continue
-        # A method that opgraft derives from functions has the code of the native definition.
-        of_target = set(_codes_of_class(target, CustomOp))
+        if not discovery.has_plugin(replacement.provider):
+            continue
         for base in own_classes(replacement.cls):
             if base in target.__mro__:
                 break
             for method, function in _functions_of(base):
                 name = f"{base.__qualname__}.{method}"
-                for code in _codes_of(function):
-                    if code not in of_target:
-                        found[code] = (replacement, name)
+                for code in set(_codes_of(function)):
+                    found[code] = None if code in found else (replacement, name)
     return found
 
 
 def _functions_of(cls: type) -> Iterator[tuple[str, object]]:
     """Yield the methods of a class, and the functions of its kernels with the name of the method.
 
-    Functions of modules that nobody has imported yet are left out: they do not run.
+    Functions in modules that nobody has imported yet do not run, and are left out.
     """
     for name, value in vars(cls).copy().items():
         key = name.removeprefix("functional_")
-        table = value.imported if isinstance(value, FunctionalKernels) else value
-        if key != name and isinstance(table, dict | MappingProxyType):
+        # Not isinstance(): the object may answer for its class by code of its own.
+        is_lazy = issubclass(type(value), FunctionalKernels)
+        table = value.imported if is_lazy else value
+        if key != name and type(table) in (dict, MappingProxyType):
             for function in table.values():
                 yield f"forward_{key}", function
-        is_wrapped = isinstance(value, classmethod | staticmethod)
+        is_wrapped = type(value) in (classmethod, staticmethod)
         yield name, value.__func__ if is_wrapped else value
 
 
 def _of_kernel(replacement: Replacement, kernel: str, places: list[Place]) -> Provenance:
-    """Describe the kernel of a replacement, of which the outermost of some frames runs code."""
+    """Describe a kernel of a replacement; the outermost of some frames runs its code."""
     state = host_state()
     target = replacement.target
     op_name = None if target is None else op_name_of(target, state)
@@ -278,10 +287,6 @@ def _call_of(told: Provenance, place: Place) -> RunningCall:
     where = f" in op {told.op}" if told.op else ""
     what = f"{told.kernel} of {told.provider}{where} at {told.location}"
     return RunningCall(frame, what, told.provider, told.setting)
-
-
-def _is_of_host(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "opgraft"
 
 
 def _by_signal(error: BaseException) -> bool:
@@ -404,7 +409,9 @@ def _codes_of(value: object) -> Iterator[CodeType]:
     """Yield the code of a function, and of the function that it wraps; nothing of other values."""
     if isinstance(value, FunctionType):
         yield value.__code__
-        yield inspect.unwrap(value).__code__
+        # Code of others may wrap functions in a circle.
+        with suppress(ValueError):
+            yield inspect.unwrap(value).__code__
 
 
 def _of_plugin(

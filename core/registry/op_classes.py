@@ -8,7 +8,7 @@ import itertools
 import linecache
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -64,29 +64,10 @@ def _findings(target: type, cls: type) -> tuple[str, ...]:
     methods = [method for method in ("__init__", *called_methods(target)) if method in defined]
     for method in methods:
         _expect_plain(cls, method)
-    for base in between:
-        _expect_tables(base)
     narrower = [_narrowness(target, cls, method) for method in methods]
     unserved = _unserved_forms(target, between)
     found = (_without_effect(target, cls, defined), *narrower, *unserved)
     return tuple(finding for finding in found if finding)
-
-
-def _expect_tables(cls: type) -> None:
-    """Check that each ``functional_<key>`` of a class is a mapping, or ``None`` for no function.
-
-    Raises:
-        RegistrationError: it is something else, in which no form can be looked up.
-    """
-    for key in DISPATCH_KEYS:
-        name = f"functional_{key}"
-        table = vars(cls).get(name)
-        if table is not None and not isinstance(table, Mapping):
-            raise RegistrationError(
-                f"{cls.__qualname__}.{name} at {location_of(cls)} is of type "
-                f"{type(table).__name__}, and no form can be looked up in it: write "
-                "opgraft.FunctionalKernels({name of the form: its function})"
-            )
 
 
 def _expect_plain(cls: type, method: str) -> None:
@@ -143,7 +124,7 @@ def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
 def _brings(functions: Any, form: str) -> bool:
     try:
         return form in functions
-    # The value is no mapping, or its module cannot be imported: other checks report that.
+    # The module of the functions cannot be imported: another check reports that.
     except Exception:
         return True
 

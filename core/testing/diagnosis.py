@@ -336,7 +336,7 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
         yield f"{attribute} belongs to no dispatch key: {close_matches(attribute, keys)}"
         return
     forms = {form.name: form for form in inventory.functionals_of(target)}
-    for name in functions or ():
+    for name in functions:
         if name not in forms:
             matches = close_matches(name, forms)
             yield f"{attribute} names {name!r}, which is no functional form of the op: {matches}"

@@ -129,6 +129,14 @@ def test_a_definition_that_cannot_take_kernels_is_an_error() -> None:
                 return x
 
 
+@pytest.mark.parametrize("table", [doubled, 3, ["rms_norm"], "rms_norm", None], ids=type)
+def test_kernels_that_are_no_mapping_are_an_error(table: object) -> None:
+    """No form can be looked up in it, and the first call would say so instead of the class."""
+    kind = type(table).__name__
+    with pytest.raises(RegistrationError, match=rf"Own\.functional_oot at .* is of type {kind},"):
+        type("Own", (ops.RMSNorm,), {"functional_oot": table})
+
+
 def test_a_module_of_kernels_is_imported_when_one_is_asked_for() -> None:
     """Kernels given by the name of their module need not be importable until they run."""
     kernels = FunctionalKernels(

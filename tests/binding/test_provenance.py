@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import opgraft
@@ -227,23 +225,40 @@ def test_blocks_of_the_profiler_that_overlap() -> None:
     assert found == {"opgraft.rms_norm": 1, "opgraft.silu_and_mul": 1}
 
 
-def test_variables_of_calls_of_other_threads_are_not_read() -> None:
-    """Python may crash where another thread's variables are read, and would keep what they hold."""
-    ready, go = threading.Event(), threading.Event()
-
-    def call(x: object) -> bool:
-        held = nn.Module()
+HOLDING = """
+import threading, weakref
+from opgraft.ops import RMSNorm
+platforms = "any"
+ready, go = threading.Event(), threading.Event()
+freed = []
+class Held:
+    pass
+class Acme(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        held = Held()
         noted = weakref.ref(held)
         ready.set()
-        assert go.wait(5)
+        go.wait(5)
         del held
-        return noted() is None
+        freed.append(noted() is None)
+        return x
+RMSNorm.register_oot(Acme)
+"""
 
+
+def test_variables_of_calls_of_other_threads_are_not_read(site) -> None:
+    """Python may crash where another thread's variables are read, and would keep what they hold."""
+    site.plugin("acme", HOLDING)
+    norm = RMSNorm(8)
+    acme = sys.modules["acme"]
     with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(call, None)
-        assert ready.wait(5)
+        answer = threads.submit(norm, torch.ones(2, 8))
+        assert acme.ready.wait(5)
         (thread,) = threads._threads
         frame = sys._current_frames()[thread.ident]
-        assert provenance._running_call(frame) is None
-        go.set()
-        assert answer.result(5)
+        told = provenance._running_call(frame)
+        acme.go.set()
+        answer.result(5)
+    assert told is not None
+    assert told.what.startswith("Acme.forward_oot of acme 1.0 in op rms_norm at ")
+    assert acme.freed == [True]

@@ -290,6 +290,49 @@ def test_many_short_calls_are_not_late(site, caplog, clock, count: int) -> None:
     assert calls(caplog) == []
 
 
+class SlowTensor(torch.Tensor):
+    """A tensor with which every function takes 6 s on the clock of the thread that looks."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        watching.time.passing(6).acquire()
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_a_native_definition_that_a_kernel_calls(site, caplog) -> None:
+    """A definition that takes long is no fault of the plugin that calls it."""
+    site.plugin("acme", KERNEL.format(NORM, DEFINITION))
+    x = torch.ones(2, 8).as_subclass(SlowTensor)
+    with provenance.kernels_told_when_late():
+        RMSNorm(8)(x)
+    assert waits(caplog) == []
+
+
+SHARED = """
+from opgraft.ops import LayerNorm, RMSNorm
+platforms = "any"
+class Slow:
+    def forward_oot(self, x, residual=None):
+        from opgraft.registry import watching; watching.time.passing(6).acquire()
+        return x
+class Acme(Slow, RMSNorm): pass
+class Brix(Slow, LayerNorm): pass
+RMSNorm.register_oot(Acme)
+LayerNorm.register_oot(Brix)
+"""
+
+
+def test_code_that_kernels_share(site, caplog) -> None:
+    """The plugin is named without an op, as nobody can tell which op of the plugin runs."""
+    site.plugin("acme", SHARED)
+    with provenance.kernels_told_when_late():
+        RMSNorm(8)(torch.ones(2, 8))
+    (told,) = waits(caplog)
+    assert "forward_oot of acme 1.0 at " in told
+    assert "in op" not in told
+    assert "OPGRAFT_PLUGINS_DISABLE=acme" in told
+
+
 def test_a_step_within_a_scope_tells_alone(site, caplog) -> None:
     """What a step names itself is not named a second time by its stack."""
     site.plugin("acme", CHECKS["Acme.enabled() of acme 1.0"])

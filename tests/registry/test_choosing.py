@@ -115,22 +115,6 @@ def test_an_async_method_is_refused(scale, method: str) -> None:
         check_replacement(scale, replacement)
 
 
-@pytest.mark.parametrize("table", [print, 3, ["rms_norm"], "rms_norm"], ids=repr)
-def test_functions_that_are_no_mapping_are_refused(scale, table: object) -> None:
-    """No form can be looked up in it, and the first call would say so instead of the registration."""
-
-    def forward_oot(self, *args, **kwargs):
-        return self.forward_native(*args, **kwargs)
-
-    methods = {"functional_oot": table, "forward_oot": forward_oot}
-    replacement = type("Acme", (scale,), methods)
-    expected = rf"Acme\.functional_oot at .* is of type {type(table).__name__}"
-    with pytest.raises(RegistrationError, match=expected):
-        check_replacement(scale, replacement)
-    replacement.functional_oot = None
-    assert check_replacement(scale, replacement) == ()
-
-
 def test_a_device_without_a_compute_level() -> None:
     """Bounds of a level are not held by a device that has none."""
     found = objection_of(When(capability=">=8"), CpuPlatform(), "its condition", PROVIDER)
