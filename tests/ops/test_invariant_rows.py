@@ -35,3 +35,30 @@ def test_rows_are_alike(block: int | None, residual: bool) -> None:
         assert torch.equal(
             layer.quant_method.apply(layer, x[:, :rows], layer.bias, **part), whole[:, :rows]
         )
+
+
+def test_rows_of_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one to three rows left over of six are summed in another order, blocks have six rows; else none do."""
+    if packed_linear.missing():
+        pytest.skip("nothing is packed here")
+    monkeypatch.setattr(invariant, "IN_BLOCKS", {})
+    compute = invariant.UnquantizedLinearMethod.apply
+
+    def of_others(self, layer, x, bias=None, **options):
+        computed = compute(self, layer, x, bias, **options)
+        left = len(x) % size
+        computed[len(x) - left :] += 1e-3
+        return computed
+
+    monkeypatch.setattr(invariant.UnquantizedLinearMethod, "apply", of_others)
+    layer = ops.RowParallelLinear(72, 48)
+    torch.nn.init.normal_(layer.weight)
+    layer.requires_grad_(False)
+    plain = layer.quant_method
+    size = 6
+    assert invariant.compute_rows_alike(layer) is None
+    assert layer.quant_method.block == 6
+    layer.quant_method = plain
+    size = 4
+    assert "in another order" in str(invariant.compute_rows_alike(layer))
+    assert layer.quant_method is plain

@@ -23,6 +23,17 @@ IN_BLOCKS = MappingProxyType({"amx_bf16": torch.bfloat16})
 BLOCK = 32
 """Rows of a block for ``IN_BLOCKS``: AMX computes as many at a time."""
 
+_TRIED_BLOCKS = (None, 6)
+"""Rows of a block elsewhere, the first that a trial finds alike.
+
+In float32 without AVX-512, oneDNN computes six rows at a time. In torch 2.11 it sums one to three
+rows left over in another order.
+"""
+
+_ROWS_OF_TRIAL = 26
+_FEWER_ROWS = (1, 2, 3, 4, 5, 7, 13)
+"""Rows of a trial, and numbers of rows to compare with: blocks, and any number left over."""
+
 
 class InvariantMethod(QuantizeMethodBase):
     """Computes over a packed weight. A row has the same bits in every batch.
@@ -90,6 +101,27 @@ def compute_rows_alike(layer: Any) -> str | None:
         return f"its weight cannot be packed: {obstacle(layer.weight)}"
     dtype = layer._packed.dtype
     features = cpu_features(current_platform())
-    needs_blocks = any(IN_BLOCKS.get(feature) is dtype for feature in features)
-    layer.quant_method = InvariantMethod(method, BLOCK if needs_blocks else None)
-    return None
+    if any(IN_BLOCKS.get(feature) is dtype for feature in features):
+        layer.quant_method = InvariantMethod(method, BLOCK)
+        return None
+    for block in _TRIED_BLOCKS:
+        invariant = InvariantMethod(method, block)
+        if _rows_are_alike(invariant, layer):
+            layer.quant_method = invariant
+            return None
+    return f"oneDNN of torch {torch.__version__} sums a row in another order beside other rows"
+
+
+@torch.no_grad()
+def _rows_are_alike(method: InvariantMethod, layer: Any) -> bool:
+    """Return True if rows have the same bits among fewer rows, and at other places among them."""
+    weight = layer.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS_OF_TRIAL, weight.shape[1], generator=generator).to(weight.dtype)
+    whole = method.apply(layer, x)
+    for rows in _FEWER_ROWS:
+        first = method.apply(layer, x[:rows])
+        last = method.apply(layer, x[-rows:])
+        if not torch.equal(first, whole[:rows]) or not torch.equal(last, whole[-rows:]):
+            return False
+    return True
