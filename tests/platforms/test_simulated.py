@@ -196,7 +196,9 @@ def refusal(**further):
         answers(**further)
     except ConfigError as error:
         return str(error)
-print(answers() == answers(compilation_config=full))
+plain = answers()
+with opgraft.set_config(opgraft.OpgraftConfig(compilation_config=opgraft.CompilationConfig(**full))):
+    print(plain == answers())
 print(sorted(set(replayed)), len(replayed) > 8)
 print(refusal(compilation_config=full, **{"parallel.data": 1, "parallel.pipeline": 2}))
 print(refusal(compilation_config=full, **{"parallel.expert_balance_steps": 5}))

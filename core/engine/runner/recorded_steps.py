@@ -67,7 +67,8 @@ def expect_recorder(config: OpgraftConfig) -> None:
 def without_recording(config: OpgraftConfig) -> OpgraftConfig:
     """Return a config for the code of a model alone: the steps around are recorded as a whole."""
     given = config.compilation_config
-    compilation = dataclasses.replace(given, graph_mode="none", capture_sizes=None)
+    # None would leave the sizes of the environment or the command line in force.
+    compilation = dataclasses.replace(given, graph_mode="none", capture_sizes=())
     return dataclasses.replace(config, compilation_config=compilation)
 
 
