@@ -47,6 +47,18 @@ ENFORCE_EAGER = "enforce_eager"
 COMPILATION = "compilation_config"
 _LEVEL = "compilation_config.level"
 
+_OF_TEMPLATE = "the chat template decides the form, and the server finds it: leave it out"
+_OF_TOKENIZER = "the tokenizer is the checkpoint's: put other files into a copy of the checkpoint"
+_OF_CONFIG = "edit config.json in a copy of the checkpoint"
+_OF_REVISION = (
+    "revisions come from the Hub's own cache: name the folder of the snapshot as the model"
+)
+_OF_HOSTS = (
+    "set parallel.executor to external, and start the program by torchrun on each host, or to ray"
+)
+_OF_TLS = "leave TLS to a proxy in front of the server"
+_OF_TASK = "the checkpoint decides between answers and embeddings: leave it out"
+
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "gpu_memory_utilization": "gpu_memory_utilization is vLLM's share of all memory, for "
@@ -79,6 +91,50 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "disable_log_requests": "set server.log_prompts to false, which is the default",
         "uvicorn_log_level": "set the variable OPGRAFT_LOG",
         "additional_config": "a plugin declares settings of its own, each of which is an option",
+        "tool_call_parser": _OF_TEMPLATE,
+        "enable_auto_tool_choice": _OF_TEMPLATE,
+        "reasoning_parser": _OF_TEMPLATE,
+        "chat_template_content_format": _OF_TEMPLATE,
+        "trust_request_chat_template": "set server.request_templates",
+        "default_chat_template_kwargs": "a request gives chat_template_kwargs",
+        "tokenizer": _OF_TOKENIZER,
+        "tokenizer_mode": _OF_TOKENIZER,
+        "tokenizer_revision": _OF_REVISION,
+        "revision": _OF_REVISION,
+        "code_revision": "no code of a checkpoint runs: leave it out",
+        "hf_overrides": _OF_CONFIG,
+        "hf_config_path": _OF_CONFIG,
+        "rope_scaling": _OF_CONFIG,
+        "rope_theta": _OF_CONFIG,
+        "override_generation_config": "edit generation_config.json in a copy of the checkpoint, or "
+        "set model.generation_config to none",
+        "optimization_level": "set compilation_config.level",
+        "max_seq_len_to_capture": "set compilation_config.capture_sizes",
+        "max_cudagraph_capture_size": "set compilation_config.capture_sizes",
+        "async_scheduling": "a step follows the one before: leave it out",
+        "disable_log_stats": "figures are at /metrics, and no log repeats them: leave it out",
+        "disable_sliding_window": "layers keep their windows: leave it out",
+        "limit_mm_per_prompt": "requests have texts alone: leave it out",
+        "mm_processor_kwargs": "requests have texts alone: leave it out",
+        "task": _OF_TASK,
+        "runner": _OF_TASK,
+        "convert": _OF_TASK,
+        "nnodes": _OF_HOSTS,
+        "node_rank": _OF_HOSTS,
+        "master_addr": _OF_HOSTS,
+        "master_port": _OF_HOSTS,
+        "ssl_keyfile": _OF_TLS,
+        "ssl_certfile": _OF_TLS,
+        "ssl_ca_certs": _OF_TLS,
+        "root_path": "have a proxy in front of the server remove the path",
+        "uds": "the server listens on an address: set server.host and server.port",
+        "enable_request_id_headers": "each answer has x-request-id: leave it out",
+        "enable_prompt_tokens_details": "each answer has prompt_tokens_details: leave it out",
+        "spec_method": "set speculation.method to ngram or suffix",
+        "spec_tokens": "set speculation.max_tokens",
+        "spec_model": "drafts come from texts, and from no model: set speculation.method",
+        "guided_decoding_backend": "llguidance compiles all grammars: leave it out",
+        "structured_outputs_config": "llguidance compiles all grammars: leave it out",
     }
 )
 """Arguments of vLLM that no keyword of ``LLM`` takes, to the next step."""
@@ -88,6 +144,8 @@ _ABBREVIATIONS = MappingProxyType(
         "-tp": "tensor_parallel_size",
         "-pp": "pipeline_parallel_size",
         "-dp": "data_parallel_size",
+        "-ep": "enable_expert_parallel",
+        "-sc": "speculative_config",
         "-q": "quantization",
     }
 )

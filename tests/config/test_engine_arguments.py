@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig
 from opgraft.cli.output import SettingsCommand, echo, with_settings
+from opgraft.cli.serve import command as serve
 from opgraft.config import FIELDS
 from opgraft.config.engine_arguments import SHORT_NAMES, advice_about, advice_about_option
 from opgraft.errors import ConfigError
@@ -118,6 +119,40 @@ def test_an_option_of_vllm_names_the_option_to_use(option: str, advice: str | No
     assert code == 2
     name = option.partition("=")[0]
     assert (f"{name} is an option of vLLM: {advice}" if advice else "No such option") in words
+
+
+COMMON = """
+    --additional-config --allowed-origins --async-scheduling --attention-backend --block-size
+    --chat-template-content-format --code-revision --convert --cpu-offload-gb
+    --cudagraph-capture-sizes --data-parallel-size --default-chat-template-kwargs
+    --disable-log-requests --disable-log-stats --distributed-executor-backend --download-dir
+    --enable-auto-tool-choice --enable-chunked-prefill --enable-eplb --enable-expert-parallel
+    --enable-log-requests --enable-prefix-caching --enable-prompt-tokens-details
+    --enable-request-id-headers --generation-config --gpu-memory-utilization
+    --guided-decoding-backend --hf-config-path --hf-overrides --kv-cache-dtype
+    --kv-cache-memory-bytes --limit-mm-per-prompt --load-format --master-addr --master-port
+    --max-cpu-loras --max-cudagraph-capture-size --max-logprobs --max-lora-rank --max-loras
+    --max-num-batched-tokens --max-seq-len-to-capture --mm-processor-kwargs --model-impl --nnodes
+    --node-rank --num-gpu-blocks-override --optimization-level --override-generation-config
+    --pipeline-parallel-size --quantization --reasoning-parser --revision --root-path --rope-scaling
+    --runner --scheduling-policy --seed --served-model-name --speculative-config --spec-method
+    --spec-model --spec-tokens --ssl-ca-certs --ssl-certfile --ssl-keyfile
+    --structured-outputs-config --swap-space --task --tensor-parallel-size --tokenizer
+    --tokenizer-mode --tokenizer-revision --tool-call-parser --trust-remote-code
+    --trust-request-chat-template --uds --use-tqdm-on-load --uvicorn-log-level -dp -ep -pp -q -sc -tp
+"""
+"""The options of ``vllm serve`` that guides and recipes name, up to vLLM 0.33."""
+
+OPTIONS_OF_SERVE = {option for each in serve.params for option in each.opts}
+
+
+@pytest.mark.parametrize("option", COMMON.split())
+def test_each_common_option_of_vllm_has_a_hint(option: str) -> None:
+    """The hint names the next step: an option of serve that exists, a file, or to leave the option out."""
+    advice = advice_about_option(option)
+    assert advice
+    used = {word.rstrip(",") for word in advice.split() if word.startswith("--")}
+    assert used <= OPTIONS_OF_SERVE
 
 
 @pytest.mark.parametrize("name", [*SHORT_NAMES, "gpu_memory_utilization", "device"])
