@@ -17,6 +17,7 @@ from opgraft import (
     set_config,
 )
 from opgraft.binding.kernels import choose_kernel
+from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
 from opgraft.ops import Linear
 from opgraft.platform import cpu_features, effective_chain
@@ -228,6 +229,18 @@ def test_a_class_in_the_tree_runs_forward_oot_on_out_of_tree_platforms_only() ->
         assert rejected[f"{cls.__qualname__}.forward_oot"] == PASSED_OVER
         assert cls(enforce_enable=True)(0) == "cpu"
         assert kernel_keys(cls, declared_platforms())["cpu"] == "cpu"
+
+
+def test_the_simulated_platform_is_built_in(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, forward_native of a class in the tree runs, and forward_oot of a replacement."""
+    monkeypatch.setenv(SIMULATED_DEVICE, "default")
+    # The CPU stays current: torch would keep a device of a chosen simulated platform.
+    monkeypatch.setenv("OPGRAFT_PLATFORM", "cpu")
+    opgraft.reset()
+    op = CustomOp.register("simulated_too")(_both(CustomOp, "SimulatedToo"))
+    assert kernel_keys(op, declared_platforms())["simulated"] == "native"
+    op.register_oot(_both(op, "Replacing"))
+    assert kernel_keys(op, declared_platforms())["simulated"] == "oot"
 
 
 def test_forward_oot_of_a_replacement_comes_first_on_every_platform() -> None:
