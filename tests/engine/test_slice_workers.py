@@ -115,7 +115,6 @@ def test_two_chips_of_a_host(
     assert remark == "2 shapes are compiled by tpu"
 
 
-@pytest.mark.slow
 def test_two_hosts_of_two_chips(folder: Path, expected: list[list[int]], tmp_path: Path) -> None:
     """Ray places a worker on each chip, the first host's first; a part of the slice is refused."""
     pytest.importorskip("ray")

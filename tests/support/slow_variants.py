@@ -13,6 +13,9 @@ import pytest
 
 HELD_BY = {
     "engine/test_ray.py": "engine/test_remote_workers.py",
+    "engine/test_slice_workers.py::test_two_hosts_of_two_chips": (
+        "engine/test_slice_workers.py::test_two_chips_of_a_host"
+    ),
     "serving/test_smollm2.py": "cli/test_answer.py::test_the_tokens_are_those_of_transformers",
     "compilation/test_compile.py::test_inductor_generates_code_for_every_size": (
         "compilation/test_cache.py::test_the_cache_is_on_by_default"
