@@ -46,6 +46,7 @@ _COMMANDS = {
         "Answer every PROMPT with MODEL, or embed it if MODEL is an encoder.",
     ),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
+    "trace": ("opgraft.cli.trace", "Record steps of MODEL for Perfetto."),
     "verify": (
         "opgraft.cli.verify",
         "Compare each op of MODEL with native definitions, and name the first that departs.",

@@ -29,13 +29,14 @@ from opgraft.serving.interrupts import Interrupts
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 
 
-def open_llm(model: str) -> LLM:
+def open_llm(model: str, on_step: OnStep | None = None) -> LLM:
     """Load a model, and print the size of its cache, if any, on stderr."""
     expect_split(engine_config(model, None, {}).resolved())
-    llm = LLM(model)
+    llm = LLM(model, on_step=on_step)
     if not llm.embeds:
         click.echo(llm.capacity(), err=True)
     return llm
@@ -62,8 +63,8 @@ def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) ->
 
     # The first call prepares kernels and memory, so its time does not count.
     first_token = replace(params, max_tokens=1, logits_processors=(keep,))
-    first = _ask(llm, prompts, first_token)
-    outputs, seconds = timed(lambda: _ask(llm, prompts, params))
+    first = asked(llm, prompts, first_token)
+    outputs, seconds = timed(lambda: asked(llm, prompts, params))
     expect_answers(llm, outputs)
     numbers = torch.stack([logits[str(output.prompt_token_ids)] for output in first])
     answers = [output.outputs[0].token_ids for output in outputs]
@@ -119,12 +120,18 @@ def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 def _at_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
     try:
-        return _ask(llm, prompts, params)
+        return asked(llm, prompts, params)
     except Interrupted as interrupted:
         return interrupted.outputs
 
 
-def _ask(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+def asked(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+    """Return the answers to prompts, as messages of chats if the model has a chat template.
+
+    Raises:
+        RequestError: a prompt cannot be answered.
+        Interrupted: after an interrupt.
+    """
     if llm.chats:
         return llm.chat([[_message(prompt)] for prompt in prompts], params)
     return llm.generate(prompts, params)

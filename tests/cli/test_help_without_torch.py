@@ -36,6 +36,9 @@ plan MODEL --devices 0
 plan MODEL --devices 2 --memory much
 plan MODEL --devices 2 --device nonsense
 verify --help
+trace --help
+trace MODEL
+trace MODEL --perfetto trace.json --steps 0
 verify MODEL --tokens 1
 run misspelt
 run misspelt hi --json
