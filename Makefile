@@ -413,7 +413,7 @@ DEVICE_SUITE := torchcts expecttest
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,attestations,test,clients,lint]' && wait
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,otel,ray,new,attestations,test,clients,lint]' && wait
 	$(INSTALL) --no-deps $(MODELS) $(DEVICE_SUITE)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@

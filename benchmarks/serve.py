@@ -35,6 +35,7 @@ from serving_sides import (
     process_cpu,
     process_memory,
     serving,
+    spans_taken,
     write_tiny,
 )
 from serving_soak import DRAIN, ENCODER_KINDS, KINDS, soaked
@@ -113,6 +114,28 @@ def throughput(folder: Path, arguments: argparse.Namespace) -> Finding:
     detail = f"{SHORT.requests} requests of {SHORT.tokens} tokens, {clock}, {len(costs)} rounds, {arguments.model}"
     return Finding(
         "server over offline engine, throughput", statistics.median(ratios), detail, least=0.93
+    )
+
+
+def tracing(folder: Path, arguments: argparse.Namespace) -> Finding:
+    """Compare the throughput of a server that sends spans of each step with that of one that sends none."""
+    del folder
+    settings = SHORT.settings
+    with (
+        spans_taken() as url,
+        serving(arguments.model, **settings) as plain,
+        serving(arguments.model, **settings, **{"server.otlp_endpoint": url}) as traced,
+    ):
+        # One more round, at the start, warms up.
+        costs = [
+            (served_cost(plain, SHORT, seed), served_cost(traced, SHORT, seed))
+            for seed in range(arguments.rounds + 1)
+        ][1:]
+    clock = "cpu_seconds" if arguments.cpu_time else "seconds"
+    ratios = [getattr(without, clock) / getattr(sent, clock) for without, sent in costs]
+    detail = f"{SHORT.requests} requests of {SHORT.tokens} tokens, {clock}, {len(costs)} rounds, {arguments.model}"
+    return Finding(
+        "server with spans over without, throughput", statistics.median(ratios), detail, least=0.99
     )
 
 
@@ -286,6 +309,7 @@ def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Finding | list[Finding]]] = {
     "throughput": throughput,
+    "tracing": tracing,
     "overhead": overhead,
     "streams": streams,
     "overload": overload,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -155,6 +157,30 @@ def serving(model: str, **settings: Any) -> Iterator[Served]:
         finally:
             process.terminate()
             process.wait(60)
+
+
+class _Taking(http.server.BaseHTTPRequestHandler):
+    """Takes what is sent, and keeps nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Write no log."""
+
+
+@contextmanager
+def spans_taken() -> Iterator[str]:
+    """Take spans at a URL, until the end of the block."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Taking) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.server_port}"
+        listener.shutdown()
 
 
 def _url(lines: IO[str]) -> str:

@@ -29,11 +29,9 @@ def share_decisions() -> Callable[[], None]:
     Raises:
         OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
     """
-    load_plugins()
-    rows = {**process_rows(), **_choices()}
+    decision = decisions()
     # This process may be a worker itself, with the decision of its parent.
     former = os.environ.get(DECISION)
-    decision = SharedDecision(host_state().identity, rows)
     os.environ[DECISION] = decision.to_text()
 
     def undo() -> None:
@@ -43,6 +41,16 @@ def share_decisions() -> Callable[[], None]:
             os.environ[DECISION] = former
 
     return undo
+
+
+def decisions() -> SharedDecision:
+    """Return the decisions of this process: the platform, plugins, kernels and classes.
+
+    Raises:
+        OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
+    """
+    load_plugins()
+    return SharedDecision(host_state().identity, {**process_rows(), **_choices()})
 
 
 def _choices() -> dict[str, str]:

@@ -450,4 +450,9 @@ class ServerConfig(Section):
         default=75,
         above=0,
     )
+    otlp_endpoint: str | None = setting(
+        "URL of a receiver of OTLP over HTTP, such as http://localhost:4318, for spans of requests "
+        "and of the start; needs the extra otel",
+        unset="no spans",
+    )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

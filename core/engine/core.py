@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
+from opgraft.base.timeline import phase
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
@@ -122,7 +123,8 @@ class EngineCore:
         with ExitStack() as undo:
             undo.callback(self.executor.shutdown)
             with starting(self.executor):
-                self.executor.start()
+                with phase("start workers"):
+                    self.executor.start()
                 self._prepare()
             # Nothing raised, so the workers stay.
             undo.pop_all()
@@ -135,10 +137,12 @@ class EngineCore:
     def _prepare(self) -> None:
         """Load the model, and size the cache and the scheduler for it."""
         call_all = self.executor.call_all
-        ranks = self._cache_sizes()
+        with phase("load model"):
+            ranks = self._cache_sizes()
         self.max_model_len = self._context()
-        room = smallest_room(ranks, self.opgraft_config, lambda: call_all("cache_bytes"))
-        call_all("expect_memory", *room)
+        with phase("measure memory"):
+            room = smallest_room(ranks, self.opgraft_config, lambda: call_all("cache_bytes"))
+            call_all("expect_memory", *room)
         self.cache = KVCacheManager(
             ranks[0].kinds,
             room.num_blocks,
@@ -149,7 +153,9 @@ class EngineCore:
         )
         # Before the memory is taken: a refusal then costs nothing.
         self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
-        call_all("allocate_cache", *room)
+        # Compiles the model, too, if the settings ask for that.
+        with phase("allocate cache"):
+            call_all("allocate_cache", *room)
         self.scheduler = Scheduler(
             self.opgraft_config,
             self.cache,

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
+from opgraft.base.timeline import QUEUE, RESPOND, Timeline, current_timeline, phase
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.held import ADAPTER_UNUSABLE
@@ -23,7 +24,7 @@ from opgraft.serving.engine_thread import Mailbox, Stream
 from opgraft.serving.front_end import FrontEnd
 from opgraft.serving.llm import Message
 from opgraft.serving.open_request import OpenRequest
-from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
+from opgraft.serving.outputs import EmbeddingOutput, RequestMetrics, RequestOutput
 from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.replicas import Replica
@@ -248,14 +249,21 @@ class AsyncLLM(FrontEnd):
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
+        metrics: RequestMetrics | None = None
+        timeline = current_timeline()
+        if timeline is not None:
+            timeline.add(QUEUE)
         try:
             [opened] = self._replicas.open([(stream, prepared)], only)
             await asyncio.wrap_future(opened)
             while not finished:
                 output = await stream.next()
                 finished = output.finished
+                metrics = output.metrics
                 yield output
         finally:
+            if timeline is not None and metrics is not None:
+                _note_steps(timeline, metrics)
             if not finished:
                 self._leave([stream])
 
@@ -321,11 +329,12 @@ class AsyncLLM(FrontEnd):
         streams = [Stream(request.output.request_id, mailbox) for request in requests]
         waiting = dict(zip(streams, requests, strict=True))
         try:
-            for opened in self._replicas.open(list(waiting.items())):
-                await asyncio.wrap_future(opened)
-            for stream in streams:
-                await stream.next()
-                del waiting[stream]
+            with phase("embed"):
+                for opened in self._replicas.open(list(waiting.items())):
+                    await asyncio.wrap_future(opened)
+                for stream in streams:
+                    await stream.next()
+                    del waiting[stream]
         finally:
             self._leave(waiting)
         return self.encoder.results(requests)
@@ -458,3 +467,12 @@ class AsyncLLM(FrontEnd):
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.shutdown)
+
+
+def _note_steps(timeline: Timeline, metrics: RequestMetrics) -> None:
+    """Note the time from the first step with a request to the last, if there was a token."""
+    if metrics.admitted is None or metrics.last_token is None:
+        return
+    timeline.computed.append((metrics.admitted, metrics.last_token))
+    timeline.add(RESPOND)
+    timeline.attributes["opgraft.replica"] = metrics.replica

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opgraft.base.timeline import phase
 from opgraft.errors import CheckpointError, OpgraftError, RequestError, close_matches
 from opgraft.serving.template_answer import AnswerKind
 from opgraft.serving.template_renderer import TemplateRenderer
@@ -28,6 +29,7 @@ class ChatTemplate:
         """The source of all templates, empty if there are none."""
         return "\n".join(self._tokenizer.chat_templates.values())
 
+    @phase("template")
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

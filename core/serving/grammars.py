@@ -10,6 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
+from opgraft.base.timeline import phase
 from opgraft.engine.sampling import Grammar, GrammarTokens, try_to_compile
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.tokenizer import Tokenizer
@@ -68,6 +69,7 @@ class Grammars:
             self._kept.move_to_end(key)
             return self._kept[key][0]
 
+    @phase("grammar")
     def compile_safely(self, params: SamplingParams) -> None:
         """Compile the grammar of a structured output, after a trial in another process.
 

@@ -30,12 +30,14 @@ class RequestMetrics:
         arrival: of the request.
         admitted: first step with a part of the request.
         first_token, last_token: of the answers.
+        replica: number of the engine, among several that share the requests.
     """
 
     arrival: float
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    replica: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -47,7 +49,9 @@ class RequestMetrics:
 
     def snapshot(self) -> RequestMetrics:
         """Return a copy that does not change."""
-        return RequestMetrics(self.arrival, self.admitted, self.first_token, self.last_token)
+        return RequestMetrics(
+            self.arrival, self.admitted, self.first_token, self.last_token, self.replica
+        )
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from opgraft.base.timeline import phase
 from opgraft.errors import EngineError
 
 _T = TypeVar("_T")
@@ -22,10 +23,16 @@ async def called_in(pool: ThreadPoolExecutor, function: Callable[..., _T], *args
     Raises:
         EngineError: the pool was shut down.
     """
-    call = partial(contextvars.copy_context().run, function, *args)
-    try:
-        future = asyncio.get_running_loop().run_in_executor(pool, call)
-    # Raised by a pool after its shutdown.
-    except RuntimeError as error:
-        raise EngineError("the engine was shut down: make a new one") from error
-    return await future
+    with phase("wait"):
+        call = partial(contextvars.copy_context().run, _prepared, function, *args)
+        try:
+            future = asyncio.get_running_loop().run_in_executor(pool, call)
+        # Raised by a pool after its shutdown.
+        except RuntimeError as error:
+            raise EngineError("the engine was shut down: make a new one") from error
+        return await future
+
+
+@phase("prepare")
+def _prepared(function: Callable[..., _T], *args: object) -> _T:
+    return function(*args)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from opgraft.base.log import logger
 from opgraft.base.text import described
+from opgraft.base.timeline import phase
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.core import EngineCore, EngineOutput, Starting
@@ -57,7 +58,8 @@ class TextEngine(RequestEngine):
         with opened_once(), ExitStack() as undo:
             self.core = EngineCore(opgraft_config, starting)
             undo.callback(self.core.shutdown)
-            self.inputs = make_inputs(self.core.opgraft_config, self.core.max_model_len)
+            with phase("read tokenizer"):
+                self.inputs = make_inputs(self.core.opgraft_config, self.core.max_model_len)
             # Nothing raised, so the engine stays.
             undo.pop_all()
         self.executor = self.core.executor
@@ -199,6 +201,7 @@ class TextEngine(RequestEngine):
                 if metrics.first_token is None:
                     metrics.admitted = answer.request.admitted
                     metrics.first_token = now
+                    metrics.replica = self.core.opgraft_config.parallel.data_rank or 0
                     opened.output.num_cached_tokens = answer.request.num_cached
             output.token_ids.append(token)
             if logprobs is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.base.text import described
+from opgraft.base.timeline import phase
 from opgraft.errors import CheckpointError, RequestError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
@@ -105,6 +106,7 @@ class Tokenizer:
         """
         return list(self._encoding(text, add_special_tokens).ids)
 
+    @phase("tokenize")
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         gap = self.special_tokens.get("fill_token")
         # CodeLlama's class in transformers would put the parts around the gap in another order.
@@ -118,6 +120,7 @@ class Tokenizer:
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
+    @phase("tokenize")
     def encode_pair(
         self, first: str, second: str, most: int | None = None
     ) -> tuple[list[int], int]:

@@ -24,6 +24,7 @@ class Chat(Generating[ChatRequest]):
     """A chat, and the form of its answer."""
 
     prefix = "chatcmpl"
+    operation = "chat"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"

@@ -21,6 +21,7 @@ class Completion(Generating[CompletionRequest]):
     """A request for texts, and the form of its answer."""
 
     prefix = "cmpl"
+    operation = "text_completion"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     prompt_field = "prompt"

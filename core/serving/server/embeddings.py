@@ -15,6 +15,7 @@ from opgraft.serving.embedding_engine import EmbeddingRequest
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt, expect_unicode
 from opgraft.serving.server import protocol
+from opgraft.serving.server.conventions import note_request
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
@@ -37,6 +38,7 @@ async def embed(
     most = expect_texts(texts, "input", service, body.truncate_prompt_tokens)
     with at("input"):
         requests = await service.encoder.embedded(texts, most=most)
+    note_request("embeddings", service.name, sum(len(request.ids) for request in requests))
     outputs, tokens = await admitted(requests, service, passing)
     written = _base64 if body.encoding_format == "base64" else list
     rows = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from ipaddress import ip_address
 
+from opgraft.base.timeline import current_timeline, recorded
 from opgraft.errors import HTTPError
 from opgraft.serving.server.admission import Bodies
 from opgraft.serving.server.passing import Passing
@@ -49,17 +50,16 @@ class Gate:
             await self._app(scope, receive, send)
             return
         passing = Passing(scope, send)
+        tracing = self._service.tracing
+        timeline = None
+        # Other paths do no work for the model, and monitors ask for some of them all the time.
+        if tracing is not None and scope["path"] in self._admitted:
+            timeline = tracing.begin_request(scope)
         flight = Flight(asyncio.current_task())  # type: ignore[arg-type]
         self._service.flights.add(flight)
         try:
-            self._expect_host(scope)
-            passing.owner = self._owner(scope)
-            with self._bodies.held() as hold:
-                body = await self._body(scope, receive, hold, flight)
-                # Before any work on the body, so that a refusal is cheap.
-                if scope["path"] in self._admitted:
-                    self._service.admission.take(passing.slot, 1, 0)
-                await self._pass(passing, body, receive, flight)
+            with recorded(timeline):
+                await self._answer(passing, scope, receive, flight)
         except asyncio.CancelledError:
             if flight.reason is None:
                 raise
@@ -70,6 +70,28 @@ class Gate:
             self._service.flights.discard(flight)
             self._service.admission.begun(passing.slot)
             passing.finish(self._service.http_metrics, self._admitted)
+            if tracing is not None and timeline is not None:
+                tracing.end_request(timeline, passing.record)
+
+    async def _answer(
+        self, passing: Passing, scope: Scope, receive: Receive, flight: Flight
+    ) -> None:
+        """Answer an admitted request by the application.
+
+        Raises:
+            HTTPError: the request is not admitted.
+        """
+        self._expect_host(scope)
+        passing.owner = self._owner(scope)
+        with self._bodies.held() as hold:
+            body = await self._body(scope, receive, hold, flight)
+            # Before any work on the body, so that a refusal is cheap.
+            if scope["path"] in self._admitted:
+                self._service.admission.take(passing.slot, 1, 0)
+            timeline = current_timeline()
+            if timeline is not None:
+                timeline.add("http")
+            await self._pass(passing, body, receive, flight)
 
     def _expect_host(self, scope: Scope) -> None:
         """Refuse a request under a foreign name.

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import CompletionOutput, RequestOutput
-from opgraft.serving.server import sampling
+from opgraft.serving.server import conventions, sampling
 from opgraft.serving.server.contradictions import expect_no_contradiction
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.forms import form_of
@@ -44,6 +44,7 @@ class Generating(ABC, Generic[_B]):
     """
 
     prefix: ClassVar[str]
+    operation: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
@@ -157,6 +158,8 @@ class Generating(ABC, Generic[_B]):
                     tokens[number] = self.counted(output)
                     self._cached_tokens[number] = output.num_cached_tokens
                     self._note(number, output, sum(tokens))
+                    if output.finished:
+                        conventions.note_answer(output)
                     yield number, output
 
     async def _prepared(self) -> Job:
@@ -179,6 +182,7 @@ class Generating(ABC, Generic[_B]):
         certain = answers * sampling.certain_tokens(self.body, self.params)
         sampling.expect_few_logprobs(self.params, prompt_tokens, certain, self.service)
         self.record |= {"prompt_tokens": prompt_tokens, "completion_tokens": 0}
+        self._note_for_spans(prompt_tokens)
         return Job(
             self.id,
             self.arrival,
@@ -189,6 +193,13 @@ class Generating(ABC, Generic[_B]):
             self.body.cache_salt,
             self.lora,
         )
+
+    def _note_for_spans(self, prompt_tokens: int) -> None:
+        further = {
+            "gen_ai.response.id": self.id,
+            **conventions.of_sampling(self.params),
+        }
+        conventions.note_request(self.operation, self.model_name, prompt_tokens, further)
 
     def _note(self, number: int, output: RequestOutput, answer_tokens: int) -> None:
         """Note the progress for the log, and check the number of log-probabilities."""

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from opgraft.base.log import init_logger
 from opgraft.base.text import described
+from opgraft.base.timeline import NETWORK, phase
 from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
@@ -81,7 +82,8 @@ class Passing:
                 headers.append((b"request-id", self.id.encode()))
             self._streams = any(value.startswith(b"text/event-stream") for _, value in headers)
             message = {**message, "headers": headers}
-        await self._send(message)
+        with phase(NETWORK):
+            await self._send(message)
 
     def note(self, error: Exception) -> HTTPError:
         """Note an error for the log, and return the error for the client."""
@@ -101,7 +103,8 @@ class Passing:
             await response(self.scope, _nothing, self.send)
         elif self._streams:
             body = self._as_event(answer)
-            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+            with phase(NETWORK):
+                await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _as_event(self, error: HTTPError) -> bytes:
         if self.error_event is not None:

@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from opgraft.base.text import described
+from opgraft.base.timeline import phase, recorded
 from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError, EngineError, HTTPError
+from opgraft.models.extras import import_extra
 from opgraft.serving.server import faults
 from opgraft.serving.server.app import create_app
 from opgraft.serving.server.connection import Connection
@@ -71,12 +74,15 @@ class HTTPServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen after the model has generated a token."""
-        await self._service.warm_up()
+        with phase("warm up"):
+            await self._service.warm_up()
         # A collection over all imported and loaded objects would hold up every request.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
+        if self._service.tracing is not None:
+            self._service.tracing.end_start()
         self._ready()
         log.info("ready")
 
@@ -157,8 +163,8 @@ def serve(
             "comes",
             settings.host,
         )
-    with _bound(settings) as listener:
-        service = Service(model, opgraft_config)
+    with _bound(settings) as listener, tracing_of(settings) as tracing:
+        service = Service(model, opgraft_config, tracing)
         url = f"http://{_host_as_named(settings.host)}:{listener.getsockname()[1]}"
         # Uvicorn calls ``http`` like a class, and compares the seconds as numbers.
         config = uvicorn.Config(
@@ -181,6 +187,25 @@ def serve(
                 _exit_at_once(server, service)
             service.shutdown()
     server.expect_no_failure()
+
+
+@contextlib.contextmanager
+def tracing_of(settings: ServerConfig) -> Iterator[Any]:
+    """Yield the ``Tracing`` of a server, or None without a receiver of spans.
+
+    Raises:
+        InputError: OpenTelemetry is not installed.
+    """
+    if settings.otlp_endpoint is None:
+        yield None
+        return
+    module = import_extra("opgraft.serving.server.tracing", "otel")
+    tracing = module.Tracing(settings.otlp_endpoint)
+    try:
+        with recorded(tracing.start):
+            yield tracing
+    finally:
+        tracing.shutdown()
 
 
 def _exit_at_once(server: HTTPServer, service: Service) -> None:

@@ -9,14 +9,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opgraft.base.text import printable
+from opgraft.base.timeline import phase
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, text_of
 from opgraft.config.declaration import values_of
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError, HTTPError
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.async_llm import AsyncLLM
@@ -28,6 +30,10 @@ from opgraft.serving.server.http_metrics import HTTPMetrics
 from opgraft.serving.server.response_store import ResponseStore
 from opgraft.serving.tokenizer import Tokenizer
 from prometheus_client import CollectorRegistry
+
+if TYPE_CHECKING:
+    # Needs the extra otel.
+    from opgraft.serving.server.tracing import Tracing
 
 _T = TypeVar("_T")
 _CHARACTERS = 64
@@ -83,6 +89,7 @@ class Service:
     Args:
         model: a checkpoint's folder or file, or the name of a packaged model.
         opgraft_config: every setting.
+        tracing: makes spans; None for none.
 
     Attributes:
         registry: of the metrics.
@@ -99,7 +106,9 @@ class Service:
         draining: the server is about to end, and takes no new requests.
     """
 
-    def __init__(self, model: str, opgraft_config: OpgraftConfig) -> None:
+    def __init__(
+        self, model: str, opgraft_config: OpgraftConfig, tracing: Tracing | None = None
+    ) -> None:
         self.settings = opgraft_config.server
         self.names = tuple(self.settings.model_name) or (_name_of(model),)
         self.name = self.names[0]
@@ -107,21 +116,30 @@ class Service:
         self._exporter = PrometheusExporter(self.name, self.registry)
         self.admission = Admission(self.settings)
         self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
-        self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+        self.tracing = tracing
+        self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._observe)
         self.adapters = ServedAdapters(self._model, self.names)
         if not self._model.embeds:
-            inputs = self._model.engine.inputs
-            self.http_metrics.show(
-                "grammars_kept",
-                "Compiled grammars of structured outputs that are kept.",
-                lambda: 0 if inputs.tokenizer is None else len(inputs.grammars),
-            )
+            self._show_grammars()
         self.created = int(time.time())
         self.draining = False
         self.flights: set[Flight] = set()
         self.responses = ResponseStore(self.settings.max_kept_bytes, self.settings.max_body_bytes)
         self._warm = False
         self.kernels = ""
+
+    def _show_grammars(self) -> None:
+        inputs = self._model.engine.inputs
+        self.http_metrics.show(
+            "grammars_kept",
+            "Compiled grammars of structured outputs that are kept.",
+            lambda: 0 if inputs.tokenizer is None else len(inputs.grammars),
+        )
+
+    def _observe(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
+        self._exporter(stats, outputs)
+        if self.tracing is not None:
+            self.tracing.observe(stats, outputs)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -183,9 +201,11 @@ class Service:
             RequestError: an adapter of ``server.lora_modules`` cannot be used.
         """
         await self._model.warm_up()
-        for name, path in self.settings.lora_modules.items():
-            await self.adapters.load(name, path)
-        explanation = await self._model.explain()
+        with phase("load adapters"):
+            for name, path in self.settings.lora_modules.items():
+                await self.adapters.load(name, path)
+        with phase("explain"):
+            explanation = await self._model.explain()
         self._exporter.show_kernels(explanation)
         self.kernels = _summary_of_decision(explanation)
         self._warm = True

@@ -1,0 +1,75 @@
+"""Facts about requests under the names of OpenTelemetry's conventions for generative AI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opgraft.base.timeline import current_timeline
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.serving.outputs import RequestOutput
+
+OPERATION = "gen_ai.operation.name"
+MODEL = "gen_ai.request.model"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+
+
+def note_request(
+    operation: str, model: str, prompt_tokens: int, further: Mapping[str, Any] | None = None
+) -> None:
+    """Note facts about a request in the current timeline, if there is one.
+
+    Args:
+        operation: "chat", "text_completion" or "embeddings".
+        model: name of the model or the adapter.
+        prompt_tokens: of all prompts.
+        further: facts by name. None stands for an unknown value.
+    """
+    timeline = current_timeline()
+    if timeline is None:
+        return
+    facts = {
+        OPERATION: operation,
+        MODEL: model,
+        "gen_ai.provider.name": "opgraft",
+        "gen_ai.response.model": model,
+        "gen_ai.usage.input_tokens": prompt_tokens,
+        **(further or {}),
+    }
+    timeline.attributes |= {name: value for name, value in facts.items() if value is not None}
+
+
+def of_sampling(params: SamplingParams) -> dict[str, Any]:
+    """Return the facts about the sampling of a request."""
+    return {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.stop_sequences": list(params.stop) or None,
+        "gen_ai.request.choice.count": params.n,
+    }
+
+
+def note_answer(output: RequestOutput) -> None:
+    """Add the tokens and the ends of the answers to a prompt, in the current timeline, if any."""
+    timeline = current_timeline()
+    if timeline is None:
+        return
+    facts = timeline.attributes
+    answers = output.outputs
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    reasons = [answer.finish_reason or "none" for answer in answers]
+    # A request may have several prompts.
+    _add(facts, OUTPUT_TOKENS, tokens)
+    _add(facts, CACHED_TOKENS, output.num_cached_tokens)
+    _add(facts, FINISH_REASONS, reasons)
+
+
+def _add(facts: dict[str, Any], name: str, value: Any) -> None:
+    facts[name] = facts[name] + value if name in facts else value

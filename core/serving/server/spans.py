@@ -1,0 +1,269 @@
+"""The spans of OpenTelemetry for a timeline: one for each phase, and three for each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, TraceFlags, TraceState
+from opgraft.base.timeline import NETWORK, QUEUE, RESPOND, Phase, Timeline
+from opgraft.base.version import __version__
+from opgraft.serving.server.conventions import MODEL, OPERATION
+
+RECEIVE = "receive"
+"""The first phase of a request, before the model has a part in it."""
+
+STEPS = "steps"
+SPANS_OF_STEP = 3
+
+_SCOPE = InstrumentationScope("opgraft", __version__)
+_UNSET = Status()
+_NONE: Mapping[str, Any] = {}
+
+
+class Step(NamedTuple):
+    """A step of an engine.
+
+    Attributes:
+        begin: the end of the step before, in seconds of ``time.monotonic``.
+        end: of the step.
+        seconds: by part of the step.
+        running: sequences in the engine.
+        tokens: that the step has computed.
+    """
+
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+    running: int
+    tokens: int
+
+
+class Trace(Timeline):
+    """A timeline with its place in a trace.
+
+    Args:
+        name: of the first phase.
+        context: of the first span.
+        parent: of the first span, from the client; None without one.
+    """
+
+    def __init__(self, name: str, context: SpanContext, parent: SpanContext | None = None) -> None:
+        super().__init__(name)
+        self.context = context
+        self.parent = parent
+
+
+def new_context(ids: IdGenerator, trace_id: int, state: TraceState | None = None) -> SpanContext:
+    """Return the context of a new span."""
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(trace_id, ids.generate_span_id(), False, sampled, state)
+
+
+class SpansOfTrace:
+    """Makes the spans of a trace. Their times are known, as the work has ended.
+
+    A tracer of the library would take ten times as long, and an answer has thousands of spans.
+
+    Args:
+        timeline: of the trace.
+        end: of the last phase, in seconds of ``time.monotonic``.
+        steps: of the engine, from the first one with the request to the last.
+        resource: of all spans.
+        ids: makes the ids of spans.
+
+    Attributes:
+        phases: of the timeline.
+        made: the spans so far.
+    """
+
+    def __init__(
+        self,
+        timeline: Trace,
+        end: float,
+        steps: Sequence[Step],
+        resource: Resource,
+        ids: IdGenerator,
+    ) -> None:
+        self.phases = phases_of(timeline, steps)
+        self.made: list[ReadableSpan] = []
+        self._timeline = timeline
+        self._end = end
+        self._steps = steps
+        self._resource = resource
+        self._ids = ids
+        self._since_1970 = time.time_ns() - time.monotonic_ns()
+
+    def make(
+        self,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, Any],
+        status: Status,
+        detailed: bool,
+    ) -> None:
+        """Make all spans, those that hold others last.
+
+        Args:
+            name, kind, attributes, status: of the first span.
+            detailed: make spans for each step. Otherwise one span stands for all steps.
+        """
+        timeline = self._timeline
+        root = timeline.context
+        facts = timeline.attributes
+        end = self._end
+        # A refused request never reaches the model.
+        if OPERATION not in facts:
+            self._make_phases(root, detailed)
+        else:
+            model = self._new_context()
+            self._make_phases(model, detailed)
+            begin = next(phase.begin for phase in self.phases if phase.name != RECEIVE)
+            named = f"{facts[OPERATION]} {facts[MODEL]}"
+            self._span(named, begin, end, model, root, facts, SpanKind.INTERNAL, status)
+        told = {
+            **attributes,
+            "opgraft.network.seconds": self._network_seconds(),
+        }
+        begin = self.phases[0].begin
+        self._span(name, begin, end, root, timeline.parent, told, kind, status)
+
+    def _make_phases(self, model: SpanContext, detailed: bool) -> None:
+        """Make the spans of all phases. The model has no part in the first one."""
+        ends = [phase.begin for phase in self.phases[1:]]
+        ends.append(self._end)
+        for phase, end in zip(self.phases, ends, strict=True):
+            begin, name = phase
+            parent = model
+            if name == RECEIVE:
+                parent = self._timeline.context
+            if name != STEPS:
+                self._child(parent, name, begin, end)
+            elif detailed:
+                self._make_steps(parent, begin, end)
+            else:
+                attributes = _of_all(self._steps)
+                self._child(parent, name, begin, end, attributes)
+
+    def _network_seconds(self) -> float:
+        """Return the time in which the client took the answer, also between two steps."""
+        seconds = 0.0
+        end = self._end
+        for phase in sorted(self._timeline.phases, reverse=True):
+            if phase.name == NETWORK:
+                seconds += end - phase.begin
+            end = phase.begin
+        return seconds
+
+    def _make_steps(self, parent: SpanContext, begin: float, end: float) -> None:
+        """Make the spans of steps. Only the durations of their parts are known.
+
+        The detokenizer is the last part. The sampler comes before.
+        """
+        for step in self._steps:
+            first = max(step.begin, begin)
+            last = min(step.end, end)
+            told = {
+                "opgraft.step.running": step.running,
+                "opgraft.step.tokens": step.tokens,
+            }
+            above = self._new_context()
+            self._span("step", first, last, above, parent, told, SpanKind.INTERNAL, _UNSET)
+            texts = max(last - step.seconds["text"], first)
+            samples = max(texts - step.seconds["sample"], first)
+            self._child(above, "sample", samples, texts)
+            self._child(above, "detokenize", texts, last)
+
+    def _new_context(self) -> SpanContext:
+        root = self._timeline.context
+        return new_context(self._ids, root.trace_id, root.trace_state)
+
+    def _child(
+        self,
+        parent: SpanContext,
+        name: str,
+        begin: float,
+        end: float,
+        attributes: Mapping[str, Any] = _NONE,
+    ) -> None:
+        context = self._new_context()
+        self._span(name, begin, end, context, parent, attributes, SpanKind.INTERNAL, _UNSET)
+
+    def _span(
+        self,
+        name: str,
+        begin: float,
+        end: float,
+        context: SpanContext,
+        parent: SpanContext | None,
+        attributes: Mapping[str, Any],
+        kind: SpanKind,
+        status: Status,
+    ) -> None:
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            kind=kind,
+            status=status,
+            start_time=self._since_1970 + int(begin * 1e9),
+            end_time=self._since_1970 + int(end * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+        self.made.append(span)
+
+
+def phases_of(timeline: Timeline, steps: Sequence[Step]) -> list[Phase]:
+    """Return the phases in their order. One phase stands for several of one name in a row.
+
+    Between its first and its last step, a request is in the phase ``STEPS`` only, also while the
+    server sends tokens to the client.
+    """
+    phases = sorted(timeline.phases)
+    if timeline.computed:
+        begin, end = time_of_steps(timeline)
+        # The detokenizer goes on after the moment that counts as that of the last token.
+        last = max(end, steps[-1].end) if steps else end
+        phases = _with_steps(phases, begin, last)
+    groups = groupby(phases, attrgetter("name"))
+    return [next(same) for _, same in groups]
+
+
+def _with_steps(phases: Sequence[Phase], begin: float, end: float) -> list[Phase]:
+    """Return phases with one phase ``STEPS`` between two moments."""
+    found = [phase for phase in phases if phase.begin < begin]
+    found.append(Phase(begin, STEPS))
+    found.append(Phase(end, RESPOND))
+    for phase in phases:
+        if phase.begin <= end:
+            continue
+        # The server had not heard of the end yet.
+        name = RESPOND if phase.name == QUEUE else phase.name
+        found.append(Phase(phase.begin, name))
+    return found
+
+
+def time_of_steps(timeline: Timeline) -> tuple[float, float]:
+    """Return the moments of the first step and of the last token, of all prompts together."""
+    begins, ends = zip(*timeline.computed, strict=True)
+    return min(begins), max(ends)
+
+
+def _of_all(steps: Sequence[Step]) -> dict[str, Any]:
+    """Return the attributes of a span for several steps."""
+    samples = sum(step.seconds["sample"] for step in steps)
+    texts = sum(step.seconds["text"] for step in steps)
+    return {
+        "opgraft.steps.count": len(steps),
+        "opgraft.steps.sample_seconds": samples,
+        "opgraft.steps.detokenize_seconds": texts,
+    }

@@ -1,0 +1,271 @@
+"""``Tracing``: requests, and the start of the server, as spans of OpenTelemetry.
+
+A request is a span of HTTP, a span of the model within, and a span for each phase of the work. A
+step of the engine is a phase, with spans for sampling and the detokenizer. The phases follow each
+other without gaps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from opentelemetry import propagate, trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opgraft.base.log import logger
+from opgraft.base.version import __version__
+from opgraft.binding.sharing import decisions
+from opgraft.engine.stats import EngineStats
+from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.server.spans import (
+    RECEIVE,
+    SPANS_OF_STEP,
+    SpansOfTrace,
+    Step,
+    Trace,
+    new_context,
+    time_of_steps,
+)
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+SHARE = 0.01
+"""The share of one processor's time that spans may take."""
+
+_SAVED_SECONDS = 60.0
+"""Seconds whose unused share may be spent later."""
+
+_FIRST_COST = 5e-5
+"""Seconds of a processor for a span, before any was made."""
+
+_MOST_STEPS = 1 << 15
+"""Steps of an engine that are remembered, for requests that have not ended."""
+
+_MOST_UNSENT = 1 << 16
+"""Spans that wait for the receiver, at most."""
+
+_END_SECONDS = 5.0
+"""Seconds to send the last spans."""
+
+_PATH = "/v1/traces"
+
+
+class Budget:
+    """The processor's time for spans."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = SHARE * _SAVED_SECONDS
+        self._seen = time.monotonic()
+        self._seconds = _FIRST_COST
+        self._spans = 1
+
+    def spend(self, seconds: float, made: int) -> None:
+        """Count a processor's time, and the spans that were made in it."""
+        with self._lock:
+            self._seconds += seconds
+            self._spans += made
+            self._left -= seconds
+
+    def spans(self) -> int:
+        """Return the number of spans that may be made now, by the cost of a span so far."""
+        with self._lock:
+            now = time.monotonic()
+            earned = SHARE * (now - self._seen)
+            self._seen = now
+            most = SHARE * _SAVED_SECONDS
+            self._left = min(self._left + earned, most)
+            seconds_of_span = self._seconds / self._spans
+            return int(self._left / seconds_of_span)
+
+
+class _Exporter(OTLPSpanExporter):
+    """Sends spans, and counts the processor's time.
+
+    Args:
+        endpoint: the receiver's URL.
+        budget: counts the time.
+    """
+
+    def __init__(self, endpoint: str, budget: Budget) -> None:
+        super().__init__(endpoint=endpoint.removesuffix(_PATH).rstrip("/") + _PATH)
+        self._budget = budget
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans."""
+        begin = time.thread_time()
+        try:
+            return super().export(spans)
+        finally:
+            self._budget.spend(time.thread_time() - begin, 0)
+
+
+class Tracing:
+    """Makes the spans of requests and of the start, and sends them to a receiver.
+
+    OpenTelemetry's own variables work too, such as ``OTEL_SERVICE_NAME`` and
+    ``OTEL_TRACES_SAMPLER``. Spans are made after the end of a request, in another thread. They take
+    at most the share ``SHARE`` of a processor's time. Beyond that, the steps of a request become
+    one span, and beyond that, requests get no spans.
+
+    Args:
+        endpoint: the receiver's URL.
+
+    Attributes:
+        start: the timeline of the start, which has begun.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        own = Resource({"service.name": "opgraft", "service.version": __version__})
+        # The operator's OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come second, and win.
+        resource = own.merge(OTELResourceDetector().detect())
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._resource = provider.resource
+        self._sampler = provider.sampler
+        self._ids = provider.id_generator
+        self._budget = Budget()
+        self._exporter = _Exporter(endpoint, self._budget)
+        self._sending = BatchSpanProcessor(self._exporter, max_queue_size=_MOST_UNSENT)
+        self._steps: dict[int, list[Step]] = {}
+        self.start = Trace("prepare", new_context(self._ids, self._ids.generate_trace_id()))
+        self._digest = decisions().digest
+
+    def observe(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
+        """Remember a step. The engine's thread calls this after each one."""
+        counted = stats.counters
+        # An abort between two steps.
+        if not counted.steps:
+            return
+        now = time.monotonic()
+        steps = self._steps.setdefault(stats.replica, [])
+        # The begin of the very first step is not known. Spans begin with the request then.
+        begin = steps[-1].end if steps else 0.0
+        tokens = counted.prompt_tokens + counted.decode_tokens
+        steps.append(Step(begin, now, counted.seconds, stats.running, tokens))
+        if len(steps) > 2 * _MOST_STEPS:
+            # A new list, because another thread may read the former one.
+            self._steps[stats.replica] = steps[_MOST_STEPS:]
+
+    def begin_request(self, scope: Scope) -> Trace | None:
+        """Begin the trace of a request, or go on with the client's.
+
+        Returns:
+            The timeline for the request; None if the sampler chooses no trace.
+        """
+        given = propagate.extract(Headers(scope=scope))
+        parent = trace.get_current_span(given).get_span_context()
+        trace_id = parent.trace_id
+        if not parent.is_valid:
+            trace_id = self._ids.generate_trace_id()
+        name = f"{scope['method']} {scope['path']}"
+        sampled = self._sampler.should_sample(given, trace_id, name, SpanKind.SERVER)
+        if sampled.decision is not Decision.RECORD_AND_SAMPLE:
+            return None
+        context = new_context(self._ids, trace_id, sampled.trace_state)
+        return Trace(RECEIVE, context, parent if parent.is_valid else None)
+
+    def end_start(self) -> None:
+        """End the trace of the start, and make the spans."""
+        self._make(self.start, self.start.end(), "start", SpanKind.INTERNAL, {}, Status())
+
+    def end_request(self, timeline: Trace, record: Mapping[str, Any]) -> None:
+        """End the trace of a request. Another thread makes the spans.
+
+        Args:
+            timeline: of the request.
+            record: the line of the request in the log.
+        """
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(
+            None,
+            self._make,
+            timeline,
+            timeline.end(),
+            f"{record['method']} {record['path']}",
+            SpanKind.SERVER,
+            _of_http(record),
+            _status(record),
+        )
+
+    def shutdown(self) -> None:
+        """Send the last spans, unless the receiver does not answer."""
+        timer = threading.Timer(_END_SECONDS, self._exporter.shutdown)
+        timer.start()
+        self._sending.shutdown()  # type: ignore[no-untyped-call]
+        timer.cancel()
+
+    def _make(
+        self,
+        timeline: Trace,
+        end: float,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, Any],
+        status: Status,
+    ) -> None:
+        """Make the spans of a trace, as many as the budget has room for."""
+        begun = time.thread_time()
+        steps = self._steps_of(timeline)
+        spans = SpansOfTrace(timeline, end, steps, self._resource, self._ids)
+        left = self._budget.spans() - len(spans.phases)
+        if left < 0:
+            logger.warning_once(
+                "some requests get no spans, because all together would take more than %g %% of a "
+                "processor: set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
+                "OTEL_TRACES_SAMPLER_ARG=0.1, for example, to trace fewer requests",
+                100 * SHARE,
+            )
+            return
+        told = {**attributes, "opgraft.decision.digest": self._digest}
+        detailed = SPANS_OF_STEP * len(steps) <= left
+        spans.make(name, kind, told, status, detailed)
+        for span in spans.made:
+            self._sending.on_end(span)
+        self._budget.spend(time.thread_time() - begun, len(spans.made))
+
+    def _steps_of(self, timeline: Trace) -> Sequence[Step]:
+        """Return the steps of the engine from the first one with the request to the last."""
+        if not timeline.computed:
+            return ()
+        begin, end = time_of_steps(timeline)
+        steps = self._steps.get(timeline.attributes["opgraft.replica"], [])
+        by_end = attrgetter("end")
+        first = bisect_right(steps, begin, key=by_end)
+        last = bisect_left(steps, end, key=by_end)
+        return steps[first : last + 1]
+
+
+def _of_http(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a request by the conventions for HTTP."""
+    status = record["status"]
+    told = {
+        "http.request.method": record["method"],
+        "http.response.status_code": status,
+        "http.route": record["path"],
+        "url.path": record["path"],
+        "client.address": record.get("client"),
+        "error.type": str(status) if status >= 400 else None,
+        "opgraft.request_id": record["request_id"],
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _status(record: Mapping[str, Any]) -> Status:
+    """Return the status of a span. Errors of clients are no errors of the server."""
+    status = record["status"]
+    error = record.get("error")
+    # A failed stream has the status 200 and an error.
+    is_failed_stream = status < 400 and error is not None
+    if status >= 500 or is_failed_stream:
+        return Status(StatusCode.ERROR, error)
+    return Status()

@@ -1,0 +1,205 @@
+"""Requests and the start as spans of OpenTelemetry, at a receiver of its protocol."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.servers import Server, serving
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.trace import SpanKind, Status
+from opgraft.base.timeline import NETWORK, QUEUE, RESPOND, Phase
+from opgraft.config import ServerConfig
+from opgraft.errors import InputError
+from opgraft.serving.server import run
+from opgraft.serving.server.spans import SpansOfTrace, Step, Trace, new_context
+from opgraft.serving.server.tracing import SHARE, Budget
+from support.otlp import Receiver, Span, covered, receiving
+
+CLIENT = "00f067aa0ba902b7"
+SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "words"}
+CONVENTIONS = {
+    value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")
+}
+TOKENS = 24
+CHAT = {
+    "messages": [{"role": "user", "content": "the cat " * 40}],
+    "temperature": 0.5,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    """A receiver of spans."""
+    with receiving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def traced(checkpoint: Path, receiver: Receiver) -> Iterator[Server]:
+    """A server that sends its spans to the receiver."""
+    with serving(checkpoint, "--server.otlp_endpoint", receiver.url, variables=SOON) as running:
+        yield running
+
+
+def asked(
+    server: Server, path: str, trace_id: str, sampled: str = "01", **body: Any
+) -> httpx.Response:
+    """Ask as a client with a trace of its own."""
+    headers = {"traceparent": f"00-{trace_id}-{CLIENT}-{sampled}"}
+    given = {"model": server.model, **body}
+    return httpx.post(f"{server.url}{path}", json=given, headers=headers, timeout=60)
+
+
+def told(spans: list[Span], root: Span) -> str:
+    """Return the spans as text, for a failing test."""
+    rows = [
+        f"{span.name}: {(span.begin - root.begin) / 1e6:.3f} to {(span.end - root.begin) / 1e6:.3f}"
+        for span in sorted(spans, key=lambda span: span.begin)
+    ]
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_spans_of_a_request(traced: Server, receiver: Receiver, streams: bool) -> None:
+    """The spans of a chat go on with the client's trace, and name the work of at least 99 % of its time."""
+    trace_id = f"4bf92f3577b34da6a3ce929d0e0e473{int(streams)}"
+    answer = asked(traced, "/v1/chat/completions", trace_id, **CHAT, stream=streams)
+    assert answer.status_code == 200
+    root, spans = receiver.trace("POST /v1/chat/completions", trace_id)
+    assert (root.parent_id, root.kind, root.status) == (CLIENT, 2, 0)
+    (model,) = [span for span in spans if span.name == f"chat {traced.model}"]
+    assert model.parent_id == root.span_id
+    work = [span for span in spans if span not in (root, model)]
+    assert covered(root, work) >= 0.99, told(spans, root)
+    assert all(root.begin <= span.begin <= span.end <= root.end for span in work)
+    names = Counter(span.name for span in work)
+    assert names["step"] == names["sample"] == names["detokenize"] == TOKENS, told(spans, root)
+    once = {"receive", "template", "tokenize", "queue"}
+    assert {name: names[name] for name in once} == dict.fromkeys(once, 1), told(spans, root)
+    assert {"http", "prepare", "respond", "network"} <= names.keys(), told(spans, root)
+    steps = {span.span_id for span in work if span.name == "step"}
+    for span in work:
+        parts_of_step = span.name in ("sample", "detokenize")
+        above = steps if parts_of_step else {root.span_id, model.span_id}
+        assert span.parent_id in above, span.name
+
+
+def test_attributes_of_a_request(traced: Server, receiver: Receiver) -> None:
+    """Attributes have the names of the conventions, and the values of the request and its answer."""
+    trace_id = "5bf92f3577b34da6a3ce929d0e0e4736"
+    answer = asked(traced, "/v1/chat/completions", trace_id, **CHAT, seed=7).json()
+    root, spans = receiver.trace("POST /v1/chat/completions", trace_id)
+    (model,) = [span for span in spans if "gen_ai.operation.name" in span.attributes]
+    named = {name for name in model.attributes if name.startswith("gen_ai.")}
+    assert named <= CONVENTIONS
+    expected = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "opgraft",
+        "gen_ai.request.model": traced.model,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": TOKENS,
+        "gen_ai.request.seed": 7,
+        "gen_ai.response.id": answer["id"],
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
+        "gen_ai.usage.output_tokens": TOKENS,
+    }
+    assert expected.items() <= model.attributes.items()
+    http = {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+    }
+    assert http.items() <= root.attributes.items()
+    assert len(root.attributes["opgraft.decision.digest"]) == 16
+    assert root.resource["service.name"] == "words"
+
+
+def test_refused_and_unsampled(traced: Server, receiver: Receiver) -> None:
+    """A refused request is a trace without a span of the model; a client's unsampled trace is none."""
+    unsampled = "6bf92f3577b34da6a3ce929d0e0e4736"
+    refused = "7bf92f3577b34da6a3ce929d0e0e4736"
+    asked(traced, "/v1/chat/completions", unsampled, "00", **CHAT)
+    assert asked(traced, "/v1/chat/completions", refused, messages=[]).status_code == 400
+    root, spans = receiver.trace("POST /v1/chat/completions", refused)
+    assert (root.status, root.attributes["error.type"]) == (0, "400")
+    assert not any("gen_ai.operation.name" in span.attributes for span in spans)
+    assert not any(span.trace_id == unsampled for span in receiver.spans)
+
+
+def test_start(traced: Server, receiver: Receiver) -> None:
+    """The start is a trace with the work of at least 99 % of its time, and the digest."""
+    root, spans = receiver.trace("start")
+    work = [span for span in spans if span is not root]
+    assert covered(root, work) >= 0.99, told(spans, root)
+    names = {"start workers", "load model", "allocate cache", "read tokenizer", "warm up"}
+    assert names <= {span.name for span in work}, told(spans, root)
+    assert len(root.attributes["opgraft.decision.digest"]) == 16
+
+
+SECONDS: Mapping[str, float] = {
+    "schedule": 0.0,
+    "inputs": 0.0,
+    "model": 0.5,
+    "sample": 0.2,
+    "text": 0.1,
+}
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_steps_without_detail(detailed: bool) -> None:
+    """Each step has its spans, or one span stands for all of them, at the same time and without gaps."""
+    ids = RandomIdGenerator()
+    timeline = Trace("http", new_context(ids, ids.generate_trace_id()))
+    begin = timeline.phases[0].begin
+    moments = ((1.0, QUEUE), (2.5, NETWORK), (2.6, QUEUE), (4.1, QUEUE), (4.2, RESPOND))
+    timeline.phases += [Phase(begin + at, name) for at, name in moments]
+    timeline.computed.append((begin + 2.0, begin + 3.95))
+    steps = [Step(begin + at, begin + at + 1, SECONDS, 2, 3) for at in (2.0, 3.0)]
+    spans = SpansOfTrace(timeline, begin + 5, steps, Resource.get_empty(), ids)
+    spans.make("POST", SpanKind.SERVER, {}, Status(), detailed)
+    *_, root = spans.made
+    start = root.start_time or 0
+    times = [
+        (
+            span.name,
+            round(((span.start_time or 0) - start) / 1e9, 3),
+            round(((span.end_time or 0) - start) / 1e9, 3),
+        )
+        for span in spans.made
+    ]
+    first = [("step", 2.0, 3.0), ("sample", 2.7, 2.9), ("detokenize", 2.9, 3.0)]
+    second = [("step", 3.0, 4.0), ("sample", 3.7, 3.9), ("detokenize", 3.9, 4.0)]
+    expected = [*first, *second] if detailed else [("steps", 2.0, 4.0)]
+    before = [("http", 0.0, 1.0), ("queue", 1.0, 2.0)]
+    assert times == [*before, *expected, ("respond", 4.0, 5.0), ("POST", 0.0, 5.0)]
+
+
+def test_budget() -> None:
+    """Spans that have cost the share of a processor leave room for no more, until time has passed."""
+    budget = Budget()
+    assert budget.spans() > 1000
+    budget.spend(SHARE * 60, 100)
+    assert budget.spans() <= 0
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OpenTelemetry, the setting is refused with the extra to install."""
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.delitem(sys.modules, "opgraft.serving.server.tracing")
+    settings = ServerConfig(otlp_endpoint="http://localhost:4318")
+    with pytest.raises(InputError, match=r"opgraft\[otel\]"), run.tracing_of(settings):
+        pytest.fail("the library was imported")
