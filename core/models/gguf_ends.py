@@ -5,7 +5,7 @@ Source: "auto-detect special tokens by text" in ``src/llama-vocab.cpp`` of llama
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +37,7 @@ _ENDS = frozenset(
         "[e~[",
     }
 )
-"""Texts of tokens that end an answer in any case."""
+"""Texts of tokens that end an answer, unless ``_within_answers`` has them."""
 
 _FILL_IN_TOKENS = MappingProxyType(
     {
@@ -50,44 +50,54 @@ _FILL_IN_TOKENS = MappingProxyType(
 
 _KEYS = ("eot", "eom", *_FILL_IN_TOKENS)
 
-_CHANNEL_TOKENS = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
-"""Vocabularies with such a pair end a message with ``<|end|>``, and the answer goes on."""
-
 
 def ends_of_answers(metadata: Mapping[str, Any]) -> Iterator[int]:
     """Yield the ids of tokens that end an answer, beside ``eos_token_id``."""
+    known = _ids_by_text(metadata)
+    found = set(known.values())
     for key in _KEYS:
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
-            yield int(token)
-    yield from _ids_by_text(metadata)
+            found.add(int(token))
+    for text in _within_answers(known):
+        found.discard(known[text])
+    yield from sorted(found)
 
 
 def with_control_tokens(metadata: Mapping[str, Any], types: list[int], control: int) -> list[int]:
-    """Return the types of all tokens, with ``control`` for those that end an answer by their text.
+    """Return the types of all tokens, with ``control`` for those that llama.cpp knows by their text.
 
     Some files call such a token an ordinary one, and a text with it would be cut into letters.
     """
-    for token in _ids_by_text(metadata):
+    for token in _ids_by_text(metadata).values():
         types[token] = control
     return types
 
 
-def _ids_by_text(metadata: Mapping[str, Any]) -> list[int]:
+def _ids_by_text(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of tokens that usually end an answer, by their texts."""
     ids: dict[str, int] = {}
     wanted = _ENDS.union(*_FILL_IN_TOKENS.values())
     for index, token in enumerate(metadata.get(TOKENS, ())):
         if token in wanted:
             ids[token] = index
-    found = [ids[text] for text in ids if text in _ENDS and not _goes_on(text, ids)]
+    found = {}
+    for text, index in ids.items():
+        if text in _ENDS:
+            found[text] = index
     for key, texts in _FILL_IN_TOKENS.items():
-        present = [ids[text] for text in texts if text in ids]
+        present = [text for text in texts if text in ids]
         if present and f"tokenizer.ggml.{key}_token_id" not in metadata:
-            found.append(present[0])
-    return sorted(found)
+            first = present[0]
+            found[first] = ids[first]
+    return found
 
 
-def _goes_on(text: str, ids: Mapping[str, int]) -> bool:
-    if text != "<|end|>":
-        return False
-    return any(first in ids and second in ids for first, second in _CHANNEL_TOKENS)
+def _within_answers(known: Collection[str]) -> Iterator[str]:
+    """Yield the texts of tokens after which an answer goes on, as other tokens end the answer."""
+    has_call = "<|call|>" in known or "<|calls|>" in known
+    # Models with channels end each message with this token.
+    if "<|end|>" in known and has_call and ("<|return|>" in known or "<|flush|>" in known):
+        yield "<|end|>"
+    if "</s>" in known and "<|tool_response>" in known:
+        yield "</s>"

@@ -296,20 +296,28 @@ def test_kinds_that_are_refused(kind: str, tmp_path: Path) -> None:
     assert find_tokenizer(open_weights(file)) is None
 
 
-def test_the_end_of_an_answer_is_one_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [["<|im_end|>"], ["<|return|>", "<|call|>", "<|end|>"]])
+def test_the_end_of_an_answer_is_one_token(ends: list[str], tmp_path: Path) -> None:
     """A file may call it an ordinary token: llama.cpp knows it by its text, and cuts it into no letters."""
     weights = open_weights(bytes_file(tmp_path / "m.gguf"))
-    tokens = [*weights.metadata["tokenizer.ggml.tokens"], "<|im_end|>"]
-    types = [*weights.metadata["tokenizer.ggml.token_type"], NORMAL]
+    kinds = dict(
+        zip(
+            weights.metadata["tokenizer.ggml.tokens"],
+            weights.metadata["tokenizer.ggml.token_type"],
+            strict=True,
+        )
+    )
+    kinds |= dict.fromkeys(ends, NORMAL)
+    tokens = list(kinds)
     metadata = {
         **weights.metadata,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.token_type": list(kinds.values()),
     }
     tokenizer = gguf_tokenizer(metadata, weights.path)
-    ids = tokenizer.encode("a<|im_end|>", add_special_tokens=False).ids
+    ids = tokenizer.encode(f"a{ends[-1]}", add_special_tokens=False).ids
     assert len(ids) == 2
-    assert ids[-1] == len(tokens) - 1
+    assert ids[-1] == tokens.index(ends[-1])
 
 
 def test_a_damaged_vocabulary(tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ ENDS = {
     "a model of code": (["<fim_pad>", "<|fim_pad|>", "<|file_sep|>"], {}, {1, 2}),
     "a model of code with a key": (["<fim_pad>", "<|fim_pad|>"], {"fim_pad_token_id": 0}, {0}),
     "messages that go on": (["<|end|>", "<|return|>", "<|call|>"], {}, {1, 2}),
+    "messages that go on by key": (
+        ["<|end|>", "<|flush|>", "<|calls|>"],
+        {"eot_token_id": 0},
+        {1, 2},
+    ),
+    "an answer of a tool": (["</s>", "<|tool_response>"], {}, {1}),
     "a turn that ends": (["<|end|>", "<|return|>"], {}, {0, 1}),
     "no such token": (["a", "b"], {}, set()),
 }
