@@ -15,7 +15,14 @@ from typing import Any
 from opgraft.errors import RegistrationError, near_matches
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.registry.recorded_calls import FORWARD, forms_called, recorded_calls
-from opgraft.registry.signatures import calls_of, method_signature, rejected_call
+from opgraft.registry.signatures import (
+    BY_POSITION,
+    Calls,
+    bound_call,
+    calls_of,
+    method_signature,
+    rejected_call,
+)
 
 NEEDS = "__opgraft_needs__"
 """The attribute of a kernel with the check of ``opgraft.needs``."""
@@ -187,8 +194,9 @@ def _one_by_position(signature: Signature) -> Signature:
 def _failing_call(target: type, method: str, accepted: Signature, offered: Signature) -> str | None:
     """Describe the first call that callers of ``target`` make and ``offered`` refuses.
 
-    The calls of opgraft's own classes are recorded. Callers of other classes may make every call
-    that ``accepted`` and ``called_with`` allow.
+    Most calls of opgraft's own classes are recorded. Other calls of these classes give required
+    arguments by position. Callers of other classes may make every call that ``accepted`` and
+    ``called_with`` allow.
 
     Args:
         target: the class to replace.
@@ -204,10 +212,24 @@ def _failing_call(target: type, method: str, accepted: Signature, offered: Signa
     else:
         recorded = recorded_calls(target, method)
     stated = calls_of(target, method)
+    if recorded is None and target.__module__.startswith("opgraft."):
+        return _failing_call_of_opgraft(stated.narrowed(accepted), offered)
     if recorded is None:
         return rejected_call(stated.narrowed(accepted), offered)
     counted = [call for call in recorded if not set(call.keywords) & set(stated.never)]
     return next(filter(None, (call.failure(accepted, offered) for call in counted)), None)
+
+
+def _failing_call_of_opgraft(accepted: Signature, offered: Signature) -> str | None:
+    """Describe the first call that opgraft may make and ``offered`` refuses.
+
+    Required arguments are given by position, so they may have other names.
+    """
+    required = [p for p in accepted.parameters.values() if p.default is Parameter.empty]
+    names = [p.name for p in required if p.kind in BY_POSITION]
+    keywords = [p.name for p in required if p.kind is Parameter.KEYWORD_ONLY]
+    exchanged = bound_call(names, keywords, accepted, offered)
+    return exchanged or rejected_call(Calls(by_position=names).narrowed(accepted), offered)
 
 
 def _place_of(cls: type, method: str) -> str:

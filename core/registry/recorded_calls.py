@@ -12,10 +12,10 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
+from inspect import Signature
 from pathlib import Path
 
-from opgraft.registry.signatures import bound_call
+from opgraft.registry.signatures import BY_POSITION, bound_call
 
 FILE = Path(__file__).with_name("recorded_calls.json")
 FORWARD = "forward"
@@ -39,12 +39,9 @@ class RecordedCall:
 
     def failure(self, target: Signature, replacement: Signature) -> str | None:
         """Return the reason why ``replacement`` refuses this call of ``target``, or ``None``."""
-        names = [p.name for p in target.parameters.values() if p.kind in _BY_POSITION]
+        names = [p.name for p in target.parameters.values() if p.kind in BY_POSITION]
         others = [f"argument {index}" for index in range(len(names), self.positional)]
         return bound_call([*names, *others][: self.positional], self.keywords, target, replacement)
-
-
-_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:

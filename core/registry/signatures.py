@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 _EXTRA_KEYWORD = "any_other_keyword"
 _CALLS = "__opgraft_calls__"
 
+BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+"""Kinds of parameters whose values callers may give by position."""
+
 _ANY = Signature(
     [Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)]
 )

@@ -13,7 +13,10 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.binding.functional import FUNCTIONALS
+from opgraft.distributed import Communicator
 from opgraft.errors import RegistrationError
+from opgraft.ops.linear.methods import UnquantizedLinearMethod
+from opgraft.quantization.gptq import GPTQConfig
 from opgraft.registry import recorded_calls
 from opgraft.registry.op_classes import method_signature, reference_method
 from opgraft.registry.recorded_calls import FORWARD, FUNCTIONAL
@@ -184,6 +187,42 @@ def layer_norm_by_keywords() -> type:
     return Norm
 
 
+def fixed_ntk() -> type:
+    class NTK(ops.NTKScalingRotaryEmbedding):
+        def __init__(
+            self, head_size, rotary_dim, max_position_embeddings, base, is_neox_style,
+            scaling_factor, dtype,
+        ):  # fmt: skip
+            pass
+
+    return NTK
+
+
+def communicator() -> type:
+    class Other(Communicator):
+        def all_reduce(self, input_):
+            return input_
+
+    return Other
+
+
+def quantization() -> type:
+    class Other(GPTQConfig):
+        @classmethod
+        def from_config(cls, quant_config):
+            return cls()
+
+    return Other
+
+
+def looked_up() -> type:
+    class Other(UnquantizedLinearMethod):
+        def embedding(self, layer, ids):
+            return ids
+
+    return Other
+
+
 ACCEPTED: tuple[Callable[[], type], ...] = (
     column_by_keywords,
     row_by_keywords,
@@ -198,6 +237,10 @@ ACCEPTED: tuple[Callable[[], type], ...] = (
     encoder_attention,
     yarn,
     rotary,
+    fixed_ntk,
+    communicator,
+    quantization,
+    looked_up,
 )
 
 
@@ -229,6 +272,8 @@ REJECTED: tuple[tuple[type, str, Callable[..., Any], str], ...] = (
     (ops.ReplicatedLinear, "forward", lambda self, x, scale: x, "'scale'"),
     (ops.LogitsProcessor, "forward", lambda self, hidden_states, lm_head: None, "lands in"),
     (ops.RowParallelLinear, "__init__", lambda self, input_size, output_size: None, "bias"),
+    (UnquantizedLinearMethod, "embedding", lambda self, input_, layer: None, "lands in"),
+    (Communicator, "gather", lambda self, x, dim=-1: None, "unexpected keyword argument 'dst'"),
     (
         ops.UnquantizedFusedMoEMethod,
         "forward_oot",

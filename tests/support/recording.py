@@ -38,6 +38,7 @@ LONG = [1.0 + index / 4 for index in range(6)]
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("Llama", {"rope_type": "linear", "factor": 2.0}),
     "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 2.0}),
+    "ntk": ("Llama", {"rope_type": "ntk", "factor": 2.0}),
     "longrope": (
         "Phi3",
         {
