@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from opgraft.registry.op_classes import definer, kernel_methods, own_classes
-from torch import nn
+from torch import Tensor, nn
 
 _BY_COMPUTED_NAMES = frozenset(
     {
@@ -29,6 +30,14 @@ _BY_COMPUTED_NAMES = frozenset(
 
 _TENSORS = frozenset({"weight", "bias"})
 """Attributes of a child that a layer may read without a call of the child."""
+
+_PLAIN = (Tensor, torch.dtype, torch.device, float, int, str, type(None))
+"""Values whose owner is only read, and not called."""
+
+_ASKING = frozenset({"hasattr", "id", "isinstance", "repr", "str", "type"})
+"""Functions that call no method of the plugin with their first argument."""
+
+_MISSING = object()
 
 
 class AnyChild(Exception):  # noqa: N818  # a verdict, not an error
@@ -78,7 +87,7 @@ def names_reached(layer: Any) -> frozenset[str] | None:
     ``None`` if the code may call any child, such as by ``getattr``.
     """
     try:
-        names = _names_in(_code_of(layer))
+        names = _names_in(_code_of(layer), layer)
         return names | frozenset(_held(layer, names))
     except AnyChild:
         return None
@@ -111,13 +120,33 @@ def _code_of(layer: Any) -> tuple[FunctionType, ...]:
     return _functions(layer.op_class, kernel.owner, kernel.method)
 
 
-def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
+def _names_in(functions: Iterable[FunctionType], layer: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     for function in functions:
-        names |= _names(function.__code__)
+        for name, attribute in _uses(function.__code__):
+            if not _is_plain(layer, name, attribute):
+                names.add(name)
     if names & _BY_COMPUTED_NAMES:
         raise AnyChild
     return frozenset(names)
+
+
+def _is_plain(layer: nn.Module, name: str, attribute: str | None) -> bool:
+    """Return True if ``layer.name.attribute`` is a number, a tensor or the like."""
+    if attribute is None:
+        return False
+    return isinstance(_held_by(_held_by(layer, name), attribute), _PLAIN)
+
+
+def _held_by(owner: object, name: str) -> object:
+    """Return an attribute without running code of the owner, such as a property."""
+    tables: list[Mapping[str, object]] = []
+    if isinstance(owner, nn.Module):
+        tables = [owner._parameters, owner._buffers, owner._modules]
+    for held in tables:
+        if name in held:
+            return held[name]
+    return inspect.getattr_static(owner, name, _MISSING)
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,36 +218,72 @@ def _plain_functions(definition: Any) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names of attributes and globals in a function and in the functions inside.
+    """Return the names of attributes and globals that code may call; see ``_uses``."""
+    return frozenset(name for name, _ in _uses(code))
 
-    A name counts if the code calls the value or passes the value on. A name that the code only
-    compares with ``None``, or reads a weight from, is left out.
+
+@functools.lru_cache(maxsize=256)
+def _uses(code: CodeType) -> Sequence[tuple[str, str | None]]:
+    """Return the uses of attributes and globals in a function and in the functions inside.
+
+    A use is a name, with the attribute if the code reads one of the value and does no more. If the
+    code only tests a value, or reads a weight from the value, that is no use.
     """
-    names: set[str] = set()
+    uses: list[tuple[str, str | None]] = []
     instructions = list(dis.get_instructions(code))
     for index, instruction in enumerate(instructions):
         if instruction.opcode not in dis.hasname:
             continue
-        if not _is_only_read(instructions[index : index + 3]):
-            names.add(instruction.argval)
+        following = instructions[index + 1 : index + 3]
+        if not _is_attribute(instruction) or not following:
+            uses.append((instruction.argval, None))
+            continue
+        if _is_tested(following) or _is_asked_about(instructions, index):
+            continue
+        after = following[0]
+        read = after.argval if after.opname == "LOAD_ATTR" else None
+        if read not in _TENSORS:
+            uses.append((instruction.argval, read))
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            names |= _names(part)
-    return frozenset(names)
+            uses += _uses(part)
+    return tuple(uses)
 
 
-def _is_only_read(instructions: Sequence[dis.Instruction]) -> bool:
-    """Return True if code only tests the loaded value, or reads a tensor of the value.
+def _is_attribute(instruction: dis.Instruction) -> bool:
+    """Return True if an instruction loads an attribute, other than a method for a call."""
+    # From Python 3.12 on, one instruction does both.
+    return instruction.opname == "LOAD_ATTR" and "NULL|self" not in instruction.argrepr
+
+
+def _is_tested(following: Sequence[dis.Instruction]) -> bool:
+    """Return True if code only tests a loaded value.
 
     Args:
-        instructions: the one that loads the value, and the two that follow.
+        following: the two instructions after the one that loads the value.
     """
-    loading, *following = instructions
-    if loading.opname != "LOAD_ATTR" or not following:
-        return False
     after = following[0]
-    if after.opname == "LOAD_ATTR":
-        return after.argval in _TENSORS
     if after.opname == "LOAD_CONST" and after.argval is None:
         return len(following) > 1 and following[1].opname == "IS_OP"
     return after.opname == "TO_BOOL" or after.opname.startswith("POP_JUMP")
+
+
+def _is_asked_about(instructions: Sequence[dis.Instruction], index: int) -> bool:
+    """Return True if an attribute is part of the first argument of ``isinstance`` or the like.
+
+    Example: ``quant_method`` in ``isinstance(self.quant_method, type)``.
+
+    Args:
+        instructions: the whole code.
+        index: of the instruction that loads the attribute.
+    """
+    first, last = index, index
+    while first > 0 and _is_attribute(instructions[first]):
+        first -= 1
+    while last + 1 < len(instructions) and _is_attribute(instructions[last]):
+        last += 1
+    asking = instructions[first - 1]
+    if first == 0 or asking.opname != "LOAD_GLOBAL" or asking.argval not in _ASKING:
+        return False
+    # A method of the value is called, and the result is the argument.
+    return instructions[last].opname not in ("LOAD_METHOD", "LOAD_ATTR")

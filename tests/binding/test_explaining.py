@@ -18,6 +18,7 @@ from opgraft.ops import (
     SiLU,
 )
 from opgraft.ops.attention import Attention, AttentionBatch, attending
+from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import nn
 
 
@@ -233,18 +234,41 @@ class OnlyRead(Attention):
         return query
 
 
+class OnlyAsked(Attention):
+    def forward(self, query, key, value):
+        if not isinstance(self.write, torch.nn.Module) or self.attend_pages.training:
+            raise TypeError
+        return query
+
+
+class AskedForTheResult(Attention):
+    def forward(self, query, key, value):
+        if isinstance(self.write(key, value, None, None), torch.Tensor):
+            raise TypeError
+        return query
+
+
 class OwnIdle(OwnForward):
     def idle(self) -> frozenset[str]:
         return frozenset({"attend", "write"})
 
 
 def test_a_weight_method_that_a_replacement_only_tests() -> None:
-    """The layer calls no linear form if its code compares the weight method with None, as vLLM's does."""
+    """The layer calls no linear form if its code only compares the weight method, as vLLM's does."""
 
     class OwnProduct(RowParallelLinear):
         def forward(self, input_):
             if self.quant_method is None:
                 raise TypeError
+            return torch.nn.functional.linear(input_, self.weight), None
+
+    class Checking(RowParallelLinear):
+        def forward(self, input_):
+            if not isinstance(self.quant_method, UnquantizedLinearMethod):
+                raise TypeError
+            name = type(self.quant_method).__name__
+            if not hasattr(self.quant_method, "apply"):
+                raise TypeError(name)
             return torch.nn.functional.linear(input_, self.weight), None
 
     class Applying(RowParallelLinear):
@@ -253,7 +277,7 @@ def test_a_weight_method_that_a_replacement_only_tests() -> None:
                 raise TypeError
             return self.quant_method.apply(self, input_), None
 
-    for replacement, number in ((OwnProduct, 0), (Applying, 1)):
+    for replacement, number in ((OwnProduct, 0), (Checking, 0), (Applying, 1)):
         opgraft.reset()
         RowParallelLinear.register_oot(replacement)
         explained = opgraft.explain(RowParallelLinear(8, 8, bias=False))
@@ -270,6 +294,8 @@ def test_a_weight_method_that_a_replacement_only_tests() -> None:
         (NextKernel, {"write", "attend_pages"}),
         (ByName, {"write", "attend_pages"}),
         (OnlyRead, set()),
+        (OnlyAsked, set()),
+        (AskedForTheResult, {"write"}),
         (OwnIdle, {"attend_pages"}),
     ],
 )
