@@ -37,7 +37,7 @@ def direct_register_custom_op(
         op_func: the function. The annotations make the schema.
         mutates_args: the arguments that the function writes to.
         fake_impl: computes shapes, dtypes and devices of the results, for compilers.
-        target_lib: a library for the op. The op has the namespace of the library.
+        target_lib: a library with the namespace for the op. The op does not end with the library.
         dispatch_key: a key of torch, such as ``PrivateUse1``. The default is every device.
         tags: torch's tags for the op.
 
@@ -64,8 +64,9 @@ def direct_register_custom_op(
     schema = infer_schema(op_func, mutates_args=tuple(mutates_args or ()))
 
     def register() -> Callable[[], None]:
-        # Torch has no annotations here.
-        library: Any = target_lib or Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+        # The library of a plugin may hold other ops, which stay if this one is forgotten. Torch has
+        # no annotations here.
+        library: Any = Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         library.define(op_name + schema, tags=tuple(tags))
         library.impl(op_name, op_func, dispatch_key or "CompositeExplicitAutograd")
         if fake_impl is not None:
@@ -79,10 +80,9 @@ def direct_register_custom_op(
 
     state = host_state()
     is_loading = ACTIVATING.get() is not None or state.loading.transaction is not None
-    # A library of the plugin's own may hold other ops, too, so it stays.
-    if target_lib is not None or not is_loading:
+    if not is_loading:
         register()
         return
     # The op of a package that several plugins import stays, whichever plugin is left out.
     provider = discover().provider_of(op_func.__module__)
-    state.declare(f"torch op {op_name}", provider, register)
+    state.declare(f"torch op {qualname}", provider, register)

@@ -47,6 +47,8 @@ def acme_fast(x: "torch.Tensor") -> "torch.Tensor":
     return x.clone()
 
 opgraft.direct_register_custom_op("acme_fast", acme_fast)
+library = torch.library.Library("acme_left_out", "FRAGMENT")
+opgraft.direct_register_custom_op("acme_own", acme_fast, target_lib=library)
 """.replace('"torch.Tensor"', "torch.Tensor").replace("import os\n", "import os\nimport torch\n")
 
 DEVICE = """
@@ -88,19 +90,22 @@ def declared() -> dict[str, bool]:
         "class": "acme_class" in registry.classes,
         "form": "acme_form" in FUNCTIONALS and hasattr(opgraft.NATIVE, "acme_form"),
         "torch op": hasattr(torch.ops.opgraft, "acme_fast"),
+        "torch op of a library": hasattr(torch.ops.acme_left_out, "acme_own"),
     }
 
 
 @pytest.fixture(autouse=True)
 def no_form_stays() -> Iterator[None]:
-    """Forget the form and the torch op of a test, which a fresh host does not."""
+    """Forget the form and the torch ops of a test, which a fresh host does not."""
     yield
     if "acme_form" in FUNCTIONALS:
         unregister(FUNCTIONALS["acme_form"])
-    torch_library._registered.pop("opgraft::acme_fast", None)
+    for name in ("opgraft::acme_fast", "acme_left_out::acme_own"):
+        torch_library._registered.pop(name, None)
 
 
-NOTHING = dict.fromkeys(("replacement", "op", "class", "form", "torch op"), False)
+PARTS = ("replacement", "op", "class", "form", "torch op", "torch op of a library")
+NOTHING = dict.fromkeys(PARTS, False)
 EVERYTHING = dict.fromkeys(NOTHING, True)
 
 
