@@ -47,6 +47,7 @@ _COMMANDS = {
     ),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
     "trace": ("opgraft.cli.trace", "Record steps of MODEL for Perfetto."),
+    "top": ("opgraft.cli.top", "Show the load of the server at URL: requests, cache, tokens, ops."),
     "verify": (
         "opgraft.cli.verify",
         "Compare each op of MODEL with native definitions, and name the first that departs.",

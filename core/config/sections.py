@@ -455,4 +455,9 @@ class ServerConfig(Section):
         "and of the start; needs the extra otel",
         unset="no spans",
     )
+    metrics_prefix: str = setting(
+        "prefix of the names of metrics; under vllm, boards for vLLM show this server",
+        default="opgraft",
+        choices=("opgraft", "vllm"),
+    )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

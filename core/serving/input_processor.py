@@ -187,7 +187,7 @@ class InputProcessor:
         expect_params(params)
         self._expect_in_vocabulary(params)
         self.expect_priority(priority)
-        metrics = RequestMetrics(_arrival(arrival))
+        metrics = RequestMetrics(_arrival(arrival), max_tokens=params.max_tokens)
         name = name or f"the prompt of request {request_id!r}"
         prompt, salt = unsalted(prompt, name, cache_salt)
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)

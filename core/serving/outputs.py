@@ -31,6 +31,7 @@ class RequestMetrics:
         admitted: first step with a part of the request.
         first_token, last_token: of the answers.
         replica: number of the engine, among several that share the requests.
+        max_tokens: tokens of an answer at most, as asked for; None for as many as fit.
     """
 
     arrival: float
@@ -38,6 +39,7 @@ class RequestMetrics:
     first_token: float | None = None
     last_token: float | None = None
     replica: int = 0
+    max_tokens: int | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -50,7 +52,12 @@ class RequestMetrics:
     def snapshot(self) -> RequestMetrics:
         """Return a copy that does not change."""
         return RequestMetrics(
-            self.arrival, self.admitted, self.first_token, self.last_token, self.replica
+            self.arrival,
+            self.admitted,
+            self.first_token,
+            self.last_token,
+            self.replica,
+            self.max_tokens,
         )
 
 

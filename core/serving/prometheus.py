@@ -2,59 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
+from opgraft.config import CacheConfig
 from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
-COUNTERS = MappingProxyType(
-    {
-        "prompt_tokens": (
-            "Tokens computed of prompts, also anew after a preemption, without tokens of the cache."
-        ),
-        "generation_tokens": "Tokens that were sampled, also behind a stop string.",
-        "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
-        "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
-        "num_preemptions": "Sequences that gave their blocks of the cache to others.",
-        "spec_decode_num_drafts": "Drafts of requests, one for each request and step.",
-        "spec_decode_num_draft_tokens": "Tokens that were drafted, accepted or not.",
-        "spec_decode_num_accepted_tokens": (
-            "Drafted tokens that were accepted, also behind a stop string."
-        ),
-        "engine_steps": "Steps that the engine computed.",
-        "engine_step_errors": "Steps that failed.",
-    }
-)
-GAUGES = MappingProxyType(
-    {
-        "num_requests_running": "Sequences that hold blocks of the cache.",
-        "num_requests_waiting": "Sequences that wait.",
-        "kv_cache_usage_perc": "Share of the cache's blocks that are in use, 0 to 1.",
-    }
-)
-HISTOGRAMS = MappingProxyType(
-    {
-        "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-        "request_queue_time_seconds": "From the arrival of a request to its first step.",
-        "request_time_per_output_token_seconds": (
-            "Of a finished request: per token after the first."
-        ),
-        "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
-        "request_prefill_time_seconds": "From the first step of a request to its first token.",
-        "request_decode_time_seconds": "From the first token of a request to its last.",
-        "request_prompt_tokens": "Tokens of the prompt of a finished request.",
-        "request_generation_tokens": "Tokens of the longest answer of a finished request.",
-        "iteration_tokens_total": "Tokens of a step.",
-    }
-)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_ENDED = "Ended sequences, by reason."
-_SECONDS = "Time of steps, by part."
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_ENGINE = ("engine",)
+
+
+class Family(NamedTuple):
+    """Metrics of one name.
+
+    Attributes:
+        kind: the class in ``prometheus_client``.
+        text: the help.
+        labels: all but ``model_name``.
+    """
+
+    kind: str
+    text: str
+    labels: tuple[str, ...] = _ENGINE
+
+
+FAMILIES = MappingProxyType(
+    {
+        "prompt_tokens": Family(
+            "Counter",
+            "Tokens computed of prompts, also anew after a preemption, without those of the cache.",
+        ),
+        "generation_tokens": Family(
+            "Counter", "Tokens that were sampled, also behind a stop string."
+        ),
+        "prefix_cache_queries": Family(
+            "Counter", "Tokens of admitted sequences, each looked up in the cache."
+        ),
+        "prefix_cache_hits": Family(
+            "Counter", "Tokens of admitted sequences that were found in the cache."
+        ),
+        "num_preemptions": Family(
+            "Counter", "Sequences that gave their blocks of the cache to others."
+        ),
+        "spec_decode_num_drafts": Family(
+            "Counter", "Drafts of requests, one for each request and step."
+        ),
+        "spec_decode_num_draft_tokens": Family(
+            "Counter", "Tokens that were drafted, accepted or not."
+        ),
+        "spec_decode_num_accepted_tokens": Family(
+            "Counter", "Drafted tokens that were accepted, also behind a stop string."
+        ),
+        "engine_steps": Family("Counter", "Steps that the engine computed."),
+        "engine_step_errors": Family("Counter", "Steps that failed."),
+        "request_success": Family(
+            "Counter", "Ended sequences, by reason.", (*_ENGINE, "finished_reason")
+        ),
+        "engine_step_seconds": Family("Counter", "Time of steps, by part.", (*_ENGINE, "part")),
+        "num_requests_running": Family("Gauge", "Sequences that hold blocks of the cache."),
+        "num_requests_waiting": Family("Gauge", "Sequences that wait."),
+        "kv_cache_usage_perc": Family("Gauge", "Share of the cache's blocks in use, 0 to 1."),
+        "cache_config_info": Family(
+            "Gauge",
+            "The sizes and settings of the cache as labels, 1 for each engine.",
+            (
+                *_ENGINE,
+                "block_size",
+                "cache_dtype",
+                "enable_prefix_caching",
+                "num_gpu_blocks",
+            ),
+        ),
+        "kernel_info": Family("Gauge", "Kernels that run, 1 each.", ("op", "kernel", "provider")),
+        "time_to_first_token_seconds": Family(
+            "Histogram", "From the arrival of a request to its first token."
+        ),
+        "inter_token_latency_seconds": Family(
+            "Histogram", "From a step with tokens of a request to the next such step."
+        ),
+        "request_queue_time_seconds": Family(
+            "Histogram", "From the arrival of a request to its first step."
+        ),
+        "request_time_per_output_token_seconds": Family(
+            "Histogram", "Of a finished request: per token after the first."
+        ),
+        "e2e_request_latency_seconds": Family(
+            "Histogram", "From the arrival of a request to its last token."
+        ),
+        "request_prefill_time_seconds": Family(
+            "Histogram", "From the first step of a request to its first token."
+        ),
+        "request_decode_time_seconds": Family(
+            "Histogram", "From the first token of a request to its last."
+        ),
+        "request_prompt_tokens": Family("Histogram", "Tokens of the prompt of a finished request."),
+        "request_generation_tokens": Family(
+            "Histogram", "Tokens of each answer of a finished request."
+        ),
+        "request_max_num_generation_tokens": Family(
+            "Histogram", "Tokens of the longest answer of a finished request."
+        ),
+        "request_params_n": Family("Histogram", "Answers that a finished request asked for."),
+        "request_params_max_tokens": Family(
+            "Histogram", "The max_tokens of a finished request, if the request has one."
+        ),
+        "iteration_tokens_total": Family("Histogram", "Tokens of a step."),
+    }
+)
+"""The metrics by name, without the prefix. ``engine_*`` and ``kernel_info`` are not vLLM's."""
+
+_COUNTERS = MappingProxyType(
+    {
+        "prompt_tokens": "prompt_tokens",
+        "generation_tokens": "sampled_tokens",
+        "prefix_cache_queries": "prefix_queries",
+        "prefix_cache_hits": "prefix_hits",
+        "num_preemptions": "preemptions",
+        "spec_decode_num_drafts": "drafts",
+        "spec_decode_num_draft_tokens": "draft_tokens",
+        "spec_decode_num_accepted_tokens": "accepted_tokens",
+        "engine_steps": "steps",
+        "engine_step_errors": "failed_steps",
+    }
+)
+"""A metric → the field of ``Counters`` with its changes."""
+
+_VLLM = "vllm"
+"""The prefix under which boards that were made for vLLM find all metrics."""
+
+FORMER_NAMES = MappingProxyType(
+    {
+        "time_per_output_token_seconds": "inter_token_latency_seconds",
+        "gpu_cache_usage_perc": "kv_cache_usage_perc",
+    }
+)
+"""Names in vLLM up to 0.10, for which its former boards ask → the present names."""
+
+
+class _UnderFormerName:
+    """Metrics once more, under a former name.
+
+    Args:
+        family: the metrics in ``prometheus_client``.
+        name: the former name, with the prefix.
+    """
+
+    def __init__(self, family: Any, name: str) -> None:
+        self._family = family
+        self._name = name
+
+    def collect(self) -> Iterator[Any]:
+        """Yield copies of the metrics, as ``prometheus_client`` asks for at each scrape."""
+        for metric in self._family.collect():
+            present = metric.name
+            metric.name = self._name
+            metric.samples = [
+                sample._replace(name=sample.name.replace(present, self._name, 1))
+                for sample in metric.samples
+            ]
+            yield metric
 
 
 class PrometheusExporter:
@@ -67,43 +178,31 @@ class PrometheusExporter:
     Args:
         model_name: value of the label ``model_name`` of every metric.
         registry: a ``CollectorRegistry`` without another exporter; by default the library's own.
+        prefix: of the names. Under ``"vllm"``, some metrics have a second, former name, too.
 
     Raises:
         InputError: ``prometheus_client`` is not installed.
     """
 
-    def __init__(self, model_name: str, registry: Any = None) -> None:
-        self._client = import_extra("prometheus_client", "metrics")
-        self._registry = self._client.REGISTRY if registry is None else registry
+    def __init__(self, model_name: str, registry: Any = None, prefix: str = "opgraft") -> None:
+        client = import_extra("prometheus_client", "metrics")
+        registry = client.REGISTRY if registry is None else registry
         self._model_name = model_name
         self._families: dict[str, Any] = {}
-        for name, text in COUNTERS.items():
-            self._families[name] = self._family("Counter", name, text)
-        for name, text in GAUGES.items():
-            self._families[name] = self._family("Gauge", name, text)
-        for name, text in HISTOGRAMS.items():
-            self._families[name] = self._histogram(name, text)
-        self._families["request_success"] = self._family(
-            "Counter", "request_success", _ENDED, "engine", "finished_reason"
-        )
-        self._families["engine_step_seconds"] = self._family(
-            "Counter", "engine_step_seconds", _SECONDS, "engine", "part"
-        )
-        self._kernels = self._family(
-            "Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider"
-        )
+        for name, family in FAMILIES.items():
+            options: dict[str, Any] = {}
+            if family.kind == "Histogram":
+                options["buckets"] = SECONDS if name.endswith("seconds") else TOKENS
+            make = getattr(client, family.kind)
+            labels = ("model_name", *family.labels)
+            full = f"{prefix}:{name}"
+            self._families[name] = make(full, family.text, labels, registry=registry, **options)
+        if prefix == _VLLM:
+            for former, name in FORMER_NAMES.items():
+                registry.register(_UnderFormerName(self._families[name], f"{prefix}:{former}"))
         self._engines: dict[int, dict[str, Any]] = {}
-        self._begun: set[str] = set()
+        self._last_tokens: dict[str, float] = {}
         self._of_engine(0)
-
-    def _histogram(self, name: str, text: str) -> Any:
-        buckets = SECONDS if name.endswith("seconds") else TOKENS
-        return self._family("Histogram", name, text, buckets=buckets)
-
-    def _family(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
-        labelled = ("model_name", *(labels or ("engine",)))
-        made = getattr(self._client, kind)
-        return made(f"opgraft:{name}", text, labelled, registry=self._registry, **options)
 
     def _of_engine(self, number: int) -> dict[str, Any]:
         """Return the metrics of an engine by name. From now on, the metrics are exported."""
@@ -111,8 +210,9 @@ class PrometheusExporter:
             return self._engines[number]
         labels = self._model_name, str(number)
         made = {}
-        for name in (*COUNTERS, *GAUGES, *HISTOGRAMS):
-            made[name] = self._families[name].labels(*labels)
+        for name, family in FAMILIES.items():
+            if family.labels == _ENGINE:
+                made[name] = self._families[name].labels(*labels)
         for reason in FINISH_REASONS:
             made[reason] = self._families["request_success"].labels(*labels, reason)
         for part in PARTS:
@@ -124,16 +224,8 @@ class PrometheusExporter:
         """Add the changes since the last call, and the times of requests with news."""
         counted = stats.counters
         of = self._of_engine(stats.replica)
-        of["prompt_tokens"].inc(counted.prompt_tokens)
-        of["generation_tokens"].inc(counted.sampled_tokens)
-        of["prefix_cache_queries"].inc(counted.prefix_queries)
-        of["prefix_cache_hits"].inc(counted.prefix_hits)
-        of["num_preemptions"].inc(counted.preemptions)
-        of["spec_decode_num_drafts"].inc(counted.drafts)
-        of["spec_decode_num_draft_tokens"].inc(counted.draft_tokens)
-        of["spec_decode_num_accepted_tokens"].inc(counted.accepted_tokens)
-        of["engine_steps"].inc(counted.steps)
-        of["engine_step_errors"].inc(counted.failed_steps)
+        for name, counter in _COUNTERS.items():
+            of[name].inc(getattr(counted, counter))
         of["num_requests_running"].set(stats.running)
         of["num_requests_waiting"].set(stats.waiting)
         of["kv_cache_usage_perc"].set(stats.cache_usage)
@@ -148,40 +240,65 @@ class PrometheusExporter:
     def _observe(
         self, of: Mapping[str, Any], output: RequestOutput, metrics: RequestMetrics
     ) -> None:
-        observed: dict[str, float | None] = {}
-        if metrics.first_token is not None and output.request_id not in self._begun:
-            self._begun.add(output.request_id)
-            observed["time_to_first_token_seconds"] = metrics.time_to_first_token
-            observed["request_queue_time_seconds"] = metrics.time_in_queue
+        name = output.request_id
+        last = metrics.last_token
+        if last is not None:
+            former = self._last_tokens.get(name)
+            if former is None:
+                of["time_to_first_token_seconds"].observe(metrics.time_to_first_token)
+                if metrics.time_in_queue is not None:
+                    of["request_queue_time_seconds"].observe(metrics.time_in_queue)
+            # The news of an answer that ended without a further token have the former time.
+            elif last > former:
+                of["inter_token_latency_seconds"].observe(last - former)
+            self._last_tokens[name] = last
         if output.finished:
-            self._begun.discard(output.request_id)
-            observed |= _of_finished(output, metrics)
-        for name, value in observed.items():
-            if value is not None:
-                of[name].observe(value)
+            self._last_tokens.pop(name, None)
+            for metric, value in _of_finished(output, metrics):
+                of[metric].observe(value)
 
     def show_kernels(self, explanation: Explanation) -> None:
         """Export the kernel and provider of each op, from ``LLM.explain``."""
         for row in explanation.rows:
             if row.runs:
                 labels = self._model_name, row.op, row.kernel, str(row.provider)
-                self._kernels.labels(*labels).set(1)
+                self._families["kernel_info"].labels(*labels).set(1)
+
+    def show_cache(self, cache: CacheConfig, stats: EngineStats) -> None:
+        """Export the settings of the cache and its number of blocks; nothing for an encoder.
+
+        Args:
+            cache: resolved settings.
+            stats: of the engine with the cache.
+        """
+        if stats.num_blocks:
+            self._families["cache_config_info"].labels(
+                self._model_name,
+                str(stats.replica),
+                str(cache.block_size),
+                cache.dtype,
+                str(cache.prefix_reuse),
+                str(stats.num_blocks),
+            ).set(1)
 
 
-def _of_finished(output: RequestOutput, metrics: RequestMetrics) -> dict[str, float]:
-    """Return the observations of a finished request, by name; none without a token."""
+def _of_finished(output: RequestOutput, metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
+    """Yield the observations of a finished request, each with a name; none without a token."""
     if metrics.first_token is None or metrics.last_token is None:
-        return {}
+        return
     decode = metrics.last_token - metrics.first_token
     begin = metrics.admitted or metrics.arrival
-    tokens = max(len(answer.token_ids) for answer in output.outputs)
-    observed = {
-        "e2e_request_latency_seconds": metrics.last_token - metrics.arrival,
-        "request_prefill_time_seconds": metrics.first_token - begin,
-        "request_decode_time_seconds": decode,
-        "request_prompt_tokens": len(output.prompt_token_ids),
-        "request_generation_tokens": tokens,
-    }
-    if tokens > 1:
-        observed["request_time_per_output_token_seconds"] = decode / (tokens - 1)
-    return observed
+    lengths = [len(answer.token_ids) for answer in output.outputs]
+    longest = max(lengths)
+    yield "e2e_request_latency_seconds", metrics.last_token - metrics.arrival
+    yield "request_prefill_time_seconds", metrics.first_token - begin
+    yield "request_decode_time_seconds", decode
+    yield "request_prompt_tokens", len(output.prompt_token_ids)
+    for length in lengths:
+        yield "request_generation_tokens", length
+    yield "request_max_num_generation_tokens", longest
+    yield "request_params_n", len(lengths)
+    if metrics.max_tokens is not None:
+        yield "request_params_max_tokens", metrics.max_tokens
+    if longest > 1:
+        yield "request_time_per_output_token_seconds", decode / (longest - 1)

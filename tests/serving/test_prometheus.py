@@ -18,7 +18,8 @@ KNOWN = """
 num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
 generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total iteration_tokens_total
 time_to_first_token_seconds request_queue_time_seconds request_time_per_output_token_seconds
-e2e_request_latency_seconds
+e2e_request_latency_seconds inter_token_latency_seconds cache_config_info request_params_n
+request_params_max_tokens request_max_num_generation_tokens
 spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 """
 """Metrics of vLLM that are here too, without its prefix."""
@@ -73,6 +74,9 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
         ("iteration_tokens_total", 11),
         ("request_prompt_tokens", 4),
         ("request_generation_tokens", 4),
+        ("request_max_num_generation_tokens", 4),
+        ("request_params_n", 4),
+        ("inter_token_latency_seconds", 3 * 4),
     ):
         assert value(registry, f"{name}_count") == count
     assert (
@@ -81,6 +85,7 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
     assert value(registry, "engine_step_seconds_total", part="model") == pytest.approx(
         totals.seconds["model"]
     )
+    assert value(registry, "request_params_max_tokens_sum") == 4 * 5
     queue = value(registry, "request_queue_time_seconds_sum")
     first = value(registry, "time_to_first_token_seconds_sum")
     whole = value(registry, "e2e_request_latency_seconds_sum")

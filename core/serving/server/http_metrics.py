@@ -17,13 +17,17 @@ class HTTPMetrics:
         model_name: the value of the label ``model_name``.
         registry: of all metrics of the server.
         admission: of requests.
+        prefix: of the names.
     """
 
-    def __init__(self, model_name: str, registry: CollectorRegistry, admission: Admission) -> None:
+    def __init__(
+        self, model_name: str, registry: CollectorRegistry, admission: Admission, prefix: str
+    ) -> None:
         self._model_name = model_name
+        self._prefix = prefix
         self._registry = registry
         self._answers = Counter(
-            "opgraft:http_requests",
+            f"{prefix}:http_requests",
             "Answers over HTTP; 499 where the client has left.",
             ("model_name", "method", "path", "status"),
             registry=registry,
@@ -38,7 +42,7 @@ class HTTPMetrics:
 
     def show(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Show the value of a function at each request for metrics."""
-        gauge = Gauge(f"opgraft:{name}", text, ("model_name",), registry=self._registry)
+        gauge = Gauge(f"{self._prefix}:{name}", text, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(value)
 
     def count(self, method: str, path: str, status: int) -> None:

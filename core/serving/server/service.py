@@ -113,9 +113,10 @@ class Service:
         self.names = tuple(self.settings.model_name) or (_name_of(model),)
         self.name = self.names[0]
         self.registry = CollectorRegistry()
-        self._exporter = PrometheusExporter(self.name, self.registry)
+        prefix = self.settings.metrics_prefix
+        self._exporter = PrometheusExporter(self.name, self.registry, prefix)
         self.admission = Admission(self.settings)
-        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
+        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission, prefix)
         self.tracing = tracing
         self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._observe)
         self.adapters = ServedAdapters(self._model, self.names)
@@ -207,6 +208,8 @@ class Service:
         with phase("explain"):
             explanation = await self._model.explain()
         self._exporter.show_kernels(explanation)
+        for replica in self._model.replicas.each:
+            self._exporter.show_cache(self._model.opgraft_config.cache, replica.engine.stats())
         self.kernels = _summary_of_decision(explanation)
         self._warm = True
 

@@ -1,0 +1,193 @@
+"""``opgraft top`` shows the load of a real server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from opgraft.cli.readings import Reading, load_between
+from opgraft.engine.stats import PARTS
+from opgraft.errors import InputError
+from referencing import Registry, Resource
+from support import servers
+from support.servers import Server, serving, until, write_model
+from support.small_tokenizers import trained_tokenizer
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+SCHEMAS = Path(__file__).parents[2] / "docs/reference/schemas"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Iterator[Server]:
+    """A server that asks for a key."""
+    folder = tmp_path_factory.mktemp("watched")
+    model = write_model(folder / "llama", trained_tokenizer())
+    (folder / "keys").write_text("secret\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(servers, "PYTHON", [warm_python])
+        with serving(model, "--api-key-file", str(folder / "keys")) as running:
+            running.key = "secret"
+            yield running
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """A server with metrics of another program."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"process_open_fds 7\n")
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads the log."""
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    """The URL of another program's server."""
+    with HTTPServer(("127.0.0.1", 0), Stranger) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+def test_figures_are_those_of_the_interval(cli, server: Server) -> None:
+    """Tokens per second, means and shares are those of what ran between the two readings."""
+    seen = threading.Event()
+
+    def ask() -> Any:
+        answer = None
+        while not seen.is_set():
+            answer = server.complete(max_tokens=200, ignore_eos=True)
+        return answer
+
+    asked = server.later(ask)
+    until(lambda: server.metric("num_requests_running") > 0)
+    before = server.metric("generation_tokens_total")
+    answer = cli("top", server.url, "--api-key", "secret", "--json", "--interval", "0.5")
+    most = server.metric("generation_tokens_total") - before
+    seen.set()
+    told = json.loads(answer.stdout)
+    common = json.loads((SCHEMAS / "common.json").read_text())
+    schema = json.loads((SCHEMAS / "opgraft.top.1.json").read_text())
+    registry = Registry().with_resource("common.json", Resource.from_contents(common))
+    assert list(Draft202012Validator(schema, registry=registry).iter_errors(told)) == []
+    assert (answer.returncode, told["model"], told["url"]) == (0, "llama", server.url)
+    [engine] = told["engines"]
+    assert 0 < engine["output_tokens_per_second"] * told["seconds"] <= most
+    assert 0 <= engine["cache_usage"] <= 1
+    assert sum(told["shares_of_step"].values()) == pytest.approx(1)
+    assert sorted(told["shares_of_step"]) == sorted(PARTS)
+    assert told["mean_seconds"]["between_tokens"] > 0
+    kernels = server.get("/v1/decisions").json()["ops"]
+    running = {
+        (row["op"], row["kernel"], row["provider"]["name"]) for row in kernels if row["runs"]
+    }
+    shown = {(row["op"], row["kernel"], row["provider"]["name"]) for row in told["kernels"]}
+    assert shown == running
+    assert asked.result().status_code == 200
+
+
+def test_text_is_for_people(cli, server: Server, tmp_path: Path) -> None:
+    """A row for each engine, times, shares and kernels; without requests in the interval, a dash."""
+    (tmp_path / "keys").write_text("secret\n")
+    options = ("--api-key-file", str(tmp_path / "keys"), "--once", "--interval", "0.05")
+    answer = cli("top", f"{server.url}/", *options)
+    lines = answer.stdout.splitlines()
+    assert answer.returncode == 0, answer.stderr
+    assert lines[0].startswith(f"llama at {server.url}, in 0.")
+    assert lines[1].split("  ")[0] == "engine"
+    assert lines[2].split() == ["0", "0", "0", "0.0%", "0.0", "0.0"]
+    assert "mean times: first token -, between tokens -, request -" in lines
+    assert "step: -" in lines
+    assert any(line.split()[:1] == ["rms_norm"] for line in lines)
+
+
+def test_the_address_comes_from_settings(cli, server: Server) -> None:
+    """Without a URL, the settings of the server name it."""
+    port = server.url.rpartition(":")[2]
+    options = ("--host", "0.0.0.0", "--port", port, "--api-key", "secret", "--json")  # noqa: S104
+    answer = cli("top", *options, "--interval", "0.05")
+    assert json.loads(answer.stdout)["url"] == f"http://127.0.0.1:{port}"
+
+
+def test_it_goes_on_until_it_is_interrupted(server: Server) -> None:
+    """A block for each interval; SIGINT is the usual end, without an error."""
+    command = [sys.executable, "-m", "opgraft", "top", server.url, "--api-key", "secret"]
+    watching = subprocess.Popen(
+        [*command, "--interval", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert watching.stdout is not None
+    blocks = 0
+    while blocks < 2:
+        line = watching.stdout.readline()
+        assert line, "it has ended"
+        blocks += line.startswith("llama at")
+    watching.send_signal(signal.SIGINT)
+    _, told = watching.communicate(timeout=30)
+    assert (watching.returncode, told) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("{url}",), ("status 401", "give --api-key")),
+        (("{url}/v2", "--api-key", "secret"), ("status 404", "see that the URL is right")),
+        (
+            ("http://127.0.0.1:9",),
+            ("no server answers at http://127.0.0.1:9/metrics", "opgraft serve"),
+        ),
+        (("localhost:8000",), ("'localhost:8000' is no URL", "http://host:8000")),
+        (("{strange}",), ("has no metrics of a model",)),
+    ],
+)
+def test_errors_tell_the_next_step(
+    cli, server: Server, stranger: str, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """A wrong key, path, address or server is one line on stderr."""
+    given = [each.format(url=server.url, strange=stranger) for each in arguments]
+    answer = cli("top", *given, "--once")
+    assert answer.returncode == InputError.exit_code
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("error: ")
+    for word in words:
+        assert word in answer.stderr
+
+
+def reading(moment: float, **values: float) -> Reading:
+    """Return a reading of two engines, of which the second has these counters."""
+    of = {"model_name": "llama"}
+    samples: list[Any] = [
+        ("vllm:num_requests_running", {**of, "engine": "10"}, 0.0),
+        ("vllm:num_requests_running", {**of, "engine": "9"}, 3.0),
+        ("process_open_fds", {}, 7.0),
+    ]
+    samples += [(f"vllm:{name}", {**of, "engine": "9"}, value) for name, value in values.items()]
+    return Reading(moment, samples)
+
+
+def test_changes_are_divided_by_the_interval() -> None:
+    """Engines come by number, each with its own rates; a server that was started anew counts from 0."""
+    first = reading(1, generation_tokens_total=100, e2e_request_latency_seconds_count=4)
+    second = reading(3, generation_tokens_total=110, e2e_request_latency_seconds_count=4)
+    load = load_between(first, second)
+    assert [(each.engine, each.running) for each in load.engines] == [("9", 3), ("10", 0)]
+    assert [each.output_tokens_per_second for each in load.engines] == [5, 0]
+    assert load.mean_seconds["request"] is None
+    anew = reading(5, generation_tokens_total=8)
+    assert load_between(second, anew).engines[0].output_tokens_per_second == 4
+    times = {"e2e_request_latency_seconds_count": 6, "e2e_request_latency_seconds_sum": 5}
+    assert load_between(first, reading(3, **times)).mean_seconds["request"] == 2.5
