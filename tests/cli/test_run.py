@@ -20,6 +20,7 @@ from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError, ModelError, OpgraftError
 from opgraft.serving.llm import LLM
+from support.simulated_device import FORMS
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,14 +76,16 @@ def test_a_decoder_answers_alike_when_compiled(cli, causal_folder, tmp_path) -> 
 
 
 @pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
-def test_a_decoder_answers_alike_on_a_simulated_device(cli, causal_folder) -> None:
-    """Tokens are those of the CPU, also by two workers and compiled; the report names the device."""
+@pytest.mark.parametrize("options", FORMS, ids=" ".join)
+def test_a_decoder_answers_alike_on_a_simulated_device(
+    cli, causal_folder, options: tuple[str, ...]
+) -> None:
+    """Tokens are those of the CPU: alone, by two workers, compiled, and both. The report names the device."""
     asked = (str(causal_folder), "the cat", "--max-tokens", "4", "--dtype", "float32")
     expected = run_json(cli, *asked)["answers"][0]["tokens"]
-    for options in ((), ("--parallel.tensor", "2", "-O2")):
-        report = run_json(cli, *asked, *options, **{SIMULATED_DEVICE: "default"})
-        assert report["platform"] == "simulated"
-        assert report["answers"][0]["tokens"] == expected
+    report = run_json(cli, *asked, *options, **{SIMULATED_DEVICE: "default"})
+    assert report["platform"] == "simulated"
+    assert report["answers"][0]["tokens"] == expected
 
 
 DAMAGING = """

@@ -1,8 +1,13 @@
-"""Tests of engine, serving and server that 'make test-simulated' leaves out, each with the reason."""
+"""Forms in which a simulated device is tested, and tests that 'make test-simulated' leaves out, with the reasons."""
 
 from __future__ import annotations
 
 import pytest
+
+TWO_WORKERS, COMPILED = ("--parallel.tensor", "2"), ("-O2",)
+
+FORMS = ((), TWO_WORKERS, (*TWO_WORKERS, *COMPILED), COMPILED)
+"""Options of ``run`` and ``serve``."""
 
 _OF_CPU = "changes what the CPU platform says of its memory"
 
