@@ -24,7 +24,7 @@ from support.engines import (
 )
 from support.random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
-FAMILIES = (*DECODERS, *THROUGH_TRANSFORMERS)
+FAMILIES = (*DECODERS, *THROUGH_TRANSFORMERS, "qwen2_moe", "ernie4_5_moe")
 
 
 @pytest.fixture(scope="module")

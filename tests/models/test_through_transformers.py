@@ -30,6 +30,7 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.moe.fused import TransformersFusedMoE
 from safetensors.torch import load_file
 from support.greedy import greedy_tokens
+from support.random_decoders import STACKED_EXPERTS
 from support.ranks import Ranks
 from torch import Tensor
 
@@ -447,33 +448,11 @@ def test_the_class_is_chosen_by_implementation() -> None:
         model_class(["StableLmForCausalLN"])
 
 
-_MOE = {"num_experts_per_tok": 2, "norm_topk_prob": True}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "ernie4_5_moe": _MOE
-    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
-    "flex_olmo": _MOE | {"num_experts": 4},
-    "glm4_moe": _MOE
-    | {
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-    },
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "minimax_m2": _MOE | {"num_local_experts": 4, "rotary_dim": 8},
-    "phimoe": _MOE | {"num_local_experts": 4},
-    "qwen2_moe": _MOE
-    | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
-}
-"""Families with experts that transformers stacks when it loads."""
-
-
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", STACKED_EXPERTS)
 @torch.no_grad()
 def test_experts_are_layers_of_experts(kind: str, tmp_path: Path) -> None:
     """Experts become ``transformers_fused_moe``, load each expert's weights, and compute as transformers does."""
-    expected = reference(kind, EXPERTS[kind], tmp_path)
+    expected = reference(kind, STACKED_EXPERTS[kind], tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert any(re.search(r"\.experts\.3\.\w+\.weight$", name) for name in stored)
     model = through(tmp_path)
@@ -496,7 +475,7 @@ def test_experts_are_layers_of_experts(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "ranks"), [("minimax_m2", 1), ("qwen2_moe", 1), ("qwen2_moe", 2)])
 def test_two_ranks_share_the_experts(two: Ranks, kind: str, ranks: int, tmp_path: Path) -> None:
     """Two ranks give the logits of one. Each has half of every expert, or half of the experts."""
-    reference(kind, EXPERTS[kind], tmp_path)
+    reference(kind, STACKED_EXPERTS[kind], tmp_path)
     logits, size = logits_of_rank(str(tmp_path))
     for of_rank, part in two.run(logits_of_rank, str(tmp_path), ranks):
         torch.testing.assert_close(of_rank, logits, rtol=0, atol=1e-5)
@@ -507,7 +486,7 @@ def test_experts_that_compute_something_else_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts with another formula stay as they are, the report says so, and no weights are loaded for a layer."""
-    reference("qwen2_moe", EXPERTS["qwen2_moe"], tmp_path)
+    reference("qwen2_moe", STACKED_EXPERTS["qwen2_moe"], tmp_path)
     modeling = transformers.models.qwen2_moe.modeling_qwen2_moe
     forward = modeling.Qwen2MoeExperts.forward
     monkeypatch.setattr(

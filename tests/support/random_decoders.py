@@ -163,6 +163,27 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 """Decoders that are not written, by the ``model_type`` of transformers."""
 
+_MOE = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+STACKED_EXPERTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": _MOE
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+    "flex_olmo": _MOE | {"num_experts": 4},
+    "glm4_moe": _MOE
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "minimax_m2": _MOE | {"num_local_experts": 4, "rotary_dim": 8},
+    "phimoe": _MOE | {"num_local_experts": 4},
+    "qwen2_moe": _MOE
+    | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+}
+"""Families with experts that transformers stacks when it loads."""
+
 
 def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
     """A model of transformers that none of the written families is, whose checkpoint is in ``folder``."""
@@ -170,7 +191,7 @@ def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
         **SIZES,
         "num_key_value_heads": 2,
         "head_dim": 12,
-        **THROUGH_TRANSFORMERS[kind],
+        **(THROUGH_TRANSFORMERS | STACKED_EXPERTS)[kind],
         **more,
     }
     config = transformers.AutoConfig.for_model(kind, **values)

@@ -142,7 +142,7 @@ EVERY = {
     "engine/test_remote_workers.py::test_a_restart_that_fails_is_told_by_whoever_is_asked": 3,
     "engine/test_right_tokens.py::test_chunks_of_any_size": 3,
     "engine/test_right_tokens.py::test_from_a_reused_prefix_beside_random_neighbours": 10,
-    "engine/test_right_tokens.py::test_in_chunks_and_after_preemption": 14,
+    "engine/test_right_tokens.py::test_in_chunks_and_after_preemption": 13,
     "engine/test_right_tokens.py::test_requests_that_come_and_go": 2,
     "engine/test_right_tokens.py::test_several_answers": 4,
     "engine/test_sampler.py::test_tokens_are_distributed_as_they_should": 3,
