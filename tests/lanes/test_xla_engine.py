@@ -16,6 +16,7 @@ from opgraft import current_platform, set_config
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import ConfigError
 from opgraft.ops.attention.padded import PaddedAttention
 from support.engines import prompts, replaced, serve, settings
 from support.random_decoders import written
@@ -169,6 +170,13 @@ def test_the_engine_attends_in_pallas(
     (layer, *_) = core.executor.worker.runner.layout.layers.values()
     assert layer.op_class.__name__ == "PallasPagedAttention"
     assert tokens(core) == expected
+
+
+def test_xlas_cpu_client_joins_no_other_process(tiny: Path) -> None:
+    """The engine refuses ranks that share layers, before a worker starts, with the client's reason."""
+    split = replaced(settings(tiny, **LIMITS), parallel={"tensor": 2})
+    with pytest.raises(ConfigError, match="XLA's CPU client joins no other process"):
+        EngineCore(split)
 
 
 PAGES = {  # sequences, rows, heads, key heads, blocks of a sequence, window, cap
