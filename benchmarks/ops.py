@@ -29,6 +29,8 @@ from opgraft.binding.functional import binding_of
 from opgraft.machine.memory import move_to_huge_pages
 from opgraft.ops.spec import Draw, OpSpec
 from opgraft.testing.catalogue import SPECS
+from opgraft.testing.replaying import ReplayedCall, replayable
+from opgraft.testing.shapes import ShapeRecord, find_record
 from timing import Row, machine, print_table, ratio
 
 sys.path.append(str(Path(__file__).parent / "peers"))
@@ -295,6 +297,28 @@ def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
     return cells, rows
 
 
+def replays(record: ShapeRecord, names: set[str]) -> Iterator[Row]:
+    """Measure the calls of real models over the native definitions."""
+    for name, spec in SPECS.items():
+        if names and name not in names:
+            continue
+        for replayed, obstacle in replayable(record, spec, TOKENS[-2]):
+            if obstacle:
+                print(f"not replayed: {replayed.call} of {replayed.model}: {obstacle}")
+                continue
+            for tokens in TOKENS[:-1] if replayed.is_per_token else TOKENS[:1]:
+                for dtype in DTYPES:
+                    yield replay(spec, replayed, tokens, dtype)
+
+
+def replay(spec: OpSpec, replayed: ReplayedCall, tokens: int, dtype: torch.dtype) -> Row:
+    arguments = replayed.at(tokens).arguments("", dtype, (tokens,), 1)
+    kernel = partial(spec.functional, **arguments)
+    native = partial(spec.functional.native, **arguments)
+    name = f"{replayed.words(tokens)} {str(dtype).removeprefix('torch.')} / eager"
+    return compared(kernel, name, None, native)
+
+
 OTHER_ROWS = (
     ("linear", linears),
     ("latent_attention", latent_attention.rows),
@@ -311,6 +335,16 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
+def measured(names: set[str]) -> tuple[list[Cell], list[Row]]:
+    cells, rows = run(names)
+    if not names:
+        rows += told(into_existing_memory())
+    for name, further in OTHER_ROWS:
+        if not names or name in names:
+            rows += told(further())
+    return cells, rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -324,16 +358,19 @@ def main() -> None:
         default=Path("build/bench-ops"),
         help="folder of table, JSON and plot",
     )
+    parser.add_argument(
+        "--shapes",
+        metavar="RECORD",
+        help="measure the calls of real models: a file of opgraft trace-shapes, or a shipped record by name",
+    )
     arguments = parser.parse_args()
     names = set(arguments.ops)
     opgraft.load_plugins()
     with torch.inference_mode():
-        cells, rows = run(names)
-        if not names:
-            rows += told(into_existing_memory())
-        for name, measured in OTHER_ROWS:
-            if not names or name in names:
-                rows += told(measured())
+        if arguments.shapes:
+            cells, rows = [], list(told(replays(find_record(arguments.shapes), names)))
+        else:
+            cells, rows = measured(names)
     arguments.output.mkdir(parents=True, exist_ok=True)
     data = {
         "schema": 1,

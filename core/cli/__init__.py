@@ -47,6 +47,10 @@ _COMMANDS = {
     ),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
     "trace": ("opgraft.cli.trace", "Record steps of MODEL for Perfetto."),
+    "trace-shapes": (
+        "opgraft.cli.trace_shapes",
+        "Record the ops, shapes and counts of a run of MODEL or of a program.",
+    ),
     "top": ("opgraft.cli.top", "Show the load of the server at URL: requests, cache, tokens, ops."),
     "verify": (
         "opgraft.cli.verify",
@@ -56,8 +60,8 @@ _COMMANDS = {
 
 
 _TRACEBACK = "--traceback"
-_PROGRAM = "exec"
-"""The command whose arguments belong to a program."""
+_PROGRAMS = frozenset({"exec", "trace-shapes"})
+"""The commands whose arguments may belong to a program."""
 _WORD = "error: "
 _CLICKS_WORD = "Error: "
 _SEARCH = ("<frozen importlib._bootstrap>", "_find_spec")
@@ -184,9 +188,9 @@ def _show(error: click.ClickException) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the words with options of opgraft, and the words behind ``--`` or ``exec``."""
+    """Return the words with options of opgraft, and the words for a program or behind ``--``."""
     command = next((each for each in arguments if not each.startswith("-")), "")
-    ends = {"--", command} if command == _PROGRAM else {"--"}
+    ends = {"--", command} if command in _PROGRAMS else {"--"}
     end = next((at for at, each in enumerate(arguments) if each in ends), len(arguments))
     return arguments[:end], arguments[end:]
 

@@ -9,6 +9,7 @@ import click
 from opgraft.base.log import silent
 from opgraft.config import FLAG_WORDS, known_fields
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.testing import shapes
 
 Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
@@ -45,6 +46,7 @@ platform_names = _quietly(lambda: _of_group(PLATFORM_GROUP))
 plugin_names = _quietly(lambda: _of_group(PLUGIN_GROUP))
 offer_names = _quietly(lambda: _of_group(PLATFORM_GROUP, PLUGIN_GROUP))
 op_names = _quietly(_ops)
+shape_names = _quietly(lambda: [*shapes.shipped(), shapes.ALL])
 flag_words = _quietly(lambda: FLAG_WORDS)
 
 

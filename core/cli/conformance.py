@@ -22,6 +22,7 @@ from opgraft.cli.evidence import DEVICE, ConformanceEvidence
 from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import GivenPath, SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import page
+from opgraft.cli.shapes_option import recorded, shapes_option
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, names_of, normalized
 
@@ -75,6 +76,7 @@ _FILE = GivenPath(path_type=Path, dir_okay=False)
     multiple=True,
     help="A folder, file or test of TorchCTS, such as rng; may be repeated.",
 )
+@shapes_option
 @with_settings
 def command(
     plugin: str,
@@ -86,6 +88,7 @@ def command(
     device_suite: bool,
     suite_level: int,
     suite_parts: tuple[str, ...],
+    shapes: str | None,
 ) -> None:
     """Run every check of the kit on PLUGIN.
 
@@ -99,6 +102,7 @@ def command(
     Exit codes: 1, a check failed; with --baseline, a check failed that passed in the baseline. 2,
     the command was not understood. 4, the plugin ended its process at import.
     """
+    recorded(shapes)
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):
         raise InputError(
@@ -106,12 +110,14 @@ def command(
         )
     if suite_parts and not device_suite:
         raise InputError("--suite-part names parts of TorchCTS, which --device-suite runs")
+    if shapes is not None and device_suite:
+        raise InputError("--shapes replays calls of ops, and --device-suite asks of none: leave one out")
     parts = _parts_of_suite(suite_parts) if device_suite else ()
     earlier = json_file or evidence.kept_file(subject_of(plugin))
     found = ConformanceEvidence()
     if resume and earlier and earlier.exists():
         found = evidence.read(earlier)
-    run = Run(plugin, found, json_file, brief=False)
+    run = Run(plugin, found, json_file, shapes, brief=False)
     if device_suite:
         run = SuiteRun(plugin, found, json_file, level=suite_level, parts=parts)
     run.judge()
@@ -208,6 +214,7 @@ class Run:
         plugin: the name.
         found: takes the answers; answered questions are not asked again.
         file: written after each op, if given.
+        shapes: the name or the file of a record of shapes to replay, or ``None``.
         brief: ask the short form; the answers of the short form are not kept.
     """
 
@@ -215,11 +222,18 @@ class Run:
     seconds = TIME_LIMIT
 
     def __init__(
-        self, plugin: str, found: ConformanceEvidence, file: Path | None, *, brief: bool
+        self,
+        plugin: str,
+        found: ConformanceEvidence,
+        file: Path | None,
+        shapes: str | None = None,
+        *,
+        brief: bool,
     ) -> None:
         self.plugin = plugin
         self.found = found
         self.file = file
+        self.shapes = shapes
         self.brief = brief
         self.asked: dict[str, Any] = {}
         self.shown = ""
@@ -255,7 +269,7 @@ class Run:
     def asking(self) -> tuple[str, ...]:
         """Return the function that asks the open questions in the child, and its arguments."""
         done = json.dumps([list(key) for key in self.found.outcomes])
-        return "examine", self.plugin, str(self.brief), done
+        return "examine", self.plugin, str(self.brief), done, self.shapes or ""
 
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of a message of the child."""
@@ -361,13 +375,15 @@ class SuiteRun(Run):
 _CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
 
 
-def examine(plugin: str, brief: str, done: str) -> None:
+def examine(plugin: str, brief: str, done: str, shapes: str) -> None:
     """Answer the open questions in this process, and tell each answer to the parent."""
     conformance = importlib.import_module("opgraft.testing.conformance")
     watching = importlib.import_module("opgraft.registry.watching")
     known = {tuple(key) for key in json.loads(done)}
     with conformance.alone(plugin):
-        judged = conformance.Conformance(plugin, brief=brief == str(True), timed=brief != str(True))
+        is_brief = brief == str(True)
+        given = {"brief": is_brief, "timed": not is_brief, "record": recorded(shapes or None)}
+        judged = conformance.Conformance(plugin, **given)
         tell({"about": _about(judged), "cases": len(judged.cases)})
         for case in judged.cases:
             asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
@@ -420,6 +436,7 @@ def _about(judged: Any) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "code": evidence.digest_of_code(judged.provider),
         "brief": judged.brief,
+        "shapes": judged.record.name if judged.record else None,
         "ops": judged.ops,
         "checks": judged.checks,
     }

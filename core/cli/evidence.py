@@ -34,7 +34,7 @@ LARGEST = 1 << 26
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 """Fields that must be the same for a run to go on with earlier evidence."""
 
-_FURTHER = ("ops", "checks", "date", "code")
+_FURTHER = ("ops", "checks", "date", "code", "shapes")
 
 _ABOUT = {
     "provider": dict,
@@ -139,7 +139,7 @@ class ConformanceEvidence:
         Raises:
             InputError: the subject is another one.
         """
-        fields = [name for name in (*_SUBJECT, "code") if name in self.about]
+        fields = [name for name in (*_SUBJECT, "code", "shapes") if name in self.about]
         changed = [name for name in fields if self.about[name] != about.get(name)]
         if not changed:
             return

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -41,6 +42,23 @@ def command(is_module: bool, program: str, arguments: tuple[str, ...]) -> None:
     sentence-transformers, diffusers, timm and PEFT are grafted as these libraries build them. The
     report goes to stderr at the end, and to the file OPGRAFT_REPORT.
     """
+    code, grafting, report = run_program(program, arguments, is_module=is_module)
+    _tell(grafting, report)
+    # The end of a normal command would cut off the threads and functions that the program leaves.
+    sys.exit(code)
+
+
+def run_program(
+    program: str, arguments: Sequence[str], *, is_module: bool
+) -> tuple[Any, Grafting, Path | None]:
+    """Run a program, and graft the models that it builds.
+
+    Returns:
+        The exit code, the grafted models, and the file for the report.
+
+    Raises:
+        InputError: there is no such program.
+    """
     file = "" if is_module else _file_of(program)
     # The program may change the folder.
     report = report_file()
@@ -52,9 +70,7 @@ def command(is_module: bool, program: str, arguments: tuple[str, ...]) -> None:
     # The program may use the watchdog itself.
     leave_watchdog()
     code = _run_module(program) if is_module else _run_file(file)
-    _tell(grafting, report)
-    # The end of a normal command would cut off the threads and functions that the program leaves.
-    sys.exit(code)
+    return code, grafting, report
 
 
 def _run_file(file: str) -> Any:

@@ -15,23 +15,35 @@ from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 from opgraft.testing import tuning
+from opgraft.testing.shapes import ShapeRecord
 from opgraft.testing.subjects import claimed_dtypes
 
 
-def time_ops(ops: Sequence[str], dtypes: Sequence[str], seconds: float, *, as_json: bool) -> int:
+def time_ops(
+    ops: Sequence[str],
+    dtypes: Sequence[str],
+    seconds: float,
+    record: ShapeRecord | None = None,
+    *,
+    as_json: bool,
+) -> int:
     """Time the kernels of ops, print the results, and return the exit code.
 
     Args:
         ops: names; without names, every op with more than one kernel.
         dtypes: the names of dtypes; without names, those of the device.
         seconds: for a kernel at a shape.
+        record: calls of real models to time, in place of the usual shapes.
         as_json: print JSON.
     """
     load_plugins()
     races, left_out = tuning.races(ops)
     file = ProfileFile(profile_path(host_state().settings()))
     wanted = [getattr(torch, name) for name in dtypes] or _claimed()
-    measured, failed = _run_races(races, wanted, seconds, file)
+    measured, failed = _run_races(races, wanted, seconds, file, record)
+    for race in races:
+        if record is not None and race.name not in {*measured, *failed}:
+            left_out[race.name] = f"no call of it in {record.name} can be replayed"
     if as_json:
         data: dict[str, Any] = {
             "file": str(file.path),
@@ -51,6 +63,7 @@ def _run_races(
     wanted: Sequence[torch.dtype],
     seconds: float,
     file: ProfileFile,
+    record: ShapeRecord | None,
 ) -> tuple[dict[str, OpMeasurement], dict[str, Mapping[str, str]]]:
     """Time the kernels of ops, and write each result to the file.
 
@@ -61,7 +74,7 @@ def _run_races(
     failed: dict[str, Mapping[str, str]] = {}
     with progress_bar("ops measured", len(races)) as done:
         for race in races:
-            outcome = tuning.run(race, wanted, seconds)
+            outcome = tuning.run(race, wanted, seconds, record)
             if outcome.left_out:
                 failed[race.name] = outcome.left_out
             # Written at once, so that an interrupted run keeps finished ops.

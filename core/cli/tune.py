@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import SettingsCommand, json_option, with_settings
+from opgraft.cli.shapes_option import recorded, shapes_option
 from opgraft.config.sections import DTYPES
 
 _DTYPES = tuple(name for name in DTYPES if name != "auto")
@@ -26,16 +27,24 @@ _DTYPES = tuple(name for name in DTYPES if name != "auto")
     show_default=True,
     help="For which a kernel is timed at a shape.",
 )
+@shapes_option
 @json_option
 @with_settings
-def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_json: bool) -> int:
+def command(
+    ops: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    seconds: float,
+    shapes: str | None,
+    as_json: bool,
+) -> int:
     """Time the kernels of OPS on this machine, and record the best, for 'auto' in custom_ops.
 
     Without OPS, every op with more than one kernel is timed. Each result is written at once, so an
     interrupted run keeps the results so far. Exit code 1: a kernel raised an error, or computes
     other values than its op.
     """
+    record = recorded(shapes)
     # Imports torch, which --help does without.
     from opgraft.cli.timed_ops import time_ops
 
-    return time_ops(ops, dtypes, seconds, as_json=as_json)
+    return time_ops(ops, dtypes, seconds, record, as_json=as_json)

@@ -68,7 +68,7 @@ def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
     ids = _token_ids(name, prompt, tokens)
 
     def steps(model: nn.Module) -> Sequence[Step]:
-        return _decoder_steps(model, ids, config)
+        return decoder_steps(model, ids, config)
 
     return Pair(native, model, steps, [])
 
@@ -160,7 +160,7 @@ def _table(blocks: int) -> Tensor:
     return torch.arange(1, blocks + 1)[None]
 
 
-def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
+def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
     """Return the calls of a decoder; one call for all tokens if the model has no cache."""
     device = next(model.parameters()).device
     ids = ids.to(device)

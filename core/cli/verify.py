@@ -67,7 +67,7 @@ def command(
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
-    made = _is_function(model)
+    made = is_function(model)
     if made and (prompt is not None or as_graft):
         message = f"{model} makes a model and its inputs: leave PROMPT and --graft out"
         raise click.UsageError(message)
@@ -95,7 +95,7 @@ def command(
     sys.exit(1 if found.departure else 0)
 
 
-def _is_function(model: str) -> bool:
+def is_function(model: str) -> bool:
     """Return True for ``module:function``, unless a file has the name."""
     module, colon, function = model.partition(":")
     names = [*module.split("."), function]

@@ -11,6 +11,7 @@ import torch
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.specialisation import bind
 from opgraft.testing import checks, kernel_checks, plugin_checks
+from opgraft.testing.replaying import calls_of, replayable
 from opgraft.testing.subjects import Subject, Trial
 
 PLUGIN, PLATFORM, OP = "(plugin)", "(platform)", "(op)"
@@ -18,6 +19,9 @@ PLUGIN, PLATFORM, OP = "(plugin)", "(platform)", "(op)"
 
 LOADING = "loading"
 """The check before all others: only an active plugin can be judged."""
+
+REPLAYED = 17
+"""Tokens of a replayed call, beside a single one: neither a power of two nor a whole tile."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Answer:
         error: the largest error against float64, as a share of the tolerance.
         speed: the speed as a multiple of the native definition's.
         skipped: the reason why the check does not apply; empty if the check passed.
+        left_out: inputs without a comparison, each with the reason.
     """
 
     error: float | None = None
     speed: float | None = None
     skipped: str = ""
+    left_out: str = ""
 
     @classmethod
     def of(cls, answer: Answer | str | None) -> Answer:
@@ -47,7 +53,8 @@ def together(answers: Sequence[Answer]) -> Answer:
     reasons = [each.skipped for each in answers]
     # The check applies if it applies to one variant.
     skipped = reasons[0] if reasons and all(reasons) else ""
-    return Answer(max(errors, default=None), max(speeds, default=None), skipped)
+    left_out = "; ".join(dict.fromkeys(each.left_out for each in answers if each.left_out))
+    return Answer(max(errors, default=None), max(speeds, default=None), skipped, left_out)
 
 
 def _no_form(subject: Subject) -> str | None:
@@ -120,6 +127,37 @@ def _values(trial: Trial) -> Answer:
     return Answer(max(shares))
 
 
+def _no_recorded_call(subject: Subject) -> str | None:
+    spec = subject.spec
+    if spec is None or subject.record is None:
+        return _no_form(subject) or "no record of shapes is given"
+    if calls_of(subject.record, spec):
+        return None
+    return f"no model of the record {subject.record.name} calls {subject.name}"
+
+
+def _shapes(trial: Trial) -> Answer:
+    subject = trial.subject
+    if trial.dtype == torch.float64 or subject.record is None:
+        return Answer(skipped="models compute in narrower dtypes")
+    counts = (REPLAYED,) if subject.brief else (1, REPLAYED)
+    by_module = subject.function is None
+    shares = []
+    left_out = []
+    for replayed, obstacle in replayable(subject.record, trial.spec, REPLAYED):
+        reason = obstacle
+        if not reason and by_module and not replayed.builds():
+            reason = "no module has its settings"
+        if reason:
+            left_out.append(f"not replayed: {replayed.call} of {replayed.model}: {reason}")
+            continue
+        for tokens in counts if replayed.is_per_token else counts[:1]:
+            shares.append(replayed.check_values(trial.dtype, tokens, by_module=by_module))
+    if not shares:
+        return Answer(skipped="; ".join(left_out))
+    return Answer(max(shares), left_out="; ".join(left_out))
+
+
 def _strides(trial: Trial) -> None:
     for call in trial.calls:
         checks.check_strides(trial.spec, trial.variant, call)
@@ -150,6 +188,7 @@ class Check:
             A failure is an ``AssertionError``; a text as the result is the reason to skip.
         brief: True if the short form of the kit has the check.
         timed: True if the check measures time and must run alone.
+        replays: True if the check needs a record of shapes.
         dtypes: the dtypes of an op's inputs; ``None`` for each dtype of platform and form.
         variants: returns the variants of an op to check.
         against: returns the reason why the check does not apply to an op, or ``None``.
@@ -161,6 +200,7 @@ class Check:
     run: Callable[[Any], Answer | str | None]
     brief: bool = False
     timed: bool = False
+    replays: bool = False
     dtypes: tuple[torch.dtype, ...] | None = (torch.float32,)
     variants: Callable[[Subject], tuple[str, ...]] = _all_variants
     against: Callable[[Subject], str | None] = _no_form
@@ -257,6 +297,18 @@ CHECKS: tuple[Check, ...] = (
         _values,
         brief=True,
         dtypes=None,
+    ),
+    # A kernel may be wrong at one size only, such as a hidden size of 3584.
+    Check(
+        "shapes",
+        OP,
+        "results equal the float64 reference at the sizes of the real models of a record",
+        _shapes,
+        brief=True,
+        replays=True,
+        dtypes=None,
+        variants=_first_variant,
+        against=_no_recorded_call,
     ),
     # Only float16 overflows at such numbers.
     Check(

@@ -34,6 +34,7 @@ from opgraft.testing.check_table import (
     Check,
     together,
 )
+from opgraft.testing.shapes import ShapeRecord
 from opgraft.testing.subjects import Subject, Trial, subjects_of
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -63,7 +64,7 @@ class CheckOutcome:
     Attributes:
         op, check, dtype: as in the ``Case``.
         status: ``passed``, ``failed`` or ``skipped``.
-        reason: why the check failed or does not apply.
+        reason: why the check failed, does not apply, or left out inputs.
         error: the largest error against float64, as a share of the tolerance, if numbers were
             compared.
         speed: the speed as a multiple of the native definition's, if measured.
@@ -113,6 +114,7 @@ class Conformance:
         plugin: the name of the entry point or of the distribution.
         brief: True for the short form: fewer questions, on small inputs.
         timed: True if speed is measured, too.
+        record: calls of real models to replay; ``None`` asks no question about them.
         refused: why the plugin is not active here; empty if active. A refused plugin has only the
             question ``loading``.
         cases: the questions, in the best order.
@@ -121,10 +123,18 @@ class Conformance:
         ConfigError: no installed plugin has the name.
     """
 
-    def __init__(self, plugin: str, *, brief: bool = False, timed: bool = False) -> None:
+    def __init__(
+        self,
+        plugin: str,
+        *,
+        brief: bool = False,
+        timed: bool = False,
+        record: ShapeRecord | None = None,
+    ) -> None:
         self.plugin = plugin
         self.brief = brief
         self.timed = timed
+        self.record = record
         # Names of a plugin that is not installed are refused before anything is loaded.
         self._provider, self._names, self._platforms = names_of(plugin)
         self._subjects: dict[str, Subject] = {}
@@ -151,7 +161,7 @@ class Conformance:
         return {name: subject.op for name, subject in self._subjects.items()}
 
     def _find_subjects(self) -> None:
-        for subject in subjects_of(self.plugin, brief=self.brief):
+        for subject in subjects_of(self.plugin, brief=self.brief, record=self.record):
             self._subjects[subject.name] = subject
 
     def _load(self) -> str:
@@ -184,6 +194,8 @@ class Conformance:
             return False
         if check.timed and not self.timed:
             return False
+        if check.replays and self.record is None:
+            return False
         return check.brief or not self.brief
 
     def judge(self, case: Case) -> CheckOutcome:
@@ -195,7 +207,7 @@ class Conformance:
             with exits_as_errors():
                 answer = self._answer(case)
             status = SKIPPED if answer.skipped else PASSED
-            reason = answer.skipped
+            reason = answer.skipped or answer.left_out
         except AssertionError as failure:
             # The text of a plugin may hold control characters.
             reason = printable(" ".join(str(failure).split()))

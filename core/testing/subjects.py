@@ -24,6 +24,7 @@ from opgraft.registry.declarations import Replacement
 from opgraft.registry.state import host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
+from opgraft.testing.shapes import ShapeRecord
 from torch import nn
 
 
@@ -40,6 +41,7 @@ class Subject:
         function: the function of the bound kernel for the form, or ``None``.
         built: the variants with a module that holds the replacement.
         brief: True for the short form of the kit.
+        record: calls of real models to replay, or ``None``.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Subject:
     function: Callable[..., Any] | None = None
     built: tuple[str, ...] = ()
     brief: bool = False
+    record: ShapeRecord | None = None
 
     @property
     def target(self) -> Any:
@@ -191,12 +194,15 @@ class _CallByName(nn.Module):
         return self.op(**named)
 
 
-def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:
+def subjects_of(
+    plugin: str, *, brief: bool = False, record: ShapeRecord | None = None
+) -> list[Subject]:
     """List the subjects of a loaded plugin, in the order of the declared replacements.
 
     Args:
         plugin: the name of the entry point or of the distribution.
         brief: leave out inputs of realistic sizes.
+        record: calls of real models to replay.
     """
     provider, names, _ = names_of(plugin)
     if provider == HOST_DISTRIBUTION:
@@ -209,7 +215,7 @@ def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:
             continue
         for subject in _subjects(replacement):
             # Two replacements may serve one form: the first one is judged.
-            found.setdefault(subject.name, subject)
+            found.setdefault(subject.name, dataclasses.replace(subject, record=record))
     return [subject.in_brief() if brief else subject for subject in found.values()]
 
 

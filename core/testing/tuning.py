@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.checks import by_module, check_values
+from opgraft.testing.replaying import replayable
+from opgraft.testing.shapes import ShapeRecord
 from opgraft.testing.side_by_side import seconds_of
 
 ROWS = (1, 16, 512)
@@ -165,7 +167,33 @@ def shapes(spec: OpSpec) -> list[tuple[tuple[int, ...], int]]:
     return [((rows,), size) for rows in ROWS if rows <= 8 * largest]
 
 
-def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> RaceResult:
+Case = tuple[str, OpSpec, tuple[int, ...], int]
+"""Words for a shape, the spec, and the leading dimensions and the size of the inputs."""
+
+
+def _cases(spec: OpSpec, record: ShapeRecord | None) -> Iterator[Case]:
+    """Yield the inputs to time: realistic ones of the spec, or those of a record."""
+    if record is None:
+        for lead, size in shapes(spec):
+            form = "x".join(map(str, (*lead, size)))
+            yield f"{spec.functional.name} {form}", spec, lead, size
+        return
+    for replayed, obstacle in replayable(record, spec, ROWS[-1]):
+        if obstacle:
+            continue
+        for tokens in ROWS if replayed.is_per_token else ROWS[:1]:
+            inputs = replayed.at(tokens)
+            if not replayed.builds():
+                inputs = dataclasses.replace(inputs, module=None)
+            yield replayed.words(tokens), inputs, (tokens,), 1
+
+
+def run(
+    race: Race,
+    dtypes: Iterable[torch.dtype],
+    seconds: float,
+    record: ShapeRecord | None = None,
+) -> RaceResult:
     """Time the candidates of an op in turns, on each shape, so that all meet the same neighbours.
 
     A candidate is left out if a call raises, or if results on small inputs are not those of the
@@ -175,6 +203,7 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> RaceResult
         race: the op with the candidates.
         dtypes: of the inputs; dtypes that the op does not take are passed over.
         seconds: the time for a candidate at a shape, about.
+        record: calls of real models to time, in place of the shapes of the specs.
     """
     trials = [_Contender(race.op, choice) for choice in race.candidates]
     kinds = []
@@ -187,10 +216,8 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> RaceResult
         check = functools.partial(candidate.expect_right, spec, dtype)
         candidate.attempt(case, check)
     for spec, dtype in kinds:
-        for lead, size in shapes(spec):
-            form = "x".join(map(str, (*lead, size)))
-            case = f"{spec.functional.name} {form} {_words(dtype)}"
-            _time(trials, case, (spec, dtype, lead, size), seconds)
+        for words, inputs, lead, size in _cases(spec, record):
+            _time(trials, f"{words} {_words(dtype)}", (inputs, dtype, lead, size), seconds)
     return _outcome(race, trials)
 
 
