@@ -15,8 +15,10 @@ import torch
 import transformers
 from opgraft import OpgraftConfig, set_config
 from opgraft.cli.traced_shapes import trace_checkpoint, trace_function
-from opgraft.testing.shapes import FOLDER, FormCall, ModelShapes, written
+from opgraft.testing.shapes import FormCall, ModelShapes, written
 
+# An installed package may be a folder of links.
+FOLDER = Path(__file__).parents[1] / "core/testing/model_shapes"
 TOKENS = 31
 """Of a prompt: its number becomes a symbol."""
 
@@ -40,7 +42,9 @@ def kv(heads: int, **others: Any) -> dict[str, Any]:
 
 GPT2 = {"vocab_size": 50257}
 WITHOUT_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+EPS = {"rms_norm_eps": 1e-5}
 LLAMA3 = {
+    **EPS,
     "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
     "max_position_embeddings": 8192,
 }
@@ -87,12 +91,12 @@ MODELS: Mapping[str, Mapping[str, tuple[str, str, dict[str, Any]]]] = {
         "Mistral-7B-v0.3": (
             "Mistral",
             "MistralForCausalLM",
-            sizes(4096, 14336, 32, 32, 32768, **kv(8), sliding_window=None),
+            sizes(4096, 14336, 32, 32, 32768, **kv(8), sliding_window=None, **EPS),
         ),
         "Mistral-Nemo-12B": (
             "Mistral",
             "MistralForCausalLM",
-            sizes(5120, 14336, 40, 32, 131072, **kv(8, head_dim=128), sliding_window=None),
+            sizes(5120, 14336, 40, 32, 131072, **kv(8, head_dim=128), sliding_window=None, **EPS),
         ),
     },
     "gemma": {
@@ -113,11 +117,15 @@ MODELS: Mapping[str, Mapping[str, tuple[str, str, dict[str, Any]]]] = {
         ),
     },
     "phi": {
-        "Phi-3-mini-4k": ("Phi3", "Phi3ForCausalLM", sizes(3072, 8192, 32, 32, 32064, **kv(32))),
+        "Phi-3-mini-4k": (
+            "Phi3",
+            "Phi3ForCausalLM",
+            sizes(3072, 8192, 32, 32, 32064, **kv(32), **EPS),
+        ),
         "Phi-4": (
             "Phi3",
             "Phi3ForCausalLM",
-            sizes(5120, 17920, 40, 40, 100352, **kv(10), **WITHOUT_SPECIAL),
+            sizes(5120, 17920, 40, 40, 100352, **kv(10), **EPS, **WITHOUT_SPECIAL),
         ),
     },
     "gpt2": {
@@ -142,12 +150,12 @@ MODELS: Mapping[str, Mapping[str, tuple[str, str, dict[str, Any]]]] = {
         "OLMoE-1B-7B": (
             "Olmoe",
             "OlmoeForCausalLM",
-            sizes(2048, 1024, 16, 16, 50304, **kv(16), num_experts=64),
+            sizes(2048, 1024, 16, 16, 50304, **kv(16), num_experts=64, **EPS),
         ),
         "Mixtral-8x7B": (
             "Mixtral",
             "MixtralForCausalLM",
-            sizes(4096, 14336, 32, 32, 32000, **kv(8)),
+            sizes(4096, 14336, 32, 32, 32000, **kv(8), **EPS),
         ),
     },
     "mamba": {

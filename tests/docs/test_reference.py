@@ -23,6 +23,7 @@ from opgraft.config import FIELDS
 from opgraft.config.environment import VARIABLES
 from opgraft.plugins import hookspecs
 from opgraft.plugins.locking import SCHEMA as LOCKFILE
+from opgraft.testing.shapes import SCHEMA as SHAPES
 
 REPOSITORY = Path(__file__).parents[2]
 REFERENCE = REPOSITORY / "docs/reference"
@@ -116,7 +117,7 @@ def test_schemas_are_those_that_commands_print() -> None:
         path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py")
     )
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
-    printed |= {LOCKFILE, EVIDENCE, EXEC, REPORT, TUNING}  # which are written to files
+    printed |= {LOCKFILE, EVIDENCE, EXEC, REPORT, SHAPES, TUNING}  # which are written to files
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"]
         for path in SCHEMAS.glob("opgraft.*.json")
