@@ -145,10 +145,9 @@ def find_record(name: str) -> ShapeRecord:
         return ShapeRecord(name, read(FOLDER / f"{name}.json"))
     path = Path(name)
     if not path.exists():
-        listed = ", ".join([*names, ALL])
+        matches = close_matches(name, [*names, ALL])
         raise InputError(
-            f"there is neither a file nor a shipped record of shapes {name!r}: "
-            f"{close_matches(name, [*names, ALL])}. Shipped are {listed}."
+            f"there is neither a file nor a shipped record of shapes {name!r}: {matches}"
         )
     return ShapeRecord(name, read(path))
 

@@ -191,21 +191,23 @@ def test_a_file_with_something_else_is_refused(tmp_path: Path, data: object, tol
     assert told in str(raised.value)
 
 
-def test_an_unknown_record_lists_the_shipped_ones() -> None:
+@pytest.mark.parametrize(
+    ("name", "told"), [("lama", r"did you mean 'llama'\?"), ("x", "known: all, bert, gemma, gpt2")]
+)
+def test_an_unknown_record_names_the_shipped_ones(name: str, told: str) -> None:
     """A name that is neither a file nor a record."""
-    with pytest.raises(
-        InputError, match=r"shapes 'lama': did you mean 'llama'\? Shipped are bert, "
-    ):
-        find_record("lama")
+    with pytest.raises(InputError, match=f"nor a shipped record of shapes '{name}': {told}"):
+        find_record(name)
 
 
 def test_calls_of_both_kinds_are_counted_once() -> None:
     """A form that a layer calls, and one that an op calls, each once. After the block nothing is counted."""
     x = torch.randn(3, 8)
-    with set_config(OpgraftConfig(plugins=(), platform="cpu")), recording() as counts:
+    with set_config(OpgraftConfig(plugins=(), platform="cpu")):
+        with recording() as counts:
+            functional.silu_and_mul(x)
+            SiluAndMul()(x)
         functional.silu_and_mul(x)
-        SiluAndMul()(x)
-    functional.silu_and_mul(x)
     call = FormCall("silu_and_mul", (("x", TensorShape("float32", (3, 8))),))
     assert counts == {call: 2}
 
