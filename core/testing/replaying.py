@@ -47,12 +47,15 @@ class ReplayedCall:
     @property
     def is_per_token(self) -> bool:
         """True if the number of tokens is free."""
-        return any(TOKENS in tensor.shape for tensor in self.call.tensors.values())
+        tensors_of_call = self.call.tensors.values()
+        return any(TOKENS in tensor.shape for tensor in tensors_of_call)
 
     def numbers(self, tokens: int) -> int:
         """Count the numbers in the tensors of the call."""
-        sizes = (tensor.sizes(tokens) for tensor in self.call.tensors.values())
-        return sum(map(math.prod, sizes))
+        total = 0
+        for tensor in self.call.tensors.values():
+            total += math.prod(tensor.sizes(tokens))
+        return total
 
     def at(self, tokens: int) -> OpSpec:
         """Return the spec of the form with the inputs of this call, for a number of tokens.
@@ -61,16 +64,19 @@ class ReplayedCall:
         """
 
         def inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-            return _drawn(self.call, draw, lead[0])
+            (count,) = lead
+            return _drawn(self.call, draw, count)
 
+        lead = (tokens,)
         return dataclasses.replace(
             self.spec,
             inputs=inputs,
             module=_MODULES.get(self.call.form, self.spec.module),
             variants={"": {}},
-            leads=((tokens,),),
+            leads=(lead,),
+            # The recorded sizes count.
             sizes=(1,),
-            large=(((tokens,), 1),),
+            large=((lead, 1),),
         )
 
     def obstacle(self) -> str:
@@ -82,31 +88,36 @@ class ReplayedCall:
             is_drawn = dtype.is_floating_point and dtype.itemsize > 1
             if not is_drawn and name not in _DRAWERS:
                 return f"no numbers are drawn for {name}, {tensor}"
-        names = dict.fromkeys(name for name, _ in self.call.arguments)
+        # A file may be of another version.
         for function in (self.spec.functional.native, self.spec.reference):
-            try:
-                inspect.signature(function).bind(**names)
-            except TypeError as error:
-                return f"its arguments are none of the form's spec: {error}"
+            reason = self._refusal(function)
+            if reason:
+                return f"its arguments are none of the form's spec: {reason}"
+        return ""
+
+    def _refusal(self, function: Callable[..., Any]) -> str:
+        """Return the reason why a function does not take the arguments; empty if it does."""
+        names = dict(self.call.arguments)
+        try:
+            inspect.signature(function).bind(**names)
+        except TypeError as error:
+            return str(error)
         return ""
 
     def builds(self) -> bool:
         """Return True if a module with these settings can be built."""
         build = self.at(1).module
-        if build is None:
-            return False
-        try:
-            inspect.signature(build).bind(**dict(self.call.arguments))
-        except TypeError:
-            return False
-        return True
+        return build is not None and not self._refusal(build)
 
     def words(self, tokens: int) -> str:
         """Return the call in few words, such as ``linear 16x3584 18944x3584``."""
-        sizes = [x.sizes(tokens) for x in self.call.tensors.values()]
-        shapes = ["x".join(map(str, each)) for each in sizes]
-        settings = [f"{name}={value}" for name, value in self.call.settings.items()]
-        return " ".join([self.call.form, *shapes, *settings])
+        words = [self.call.form]
+        for tensor in self.call.tensors.values():
+            sizes = tensor.sizes(tokens)
+            words.append("x".join(map(str, sizes)))
+        for name, value in self.call.settings.items():
+            words.append(f"{name}={value}")
+        return " ".join(words)
 
     def check_values(self, dtype: torch.dtype, tokens: int, *, by_module: bool) -> float:
         """Compare a call with the reference in float64.
@@ -155,20 +166,21 @@ def _compared(
     arguments: Arguments,
     expected: list[Tensor],
 ) -> float:
+    form = spec.functional
     results = checks.results_of(spec, implementation, arguments)
-    wanted = [arguments[name] for name in spec.functional.mutates]
+    wanted = [arguments[name] for name in form.mutates]
     if not wanted:
-        wanted = tensors(spec.functional.fake(**arguments))
-    named = spec.functional.name
-    for ours, theirs in zip(results, wanted, strict=False):
+        wanted = tensors(form.fake(**arguments))
+    found = []
+    # The comparison of numbers tells of a wrong number of results.
+    for place, ours in enumerate(results[: len(wanted)]):
+        theirs = wanted[place]
         if ours.dtype != theirs.dtype:
-            raise AssertionError(f"{named} returned {ours.dtype}, expected {theirs.dtype}")
-    # A state may be wider than the inputs, and their tolerance counts.
-    narrow = [
-        ours.to(dtype) if theirs.dtype == torch.float64 else ours
-        for ours, theirs in zip(results, expected, strict=False)
-    ]
-    found = narrow if len(results) == len(expected) else results
+            raise AssertionError(f"{form.name} returned {ours.dtype}, expected {theirs.dtype}")
+        # A state may be wider than the inputs, and their tolerance counts.
+        is_number = ours.is_floating_point() and expected[place].dtype == torch.float64
+        found.append(ours.to(dtype) if is_number else ours)
+    found += results[len(wanted) :]
     return checks.compare(spec, dtype, found, expected)
 
 
@@ -180,29 +192,42 @@ def calls_of(record: ShapeRecord, spec: OpSpec) -> list[ReplayedCall]:
 
 def _drawn(call: FormCall, draw: Draw, tokens: int) -> Arguments:
     """Draw the arguments of a call."""
-    sizes = {name: tensor.sizes(tokens) for name, tensor in call.tensors.items()}
-    main = next((x.dtype for x in call.tensors.values() if _is_floating(x)), "")
-    arguments: Arguments = {}
-    for name, value in call.arguments:
-        if not isinstance(value, TensorShape):
-            arguments[name] = list(value) if isinstance(value, tuple) else value
-            continue
+    tensors_of_call = call.tensors
+    sizes = {name: tensor.sizes(tokens) for name, tensor in tensors_of_call.items()}
+    main = _main_dtype(tensors_of_call)
+    arguments: Arguments = dict(call.settings)
+    for name, setting in arguments.items():
+        # Forms take lists of sizes.
+        if isinstance(setting, tuple):
+            arguments[name] = list(setting)
+    for name, tensor in tensors_of_call.items():
         drawer = _OF_FORMS.get((call.form, name)) or _DRAWERS.get(name)
         x = drawer(draw, sizes) if drawer else draw(*sizes[name])
         # Tensors of another dtype than the activations keep theirs, such as a state in float32.
-        if value.dtype != main:
-            x = x.to(getattr(torch, value.dtype))
+        if tensor.dtype != main:
+            x = x.to(getattr(torch, tensor.dtype))
         arguments[name] = x
-    return arguments
+    return {name: arguments[name] for name, _ in call.arguments}
 
 
-def _is_floating(tensor: TensorShape) -> bool:
-    return getattr(torch, tensor.dtype).is_floating_point
+def _main_dtype(tensors_of_call: Mapping[str, TensorShape]) -> str:
+    """Return the dtype of the activations, such as of ``x``."""
+    for tensor in tensors_of_call.values():
+        if getattr(torch, tensor.dtype).is_floating_point:
+            return tensor.dtype
+    return ""
 
 
 def _scaled(name: str) -> Drawer:
     """Return a drawer of weights so small that a sum of products is about as large as one input."""
-    return lambda draw, sizes: draw(*sizes[name]).div_(sizes[name][-1] ** 0.5)
+
+    def drawer(draw: Draw, sizes: Sizes) -> Tensor:
+        shape = sizes[name]
+        # All dimensions but the first are summed over, of experts all but two.
+        inputs = math.prod(shape[_ROWS.get(name, 1) :])
+        return draw(*shape).div_(inputs**0.5)
+
+    return drawer
 
 
 def _table(draw: Draw, sizes: Sizes) -> Tensor:
@@ -218,10 +243,13 @@ def _positions(draw: Draw, sizes: Sizes) -> Tensor:
 
 def _lengths(sizes: Sizes) -> list[int]:
     """Return the tokens of each sequence: about equally many."""
-    sequences = sizes["query_start_loc"][0] - 1
-    first = next(iter(sizes))
-    tokens = sizes[first][0]
-    return [tokens * (n + 1) // sequences - tokens * n // sequences for n in range(sequences)]
+    (bounds,) = sizes["query_start_loc"]
+    sequences = bounds - 1
+    # The first argument of these forms has a row for each token.
+    tokens, *_ = next(iter(sizes.values()))
+    least, more = divmod(tokens, sequences)
+    longer = [least + 1] * more
+    return longer + [least] * (sequences - more)
 
 
 def _bounds(draw: Draw, sizes: Sizes) -> Tensor:
@@ -235,28 +263,35 @@ def _seq_lens(draw: Draw, sizes: Sizes) -> Tensor:
 
 def _blocks(sizes: Sizes) -> int:
     """Return the blocks of the longest sequence."""
-    block_size = sizes["cache"][3]
-    return -(-(max(_lengths(sizes)) + EARLIER) // block_size)
+    _, _, _, block_size, _ = sizes["cache"]
+    longest = max(_lengths(sizes)) + EARLIER
+    return math.ceil(longest / block_size)
 
 
 def _block_table(draw: Draw, sizes: Sizes) -> Tensor:
-    shape = (sizes["seq_lens"][0], _blocks(sizes))
-    blocks = math.prod(shape) + SPARE
-    shuffled = torch.randperm(blocks, generator=draw.generator)
-    return shuffled[: math.prod(shape)].reshape(shape)
+    (sequences,) = sizes["seq_lens"]
+    used = sequences * _blocks(sizes)
+    # No two sequences share a block.
+    shuffled = torch.randperm(used + SPARE, generator=draw.generator)
+    return shuffled[:used].reshape(sequences, -1)
 
 
 def _pages(draw: Draw, sizes: Sizes) -> Tensor:
-    blocks = sizes["seq_lens"][0] * _blocks(sizes) + SPARE
-    return draw(blocks, *sizes["cache"][1:])
+    (sequences,) = sizes["seq_lens"]
+    used = sequences * _blocks(sizes)
+    _, *of_block = sizes["cache"]
+    return draw(used + SPARE, *of_block)
 
 
 def _written_pages(draw: Draw, sizes: Sizes) -> Tensor:
-    return draw(_written_blocks(sizes), *sizes["cache"][1:])
+    _, *of_block = sizes["cache"]
+    return draw(_written_blocks(sizes), *of_block)
 
 
 def _written_blocks(sizes: Sizes) -> int:
-    return sizes["slots"][0] // sizes["cache"][3] + SPARE
+    (tokens,) = sizes["slots"]
+    _, _, _, block_size, _ = sizes["cache"]
+    return tokens // block_size + SPARE
 
 
 def _places(draw: Draw, sizes: Sizes) -> Tensor:
@@ -264,12 +299,21 @@ def _places(draw: Draw, sizes: Sizes) -> Tensor:
     (count,) = sizes["slots"]
     slots = count + SPARE
     if "cache" in sizes:
-        slots = _written_blocks(sizes) * sizes["cache"][3]
-    return torch.randperm(slots, generator=draw.generator)[:count]
+        _, _, _, block_size, _ = sizes["cache"]
+        slots = _written_blocks(sizes) * block_size
+    shuffled = torch.randperm(slots, generator=draw.generator)
+    return shuffled[:count]
 
 
 def _states(name: str) -> Drawer:
-    return lambda draw, sizes: draw(sizes["slots"][0] + SPARE, *sizes[name][1:])
+    """Return a drawer of states, with slots that no sequence has."""
+
+    def drawer(draw: Draw, sizes: Sizes) -> Tensor:
+        (sequences,) = sizes["slots"]
+        _, *of_slot = sizes[name]
+        return draw(sequences + SPARE, *of_slot)
+
+    return drawer
 
 
 def _decay(draw: Draw, sizes: Sizes) -> Tensor:
@@ -280,17 +324,24 @@ def _decay(draw: Draw, sizes: Sizes) -> Tensor:
 def _experts(draw: Draw, sizes: Sizes) -> Tensor:
     """Draw different experts for each token."""
     tokens, chosen = sizes["topk_ids"]
-    shuffled = torch.rand(tokens, sizes["w13"][0], generator=draw.generator).argsort(-1)
-    return shuffled[:, :chosen]
+    experts, *_ = sizes["w13"]
+    # An order of all experts has none twice.
+    numbers = torch.rand(tokens, experts, generator=draw.generator)
+    return numbers.argsort(-1)[:, :chosen]
 
 
 def _logits(draw: Draw, sizes: Sizes) -> Tensor:
     """Draw different logits for each token, which every dtype holds exactly."""
     tokens, experts = sizes["gating_output"]
     ranks = draw(tokens, experts).double().argsort(-1)
-    power_of_two = 2 ** math.ceil(math.log2(experts / 8 + 1))
-    return ((ranks - experts // 2) / power_of_two).to(draw.dtype)
+    # A power of two, as a division by another number rounds.
+    power = math.ceil(math.log2(experts / 8 + 1))
+    logits = (ranks - experts // 2) / 2**power
+    return logits.to(draw.dtype)
 
+
+_ROWS: Mapping[str, int] = MappingProxyType({"w13": 2, "w2": 2})
+"""By name of a weight, the dimensions before those of the inputs, if there are several."""
 
 _DRAWERS: Mapping[str, Drawer] = MappingProxyType(
     {
@@ -313,9 +364,7 @@ _DRAWERS: Mapping[str, Drawer] = MappingProxyType(
 
 _OF_FORMS: Mapping[tuple[str, str], Drawer] = MappingProxyType(
     {
-        ("conv2d", "weight"): lambda draw, sizes: draw(*sizes["weight"]).div_(
-            math.prod(sizes["weight"][1:]) ** 0.5
-        ),
+        ("conv2d", "weight"): _scaled("weight"),
         ("linear", "weight"): _scaled("weight"),
         ("paged_attention", "cache"): _pages,
         ("write_kv_cache", "cache"): _written_pages,
@@ -375,6 +424,7 @@ def replayable(
     for each in calls_of(record, spec):
         reason = each.obstacle()
         count = each.numbers(tokens)
+        # The reference needs a copy in float64.
         if not reason and count > MOST_NUMBERS:
             reason = f"{count:,} numbers are more than the {MOST_NUMBERS:,} that are compared"
         yield each, reason

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.functional import FUNCTIONALS, Functional
-from opgraft.testing.shapes import TOKENS, Argument, FormCall, Setting, TensorShape
+from opgraft.testing.shapes import TOKENS, Argument, FormCall, Setting, Size, TensorShape
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -33,42 +33,62 @@ def recording(*, computes: bool = True) -> Iterator[Counter[FormCall]]:
         computes: if False, a form answers by its fake rule. A model on the device ``meta`` needs
             that, since native definitions may read values.
     """
-    counts: Counter[FormCall] = Counter()
-    lock = threading.Lock()
-
-    def noted(form: Functional[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(form.native)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if _within.get() or is_compiling():
-                return call(*args, **kwargs)
-            found = call_of(form, args, kwargs)
-            with lock:
-                counts[found] += 1
-            token = _within.set(True)
-            try:
-                return (call if computes else form.fake)(*args, **kwargs)
-            finally:
-                _within.reset(token)
-
-        return run
+    noting = _Noting(computes)
+    former = Functional.__call__
 
     # Layers call a form itself, and ops call its native definition.
     def called(self: Functional[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return former(self, *args, **kwargs)
-        return noted(self, functools.partial(former, self))(*args, **kwargs)
+        return noting.run(self, functools.partial(former, self), args, kwargs)
 
-    former = Functional.__call__
-    natives = {name: form.native for name, form in FUNCTIONALS.items()}
     Functional.__call__ = called  # type: ignore[method-assign]
     try:
         for name, form in FUNCTIONALS.items():
-            setattr(NATIVE, name, noted(form, natives[name]))
-        yield counts
+            setattr(NATIVE, name, noting.native(form))
+        yield noting.counts
     finally:
         Functional.__call__ = former  # type: ignore[method-assign]
-        for name, native in natives.items():
-            setattr(NATIVE, name, native)
+        for name, form in FUNCTIONALS.items():
+            setattr(NATIVE, name, form.native)
+
+
+class _Noting:
+    """Counts calls of forms, and computes them or their shapes."""
+
+    def __init__(self, computes: bool) -> None:
+        self.computes = computes
+        self.counts: Counter[FormCall] = Counter()
+        self._lock = threading.Lock()
+
+    def native(self, form: Functional[..., Any]) -> Callable[..., Any]:
+        """Return the native definition of a form with a count of its calls."""
+
+        @functools.wraps(form.native)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.run(form, form.native, args, kwargs)
+
+        return call
+
+    def run(
+        self,
+        form: Functional[..., Any],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Count a call of a form, and make the call."""
+        # A compiler would put the count into its graph.
+        if is_compiling() or _within.get():
+            return call(*args, **kwargs)
+        found = call_of(form, args, kwargs)
+        with self._lock:
+            self.counts[found] += 1
+        token = _within.set(True)
+        try:
+            if self.computes:
+                return call(*args, **kwargs)
+            return form.fake(*args, **kwargs)
+        finally:
+            _within.reset(token)
 
 
 def call_of(form: Functional[..., Any], args: Any, kwargs: Mapping[str, Any]) -> FormCall:
@@ -78,8 +98,8 @@ def call_of(form: Functional[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
     arguments = []
     for name, value in given.items():
         default = signature.parameters[name].default
-        is_tensor = isinstance(value, Tensor)
-        if is_tensor or default is inspect.Parameter.empty or value != default:
+        # Tensors have no truth value to compare by.
+        if isinstance(value, Tensor) or value != default:
             arguments.append((name, _recorded(value)))
     return FormCall(form.name, tuple(arguments))
 
@@ -90,7 +110,9 @@ def _recorded(value: Any) -> Argument:
         return TensorShape(dtype, tuple(map(int, value.shape)))
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    setting: Setting = tuple(map(int, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(int, value))
+    setting: Setting = value
     return setting
 
 
@@ -104,12 +126,17 @@ def by_tokens(
         longer: the calls of the same model with one token more in the first step.
         tokens: the number.
     """
-    pairs = list(zip(counts, longer, strict=False))
-    if len(counts) != len(longer) or any(a.form != b.form for a, b in pairs):
+    forms = [call.form for call in counts]
+    # A model may take another way for another length.
+    if forms != [call.form for call in longer]:
         return dict(counts)
-    symbolic = {call: _by_tokens(call, other, tokens) for call, other in pairs}
-    # A step of one token makes the same calls as one of several.
-    of_one = {each.at(1): each for each in symbolic.values() if each.at(1) != each}
+    symbolic = {}
+    of_one = {}
+    for call, other in zip(counts, longer, strict=True):
+        each = symbolic[call] = _by_tokens(call, other, tokens)
+        # A step of one token makes the same calls as one of several.
+        if each.at(1) != each:
+            of_one[each.at(1)] = each
     found: Counter[FormCall] = Counter()
     for call, count in counts.items():
         each = symbolic[call]
@@ -123,11 +150,16 @@ def _by_tokens(call: FormCall, longer: FormCall, tokens: int) -> FormCall:
     for name, value in call.arguments:
         other = others.get(name)
         if isinstance(value, TensorShape) and other is not None:
-            pairs = zip(value.shape, other.shape, strict=False)
-            # An encoder, which has no next step, takes all tokens in one.
-            grown = [a in (tokens, tokens + 1) and b == a + 1 for a, b in pairs]
-            pairs = zip(value.shape, grown, strict=True)
-            sizes = [TOKENS if is_grown else size for size, is_grown in pairs]
-            value = TensorShape(value.dtype, tuple(sizes))
+            value = _grown(value, other, tokens)
         arguments.append((name, value))
     return FormCall(call.form, tuple(arguments))
+
+
+def _grown(tensor: TensorShape, longer: TensorShape, tokens: int) -> TensorShape:
+    """Return the tensor with the symbol for sizes that have grown by one."""
+    sizes: list[Size] = []
+    for size, other in zip(tensor.shape, longer.shape, strict=False):
+        # An encoder, which has no next step, takes all tokens in one.
+        is_grown = size in (tokens, tokens + 1) and other == int(size) + 1
+        sizes.append(TOKENS if is_grown else size)
+    return TensorShape(tensor.dtype, tuple(sizes))

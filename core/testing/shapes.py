@@ -46,7 +46,10 @@ class TensorShape:
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """Return the sizes for a number of tokens."""
-        return tuple(tokens if isinstance(size, str) else size for size in self.shape)
+        sizes = []
+        for size in self.shape:
+            sizes.append(tokens if isinstance(size, str) else size)
+        return tuple(sizes)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
@@ -70,12 +73,20 @@ class FormCall:
     @property
     def tensors(self) -> dict[str, TensorShape]:
         """The tensors among the arguments, by name."""
-        return {name: x for name, x in self.arguments if isinstance(x, TensorShape)}
+        found = {}
+        for name, value in self.arguments:
+            if isinstance(value, TensorShape):
+                found[name] = value
+        return found
 
     @property
     def settings(self) -> dict[str, Setting]:
         """The other arguments, by name."""
-        return {name: x for name, x in self.arguments if not isinstance(x, TensorShape)}
+        found = {}
+        for name, value in self.arguments:
+            if not isinstance(value, TensorShape):
+                found[name] = value
+        return found
 
     def at(self, tokens: int) -> FormCall:
         """Return the call for a number of tokens."""
@@ -121,8 +132,9 @@ class ShapeRecord:
         found: dict[FormCall, str] = {}
         for model in self.models:
             for call in model.counts:
-                if call.form == form:
-                    found.setdefault(call, model.model)
+                # Models of one family share many calls.
+                if call.form == form and call not in found:
+                    found[call] = model.model
         return found
 
 
@@ -139,7 +151,9 @@ def find_record(name: str) -> ShapeRecord:
     """
     names = shipped()
     if name == ALL:
-        models = [model for each in names for model in find_record(each).models]
+        models: list[ModelShapes] = []
+        for each in names:
+            models += find_record(each).models
         return ShapeRecord(ALL, tuple(models))
     if name in names:
         return ShapeRecord(name, read(FOLDER / f"{name}.json"))
@@ -168,23 +182,29 @@ def read(path: Path) -> tuple[ModelShapes, ...]:
 
 def written(models: Sequence[ModelShapes]) -> str:
     """Return the text of a file, with a line for each call."""
-    parts = []
-    for model in models:
-        rows = []
-        for call, count in model.counts.items():
-            arguments = {name: _plain(value) for name, value in call.arguments}
-            row = {"form": call.form, "count": count, "arguments": arguments}
-            rows.append(f"   {json.dumps(row)}")
-        lines = ",\n".join(rows)
-        parts.append(f'  {{"model": {json.dumps(model.model)}, "calls": [\n{lines}\n  ]}}')
-    listed = ",\n".join(parts)
-    return f'{{\n "schema": {json.dumps(SCHEMA)},\n "models": [\n{listed}\n ]\n}}\n'
+    listed = ",\n".join(map(_text_of, models))
+    schema = json.dumps(SCHEMA)
+    return f'{{\n "schema": {schema},\n "models": [\n{listed}\n ]\n}}\n'
+
+
+def _text_of(model: ModelShapes) -> str:
+    rows = []
+    for call, count in model.counts.items():
+        arguments = {name: _plain(value) for name, value in call.arguments}
+        row = {"form": call.form, "count": count, "arguments": arguments}
+        # A line for each call, so that a diff shows the calls that changed.
+        rows.append(f"   {json.dumps(row)}")
+    lines = ",\n".join(rows)
+    name = json.dumps(model.model)
+    return f'  {{"model": {name}, "calls": [\n{lines}\n  ]}}'
 
 
 def _plain(value: Argument) -> Any:
     if isinstance(value, TensorShape):
         return {"dtype": value.dtype, "shape": list(value.shape)}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _models_of(data: Any) -> tuple[ModelShapes, ...]:
@@ -196,15 +216,19 @@ def _models_of(data: Any) -> tuple[ModelShapes, ...]:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r:.80}, expected {SCHEMA!r}")
-    return tuple(_model_of(row) for row in _typed(data, "models", list, "the record"))
+    rows = _typed(data, "models", list, "the record")
+    return tuple(map(_model_of, rows))
 
 
 def _model_of(row: Any) -> ModelShapes:
     name = _typed(row, "model", str, "a model")
     counts: dict[FormCall, int] = {}
-    for number, each in enumerate(_typed(row, "calls", list, f"the model {name!r:.80}")):
-        where = f"call {number} of the model {name!r:.80}"
-        call = FormCall(_typed(each, "form", str, where), tuple(_arguments_of(each, where)))
+    # A name of others may be long.
+    model = f"the model {name!r:.80}"
+    for number, each in enumerate(_typed(row, "calls", list, model)):
+        where = f"call {number} of {model}"
+        form = _typed(each, "form", str, where)
+        call = FormCall(form, tuple(_arguments_of(each, where)))
         count = _typed(each, "count", int, where)
         if count < 1:
             raise ValueError(f"{where} has the count {count}, expected at least 1")
@@ -216,10 +240,7 @@ def _arguments_of(row: Any, where: str) -> Iterator[tuple[str, Argument]]:
     for name, value in _typed(row, "arguments", dict, where).items():
         place = f"the argument {name!r:.80} of {where}"
         if isinstance(value, dict):
-            sizes = _typed(value, "shape", list, place)
-            if not all(size == TOKENS or _is_size(size) for size in sizes):
-                raise ValueError(f"{place} has the shape {sizes!r:.80}, expected sizes")
-            yield name, TensorShape(_typed(value, "dtype", str, place), tuple(sizes))
+            yield name, _tensor_of(value, place)
         elif isinstance(value, list):
             if not all(map(_is_size, value)):
                 raise ValueError(f"{place} is {value!r:.80}, expected integers")
@@ -228,8 +249,19 @@ def _arguments_of(row: Any, where: str) -> Iterator[tuple[str, Argument]]:
             yield name, value
 
 
+def _tensor_of(row: Any, place: str) -> TensorShape:
+    dtype = _typed(row, "dtype", str, place)
+    sizes = _typed(row, "shape", list, place)
+    for size in sizes:
+        if size != TOKENS and not _is_size(size):
+            raise ValueError(f"{place} has the shape {sizes!r:.80}, expected sizes")
+    return TensorShape(dtype, tuple(sizes))
+
+
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    # True is an integer for Python.
+    is_integer = type(value) is int
+    return is_integer and value >= 0
 
 
 def _typed(row: Any, key: str, kind: Callable[..., Any], where: str) -> Any:
@@ -238,7 +270,10 @@ def _typed(row: Any, key: str, kind: Callable[..., Any], where: str) -> Any:
     Raises:
         ValueError: the value is missing, or has another type.
     """
-    value = row.get(key) if isinstance(row, dict) else None
+    value = None
+    if isinstance(row, dict):
+        value = row.get(key)
+    # Not isinstance(): True is an integer for Python.
     if type(value) is not kind:
         raise ValueError(f"{where} has {key} {value!r:.80}, expected {kind.__name__}")
     return value
