@@ -37,13 +37,15 @@ def trace_checkpoint(name: str, tokens: int, *, on_meta: bool) -> Counts:
     config = engine_config(name, None, {}).resolved()
     with set_config(native_config()):
         model = (describe_model if on_meta else load_model)(config)
-        runs = []
-        # The second run tells which sizes are the number of tokens.
-        for count in (tokens, tokens + 1):
+
+        def counts_for(prompt: int) -> Counts:
             # No shape depends on the numbers.
-            ids = torch.zeros(count + 1, dtype=torch.int64)
-            runs.append(_counts(model, decoder_steps(model, ids, config), computes=not on_meta))
-    return by_tokens(*runs, tokens)
+            ids = torch.zeros(prompt + 1, dtype=torch.int64)
+            steps = decoder_steps(model, ids, config)
+            return _counts(model, steps, computes=not on_meta)
+
+        # The second run tells which sizes are the number of tokens.
+        return by_tokens(counts_for(tokens), counts_for(tokens + 1), tokens)
 
 
 def trace_function(name: str) -> Counts:

@@ -336,7 +336,7 @@ def _logits(draw: Draw, sizes: Sizes) -> Tensor:
     ranks = draw(tokens, experts).double().argsort(-1)
     # A power of two, as a division by another number rounds.
     power = math.ceil(math.log2(experts / 8 + 1))
-    logits = (ranks - experts // 2) / 2**power
+    logits: Tensor = (ranks - experts // 2) / 2**power
     return logits.to(draw.dtype)
 
 
