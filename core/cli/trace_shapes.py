@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from opgraft.base.text import printable
+from opgraft.cli.answers import answers_apart
 from opgraft.cli.evidence import write_text
 from opgraft.cli.exec import run_program
 from opgraft.cli.output import GivenPath, print_table
@@ -75,14 +76,16 @@ def command(
         _save(ModelShapes(Path(model).name, counts), file)
         # The end of a normal command would cut off the threads that the program leaves.
         sys.exit(code)
-    if is_function(model):
-        counts = trace_function(model)
-    else:
-        find_checkpoint(model)
-        counts = trace_checkpoint(model, tokens, on_meta=on_meta)
-    shapes = ModelShapes(Path(model).name, counts)
-    _save(shapes, file)
-    print_table(("count", "form", "arguments"), [_row(*each) for each in counts.items()])
+    # Plugins may print when they are loaded.
+    with answers_apart():
+        if is_function(model):
+            counts = trace_function(model)
+        else:
+            find_checkpoint(model)
+            counts = trace_checkpoint(model, tokens, on_meta=on_meta)
+        _save(ModelShapes(Path(model).name, counts), file)
+        rows = [_row(call, count) for call, count in counts.items()]
+        print_table(("count", "form", "arguments"), rows)
 
 
 def _save(shapes: ModelShapes, file: Path) -> None:
@@ -93,4 +96,5 @@ def _save(shapes: ModelShapes, file: Path) -> None:
 
 
 def _row(call: FormCall, count: int) -> tuple[object, ...]:
-    return count, call.form, ", ".join(f"{name}={value}" for name, value in call.arguments)
+    arguments = [f"{name}={value}" for name, value in call.arguments]
+    return count, call.form, ", ".join(arguments)

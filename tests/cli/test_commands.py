@@ -344,7 +344,8 @@ def test_every_command_has_json_and_a_help_text() -> None:
     """The contract of all commands: a sentence on what they do, and --json but for those that go on until ended.
 
     'opgraft conformance' writes its JSON to a file, as it goes; 'plugins check' is its short form, for people. The
-    output of 'opgraft exec' is that of the program, and OPGRAFT_REPORT names a file for JSON.
+    output of 'opgraft exec' is that of the program, and OPGRAFT_REPORT names a file for JSON; 'opgraft trace-shapes'
+    writes a file, too.
     """
 
     def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
@@ -358,7 +359,7 @@ def test_every_command_has_json_and_a_help_text() -> None:
     commands = dict(walk(root, "opgraft"))
     others = (
         *("opgraft chat", "opgraft serve", "opgraft exec"),
-        *("opgraft conformance", "opgraft plugins check"),
+        *("opgraft conformance", "opgraft plugins check", "opgraft trace-shapes"),
     )
     assert len(commands) > 7
     for path, command in commands.items():

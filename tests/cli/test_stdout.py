@@ -150,7 +150,7 @@ def test_stdout_that_is_no_file(noisy: Site, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_commands_that_load_plugins_keep_stdout_apart() -> None:
-    """All do but those that load no plugin, and the one whose output is that of another program."""
+    """All do but those that load no plugin, and those whose output is that of another program."""
     others = []
 
     def walk(group: object, path: str) -> None:
@@ -162,4 +162,4 @@ def test_commands_that_load_plugins_keep_stdout_apart() -> None:
                 others.append(f"{path} {name}".strip())
 
     walk(commands, "")
-    assert others == ["exec", "new"]
+    assert others == ["exec", "new", "trace-shapes"]
