@@ -367,8 +367,9 @@ def main() -> None:
     names = set(arguments.ops)
     opgraft.load_plugins()
     with torch.inference_mode():
+        cells: list[Cell] = []
         if arguments.shapes:
-            cells, rows = [], list(told(replays(find_record(arguments.shapes), names)))
+            rows = list(told(replays(find_record(arguments.shapes), names)))
         else:
             cells, rows = measured(names)
     arguments.output.mkdir(parents=True, exist_ok=True)
