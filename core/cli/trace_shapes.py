@@ -65,6 +65,8 @@ def command(
         raise click.UsageError("a program computes with its own weights: leave --meta out")
     if arguments and not is_program:
         raise click.UsageError(f"only a program takes arguments: leave {arguments[0]!r} out")
+    if not is_program and not is_function(model):
+        find_checkpoint(model)
     # The program may change the folder.
     file = file.absolute()
     # Imports torch, which --help does without.
@@ -81,7 +83,6 @@ def command(
         if is_function(model):
             counts = trace_function(model)
         else:
-            find_checkpoint(model)
             counts = trace_checkpoint(model, tokens, on_meta=on_meta)
         _save(ModelShapes(Path(model).name, counts), file)
         rows = [_row(call, count) for call, count in counts.items()]
