@@ -111,7 +111,9 @@ def command(
     if suite_parts and not device_suite:
         raise InputError("--suite-part names parts of TorchCTS, which --device-suite runs")
     if shapes is not None and device_suite:
-        raise InputError("--shapes replays calls of ops, and --device-suite asks of none: leave one out")
+        raise InputError(
+            "--shapes replays calls of ops, and --device-suite asks of none: leave one out"
+        )
     parts = _parts_of_suite(suite_parts) if device_suite else ()
     earlier = json_file or evidence.kept_file(subject_of(plugin))
     found = ConformanceEvidence()

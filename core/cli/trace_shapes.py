@@ -70,7 +70,7 @@ def command(
     # The program may change the folder.
     file = file.absolute()
     # Imports torch, which --help does without.
-    from opgraft.cli.traced_shapes import recording_natives, trace_checkpoint, trace_function
+    from opgraft.cli.traced_shapes import recording_natives, trace_model
 
     if is_program:
         with recording_natives() as counts:
@@ -80,10 +80,7 @@ def command(
         sys.exit(code)
     # Plugins may print when they are loaded.
     with answers_apart():
-        if is_function(model):
-            counts = trace_function(model)
-        else:
-            counts = trace_checkpoint(model, tokens, on_meta=on_meta)
+        counts = trace_model(model, tokens, on_meta=on_meta)
         _save(ModelShapes(Path(model).name, counts), file)
         rows = [_row(call, count) for call, count in counts.items()]
         print_table(("count", "form", "arguments"), rows)

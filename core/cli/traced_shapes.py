@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from opgraft.cli.comparison import native_config
 from opgraft.cli.verified_models import decoder_steps, made_by
+from opgraft.cli.verify import is_function
 from opgraft.config import set_config
 from opgraft.models.build import describe_model, load_model
 from opgraft.serving.engine_settings import engine_config
@@ -24,6 +25,13 @@ def recording_natives() -> Iterator[Counts]:
     """Count the calls of forms in the block, where ops run their native definitions."""
     with set_config(native_config()), recording() as counts:
         yield counts
+
+
+def trace_model(name: str, tokens: int, *, on_meta: bool) -> Counts:
+    """Return the calls of a checkpoint's model, or of the model of ``module:function``."""
+    if is_function(name):
+        return trace_function(name)
+    return trace_checkpoint(name, tokens, on_meta=on_meta)
 
 
 def trace_checkpoint(name: str, tokens: int, *, on_meta: bool) -> Counts:
