@@ -295,7 +295,7 @@ class GPTQLinearMethod(GroupLinearMethod):
 
         Some tools store 7 for symmetric zeros of four bits, and others store 8. If the checkpoint
         has ``sym``, the stored number does not count. A checkpoint without the setting is symmetric
-        if all stored zeros are one of these two numbers.
+        if all stored zeros are one of these two numbers, or in the format ``gptq_v2`` if all are 8.
 
         Raises:
             QuantizationError: the checkpoint claims symmetry, and stores different zeros.
@@ -315,9 +315,10 @@ class GPTQLinearMethod(GroupLinearMethod):
         if self.form.symmetric:
             return None
         if self.form.symmetric is None and are_equal:
+            # In the second format, the stored number is the zero.
+            usual = ([middle],) if self.form.first_zero == 0 else ([middle - 1], [middle])
             # An empty list if no group has a weight.
-            stored_zero = used[:1].tolist()
-            if stored_zero in ([middle - 1], [middle]):
+            if used[:1].tolist() in usual:
                 return None
         if self.form.first_zero == 0:
             return numbers.T
