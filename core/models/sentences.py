@@ -36,6 +36,9 @@ _TRANSFORMER_FILES = tuple(
 )
 """Files with the settings of the model. The first file counts. Older versions have other names."""
 
+_USUAL_POOLING = ("mean",)
+"""The mode without a list of modules. sentence-transformers reads no settings of pooling then."""
+
 _USUAL_PROMPTS = {"query": "", "document": ""}
 _OF_TOKENIZER = ("processor_kwargs", "tokenizer_args")
 _KNOWN_ARGUMENTS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
@@ -87,7 +90,7 @@ class SentenceSettings:
         folder = weights.path if weights.path.is_dir() else weights.path.parent
         outer = weights.outer or folder
         general_file = outer / SENTENCE_CONFIG
-        pooling_folder = "1_Pooling"
+        pooling = _USUAL_POOLING
         normalize = True
         given: Mapping[str, Any] = {}
         general: Mapping[str, Any] = {}
@@ -97,15 +100,14 @@ class SentenceSettings:
             keys = _CROSS_ENCODER if has_labels else _ENCODER
             given = _transformer_settings(folder, keys.transformer)
             general = _settings_of_module(general_file, keys.general)
+        prompt = _prompt(general_file, general)
         if has_labels:
             _expect_transformer_alone(outer)
         elif listed:
             pooling_folder, normalize = _steps(outer)
-        prompt = _prompt(general_file, general)
+            pooling = _pooling(outer / pooling_folder / "config.json", prompt)
         return cls(
-            pooling=_pooling(
-                outer / pooling_folder / "config.json", listed and not has_labels, prompt
-            ),
+            pooling=pooling,
             normalize=normalize,
             max_tokens=_max_tokens(folder, given),
             lower_case=bool(given.get("do_lower_case")),
@@ -216,19 +218,18 @@ def _size(file: Path, general: Mapping[str, Any]) -> int | None:
     return size
 
 
-def _pooling(file: Path, listed: bool, prompt: str) -> tuple[str, ...]:
+def _pooling(file: Path, prompt: str) -> tuple[str, ...]:
     """Return the modes of pooling.
 
     Args:
-        file: the settings of the module ``Pooling``.
-        listed: the list of modules names the folder of the file.
+        file: the settings of the module ``Pooling``, whose folder the list of modules names.
         prompt: the default prompt.
     """
-    if listed and not file.is_file():
+    if not file.is_file():
         raise CheckpointError(
             f"{file} is missing, and {MODULES} names its folder: download the checkpoint again"
         )
-    settings = read_json(file) if file.is_file() else {}
+    settings = read_json(file)
     if prompt and settings.get("include_prompt") is False:
         raise CheckpointError(
             f"{file}: include_prompt is false, and the default prompt {prompt!r:.80} would be "

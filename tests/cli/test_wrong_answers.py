@@ -70,6 +70,13 @@ def bert() -> Callable[..., object]:
     return lambda **options: transformers.BertConfig(vocab_size=len(WORDS), **{**sizes, **options})
 
 
+PACKAGE = "sentence_transformers.sentence_transformer.modules"
+MODULES = [
+    {"path": "", "type": f"{PACKAGE}.transformer.Transformer"},
+    {"path": "1_Pooling", "type": f"{PACKAGE}.pooling.Pooling"},
+]
+
+
 @pytest.fixture
 def encoder(tokenizer, tmp_path: Path, bert) -> Path:
     """A random BERT of two layers."""
@@ -183,6 +190,7 @@ def test_an_unknown_pooling_is_refused(encoder: Path, value: object) -> None:
     """A mode that is not known is an error with the file's name, not the mean."""
     (encoder / "1_Pooling").mkdir()
     (encoder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": value}))
+    (encoder / "modules.json").write_text(json.dumps(MODULES))
     with pytest.raises(InputError, match=r"1_Pooling/config\.json: the pooling mode"):
         SentenceSettings.of(open_weights(str(encoder)))
 
@@ -191,15 +199,12 @@ def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
     """The list of modules says where the pooling is set; a layer behind it, which would be left out, is refused."""
     (encoder / "2_Pooling").mkdir()
     (encoder / "2_Pooling/config.json").write_text('{"pooling_mode": "max"}')
-    base = "sentence_transformers.sentence_transformer.modules"
-    rows = [
-        {"path": "", "type": f"{base}.transformer.Transformer"},
-        {"path": "2_Pooling", "type": f"{base}.pooling.Pooling"},
-    ]
+    transformer, pooling = MODULES
+    rows = [transformer, {**pooling, "path": "2_Pooling"}]
     (encoder / "modules.json").write_text(json.dumps(rows))
     assert SentenceSettings.of(open_weights(str(encoder))).pooling == ("max",)
     (encoder / "modules.json").write_text(
-        json.dumps([*rows, {"path": "3_Dense", "type": f"{base}.Dense"}])
+        json.dumps([*rows, {"path": "3_Dense", "type": f"{PACKAGE}.Dense"}])
     )
     with pytest.raises(InputError, match="lists a module 'Dense'"):
         SentenceSettings.of(open_weights(str(encoder)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    modules = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    rows = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in modules
+    ]
+    (folder / "modules.json").write_text(json.dumps(rows))
     return folder

@@ -78,6 +78,8 @@ ROWS: Mapping[str, tuple[Mapping[str, Any], Form]] = {
     "sym, 7 stored, v2": ({**GPTQ, "sym": True, "format": "gptq_v2"}, storing(7, 8)),
     "sym, 128 stored": ({**GPTQ, "sym": True, "bits": 8}, storing(128, 128, 8)),
     "8 stored, sym not given": (GPTQ, storing(8, 8)),
+    "7 stored, v2, sym not given": ({**GPTQ, "format": "gptq_v2"}, storing(7, 7)),
+    "8 stored, v2, sym not given": ({**GPTQ, "format": "gptq_v2"}, storing(8, 8)),
     "8 stored, not sym": ({**GPTQ, "sym": False}, storing(8, 9)),
     "8 stored, v2 by format": ({**GPTQ, "sym": False, "format": "gptq_v2"}, storing(8, 8)),
     "zeros from 0, v2 by format": (

@@ -614,6 +614,16 @@ def test_keys_of_an_encoder_of_sentences(row: str, sentence_encoder: Path, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_without_a_list_of_modules(sentence_encoder: Path, tmp_path: Path) -> None:
+    """Settings of the pooling do not count, as in sentence-transformers; opgraft makes unit vectors."""
+    first_token = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    files = {"modules.json": None, "1_Pooling/config.json": first_token}
+    folder = with_files(sentence_encoder, tmp_path, files)
+    expected = torch.nn.functional.normalize(reference(folder), dim=-1)
+    torch.testing.assert_close(embedded(folder), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_model_in_a_folder_of_its_own(sentence_encoder: Path, tmp_path: Path) -> None:
     """Older versions have the model and its settings in a folder that ``modules.json`` names."""
     inner = with_files(sentence_encoder, tmp_path / "0_BERT", SENTENCES["do_lower_case"])
