@@ -37,6 +37,26 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = MappingProxyType(
 """Activations of encoders by their names in configs."""
 
 
+def places_beside_padding(input_ids: Tensor, positions: Tensor, padding: int) -> Tensor:
+    """Return the rows ``[tokens]`` of position embeddings that count from the row of the padding.
+
+    A padding token inside a text has the row of the padding, and is not counted, as in
+    transformers. Example: the rows of ``[5, 1, 7]`` are ``[2, 1, 3]`` if the padding is token 1.
+
+    Args:
+        input_ids: ``[tokens]`` of whole texts, one after another.
+        positions: ``[tokens]``, from 0 in each text.
+        padding: the padding token, which is the row of the padding as well.
+    """
+    tokens = (input_ids != padding).long()
+    counted = tokens.cumsum(0)
+    places = torch.arange(tokens.shape[0], device=tokens.device)
+    starts = places - positions
+    earlier_texts = counted[starts] - tokens[starts]
+    number = counted - earlier_texts
+    return padding + number * tokens
+
+
 class EncoderEmbeddings(nn.Module):
     """The sum of the embeddings of words, positions and token types, normalised."""
 
@@ -68,9 +88,11 @@ class EncoderEmbeddings(nn.Module):
         """
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         words: Tensor = self.word_embeddings(input_ids)
-        places = self.position_embeddings(positions + self.first_position)
+        rows = positions
+        if self.first_position:
+            rows = places_beside_padding(input_ids, positions, self.first_position - 1)
         # transformers sums in this order.
-        total = words + self.token_type_embeddings(types) + places
+        total = words + self.token_type_embeddings(types) + self.position_embeddings(rows)
         normalised: Tensor = self.LayerNorm(total)
         return normalised
 
@@ -314,7 +336,10 @@ class BertModel(Model):
 
     @staticmethod
     def first_position(config: Any) -> int:
-        """Return the row of the position embeddings for the first token."""
+        """Return the row of the position embeddings for the first token.
+
+        If it is not 0, the row before is that of the padding, and has the number of its token.
+        """
         return 0
 
     def forward(

@@ -19,6 +19,7 @@ from opgraft.grafting import graft, ungraft
 from opgraft.grafting.report import LeftAlone
 from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.encoder import places_beside_padding
 from opgraft.models.extras import import_extra
 from opgraft.models.model import Model
 from opgraft.models.stages import Stage
@@ -275,6 +276,8 @@ class TransformersModel(Model):
         self.__dict__["transformers_model"] = model
         self.uncached = self.examination.uncached
         self.first_position = _first_position(self.stack)
+        # With a cache, a call may begin inside a text.
+        self._has_whole_texts = not attention_layers(self)
 
     @property
     def stack(self) -> Any:
@@ -439,11 +442,18 @@ class TransformersModel(Model):
         elif input_ids is not None:
             options["input_ids"] = input_ids[None]
         if not self.uncached:  # otherwise transformers counts the positions itself
-            options["position_ids"] = (positions + self.first_position)[None]
+            options["position_ids"] = self._places(input_ids, positions)[None]
             # A given mask, even an empty one, keeps transformers from making masks.
             options["attention_mask"] = positions.new_empty(1, 1, 0, 0)
         output: Tensor = self.stack(**options, use_cache=False)[0]
         return output[0] if self.gate is None else self.gate.leave(output[0])
+
+    def _places(self, input_ids: Tensor | None, positions: Tensor) -> Tensor:
+        """Return the positions that transformers gives the tokens."""
+        counts_padding = not self.first_position or not self._has_whole_texts
+        if input_ids is None or counts_padding:
+            return positions + self.first_position
+        return places_beside_padding(input_ids, positions, self.first_position - 1)
 
     def try_texts(self, device: torch.device) -> None:
         """Compare the hidden states of two short texts with those of transformers.

@@ -19,7 +19,10 @@ _STEP = 7919
 _CANDIDATES = 40
 """More tokens than the texts need, as special tokens are left out."""
 
-_SPECIAL = ("mask_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
+_SPECIAL = (
+    *("pad_token_id", "mask_token_id", "cls_token_id"),
+    *("sep_token_id", "bos_token_id", "eos_token_id"),
+)
 _TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3}
 _COARSE = 0.05
 """The tolerance of narrower dtypes: each layer's results are rounded to three digits or fewer."""
@@ -34,19 +37,17 @@ def trial_texts(config: Any, longest: int, device: torch.device) -> list[Tensor]
         device: the device of the ids.
     """
     size = int(config.vocab_size)
-    padding = getattr(config, "pad_token_id", None)
     special = []
     for name in _SPECIAL:
         token = getattr(config, name, None)
-        if isinstance(token, int) and 0 <= token < size:
+        is_known = isinstance(token, int) and 0 <= token < size
+        if is_known and token not in special:
             special.append(token)
     ordinary = []
     for number in range(1, min(size, _CANDIDATES + 1)):
         token = number * _STEP % size
-        if token not in special and token != padding:
+        if token not in special:
             ordinary.append(token)
-    # Padding is no part of a text.
-    special = [token for token in special if token != padding]
     texts = []
     start = 0
     for length in _LENGTHS:

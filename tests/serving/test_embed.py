@@ -16,7 +16,7 @@ from opgraft.models import find_checkpoint
 from opgraft.models.build import generates
 from opgraft.models.pooling import pooled
 from safetensors.torch import load_file, save_file
-from support.families.embedders import PROTEINS, build, embedded, opened, save
+from support.families.embedders import PROTEINS, build, embedded, opened, save, vector
 from support.small_words import word_llama
 
 transformers = pytest.importorskip("transformers")
@@ -243,6 +243,30 @@ def test_texts_beside_each_other_keep_their_vectors(kind: str, tmp_path: Path) -
     told = [row.reason for row in loaded.report.kept if row.path == ""]
     assert loaded.packs is not bool(reason)
     assert any(reason in each for each in told) if reason else not told
+
+
+PADDED = (
+    "RobertaModel",
+    "XLMRobertaModel",
+    "CamembertModel",
+    "MPNetModel",
+    "BertModel",
+    "Qwen2Model",
+)
+"""Families that do not count the padding for their positions, and two that do."""
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_the_padding_token_inside_a_text(name: str, tmp_path: Path) -> None:
+    """The vector is that of transformers, alone and in a batch."""
+    model, rows, _ = build(name, {"pad_token_id": 1})
+    rows[2][6] = rows[3][0] = rows[3][17] = rows[3][18] = 1
+    rows[1] = [1]
+    expected = torch.stack([vector(model, each) for each in rows])
+    save(model, tmp_path)
+    alone, batch = embedded(opened(tmp_path), rows)
+    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch, expected, rtol=0, atol=1e-5)
 
 
 def test_an_older_file_of_a_model_with_a_head(tmp_path: Path) -> None:
