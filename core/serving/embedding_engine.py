@@ -13,7 +13,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
 from opgraft.engine.core import exceptions_that_fail_a_step
-from opgraft.engine.runner.changed_weights import BY_THE_PROGRAM
+from opgraft.engine.runner.changed_weights import blames_no_plugin
 from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.engine.workers.executors import executor_of
@@ -427,7 +427,7 @@ class EmbeddingEngine(RequestEngine):
             faults: the fault by the name of each text.
 
         Returns:
-            A ``PluginError`` if a plugin is named for a text, a ``ModelError`` if the program
+            A ``PluginError`` if a plugin is to blame for a text, a ``ModelError`` if unknown code
             has changed the model, else a ``CheckpointError``.
         """
         model = self.opgraft_config.model
@@ -448,8 +448,9 @@ class EmbeddingEngine(RequestEngine):
         known = [fault for kernel, fault in first.items() if kernel != UNEXPLAINED]
         if not known:
             return CheckpointError(message)
-        by_the_program = all(fault.endswith(BY_THE_PROGRAM) for fault in known)
-        return ModelError(message) if by_the_program else PluginError(message)
+        if all(map(blames_no_plugin, known)):
+            return ModelError(message)
+        return PluginError(message)
 
     def _unexplained(self, fault: str) -> str:
         """Return the reason of texts for which no kernel is to blame."""

@@ -389,6 +389,10 @@ def test_a_weight_that_the_program_changes(site: Site, llama: Path, encoder: Pat
         vectors.embed([[4, 5]])
     site.plugin("acme", kernel("GELU", "forward_oot(self, x)", "return x"))
     opgraft.reset()
+    vectors = LLM(str(encoder), **{"load.progress": False})
+    vectors.encoder.executor.worker.runner.model.embeddings.LayerNorm.bias.data[1] = torch.nan
+    with pytest.raises(ModelError, match=rf"{CHANGED} .* Active plugins: acme of acme 1\.0\."):
+        vectors.embed([[4, 5]])
     with LLM(str(llama), **SMALL) as llm:
         llm.engine.core.executor.worker.runner.model.model.norm.weight.data[0] = torch.nan
         (output,) = llm.generate([[4, 5, 6]])

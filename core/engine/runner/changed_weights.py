@@ -19,9 +19,8 @@ from opgraft.ops.weights import LoadedTensor
 from opgraft.registry.state import PluginStatus, host_state
 from torch import Tensor, nn
 
-BY_THE_PROGRAM = "No plugin is active, so the program has changed it itself"
-"""The end of a sentence about a weight that names no plugin."""
-
+_CHANGED = "code has changed it in memory"
+_CLASS_OF_LAYER = "The class of the layer is"
 _CHUNK = 1 << 24
 """Numbers of a file that are looked at together."""
 
@@ -51,9 +50,17 @@ def changed_weight(model: Model, name: str) -> str:
         layer = model.get_submodule(path.rpartition(".")[0])
         return (
             f"the weight {path} holds NaN or infinity, and the files of {name} hold neither: "
-            f"code has changed it in memory. {_suspects(layer)}"
+            f"{_CHANGED}. {_suspects(layer)}"
         )
     return ""
+
+
+def blames_no_plugin(sentence: str) -> bool:
+    """Return True if a sentence is one of ``changed_weight``, about a layer without a replacement.
+
+    The program itself, or any code that is loaded, may have changed such a weight.
+    """
+    return _CHANGED in sentence and _CLASS_OF_LAYER not in sentence
 
 
 def _sources(model: Model, name: str) -> dict[int, list[LoadedTensor]]:
@@ -78,14 +85,14 @@ def _suspects(layer: nn.Module) -> str:
     """Name the class of the layer if it is a replacement, else the active plugins."""
     replacement = replacement_of_layer(layer)
     if replacement:
-        return f"The class of the layer is {replacement}"
+        return f"{_CLASS_OF_LAYER} {replacement}"
     active = []
     for record in host_state().plugins.values():
         if record.status is PluginStatus.ACTIVATED:
             active.append(f"{record.name} of {record.provider}")
     if active:
         return printable(f"Active plugins: {', '.join(active)}. {PLUGINS}= goes without them")
-    return BY_THE_PROGRAM
+    return "No plugin is active, so the program has changed it itself"
 
 
 def _are_finite(tensors: Iterable[LoadedTensor], dtype: torch.dtype) -> bool:
