@@ -15,7 +15,7 @@ import pytest
 import torch
 from grafting.test_transformers import build, inputs
 from opgraft import CustomOp
-from opgraft.ops import Linear
+from opgraft.ops import Linear, RMSNorm
 from opgraft.registry.state import host_state
 from opgraft.testing.conformance import Conformance, alone
 from support import counting_plugin, servers
@@ -148,6 +148,17 @@ def test_a_server(site, tmp_path: Path, warm_python: str, monkeypatch: pytest.Mo
     total = sum(counts["ran"].values())
     assert f"kernels   {total} of counting 1.0" in shown
     assert set(re.findall(r'kernel_info\{.*kernel="([^"]+)"', metrics)) == set(counts["ran"])
+
+
+def test_a_decision() -> None:
+    """The short text of a decision, and its table for a notebook, name the kernel that a call runs."""
+    counting_plugin.opgraft_register_ops()
+    norm = RMSNorm(4)
+    counting_plugin.RAN.clear()
+    norm(torch.ones(2, 4))
+    (kernel,) = counting_plugin.RAN
+    assert f": {kernel} (" in repr(norm.decision)
+    assert kernel in norm.decision._repr_html_()
 
 
 def test_a_verification(counted: Counted, tmp_path: Path) -> None:
