@@ -227,6 +227,19 @@ for kind in ("values", "lengths", "slots", "tables"):
     print(refusal(compilation_config=full))
 """
 
+OF_RANKS = """
+import sys
+import opgraft
+from opgraft.errors import ConfigError
+full = {"level": 1, "graph_mode": "full", "capture_sizes": [1, 3]}
+settings = {"cache.num_blocks": 100, "cache.block_size": 4, "load.progress": False}
+for split in ({"parallel.data": 2, "parallel.expert": 2}, {"parallel.tensor": 2}):
+    try:
+        opgraft.LLM(sys.argv[1], dtype="float32", max_num_seqs=4, compilation_config=full, **settings, **split)
+    except ConfigError as error:
+        print(error)
+"""
+
 GRAPHS = """
 import torch, opgraft
 from opgraft.testing.simulated_graphs import Graph, graph
@@ -500,6 +513,16 @@ def test_whole_steps_are_recorded(warm_python: str, tmp_path: Path) -> None:
     assert len(stale) == 3
     for line in stale:
         assert "a recorded step of 3 sequences computes something else than the model" in line
+
+
+@needs_backend
+def test_steps_of_ranks_are_not_recorded(warm_python: str, tmp_path: Path) -> None:
+    """The engine refuses replicas that share experts, and ranks whose sums run on the host."""
+    written("Llama", tmp_path, vocab_size=400)
+    replicas, tensor = on("default", warm_python, OF_RANKS, str(tmp_path))
+    assert "a step waits for other ranks" in replicas
+    assert "parallel.data 2" in replicas
+    assert "c10d::allreduce_ gives the host a value, which no recording has" in tensor
 
 
 @needs_backend

@@ -26,6 +26,9 @@ HELD_BY = {
     "lanes/test_vendor_wheels.py::test_pace_serves_what_this_processor_can_run": (
         "plugins/test_vllm_bridge.py::test_a_plugin_runs_as_it_is"
     ),
+    "platforms/test_simulated.py::test_steps_of_ranks_are_not_recorded": (
+        "platforms/test_simulated.py::test_whole_steps_are_recorded"
+    ),
     "platforms/test_cpu_allocator.py::test_other_c_libraries": (
         "platforms/test_cpu_allocator.py::test_a_scope_sets_it_for_the_process"
     ),
