@@ -99,7 +99,7 @@ run.test-slow = $(ON_TWO) -m slow
 # Tests that cannot run there are in tests/support/simulated_device.py, with their reasons.
 help.test-simulated = the tests of engine, serving and server on the simulated device
 needs.test-simulated = .venv/opgraft
-run.test-simulated = OPGRAFT_SIMULATED_DEVICE=default $(ON_TWO) -m 'not slow' --ignore tests/engine/planning tests/engine tests/serving
+run.test-simulated = OPGRAFT_SIMULATED_DEVICE=default $(ON_TWO) -m 'not slow' tests/engine tests/serving
 
 # 'make test' leaves out only those that are marked.
 help.test-faults = the fault matrix: plugins that are broken in every way, in processes of their own too

@@ -13,7 +13,11 @@ _OF_CPU = "changes what the CPU platform says of its memory"
 
 _OF_DYNAMO = "has torch.compile trace tensors, and Dynamo follows none of a device in Python"
 
+_OF_PLANS = "plans for devices that are not there, by their figures, and computes on none"
+
 UNFIT: dict[str, str] = {
+    "engine/planning/test_plan_command.py": _OF_PLANS,
+    "engine/planning/test_shards.py": "counts bytes and collectives of ranks, which no device changes",
     "engine/test_compiled_step.py::test_the_tokens_are_those_of_the_modules": _OF_DYNAMO,
     "engine/test_compiled_step.py::test_strict_mode_compiles_nothing_while_requests_run": _OF_DYNAMO,
     "engine/test_compiled_step.py::test_without_a_compiler": _OF_DYNAMO,
