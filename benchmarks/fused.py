@@ -2,25 +2,39 @@
 
 Sizes are those of small models. Both sides are functional forms as compiled code calls them; calls alternate. Kernels
 in one process are timed by the processor time of one thread. Those of ranks, which wait for each other, are timed by
-the clock, and the least of several calls counts: other work on the machine only adds.
+the clock. Of norms, the least of several calls counts, as other work on the machine only adds. Of products, the median
+counts, because the least has no waiting.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_rows import Finding, print_findings
-from fused_ranks import FORMS, PRODUCTS, ROWS, SIZES, compare, product_times
+from fused_ranks import (
+    FORMS,
+    OVERLAP,
+    PRODUCTS,
+    ROWS,
+    SIZES,
+    Times,
+    compare,
+    pass_times,
+    product_times,
+)
 from opgraft import functional
 from parallel_ranks import Ranks, prefer
 from timing import machine
@@ -29,6 +43,8 @@ from torch import Tensor
 HIDDEN, INTERMEDIATE, HEADS, HEAD_SIZE = 2048, 5632, 16, 64
 EPS = 1e-5
 TENSOR, TOKEN = (-1, -1), (1, -1)
+MOST = 0.95
+"""The most that layers may take with the pass, by the time without it."""
 DTYPES = (torch.float32, torch.bfloat16)
 SECONDS = 0.005
 """The time that one side of a round takes, about."""
@@ -145,29 +161,44 @@ def ranks(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def products(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Tell what exchange and product at once could gain on two ranks: at best, a product without any exchange.
+    """Tell what exchange and product at once could gain on two ranks of a host, and what the pass gains.
 
-    A rank that sends some rows while it computes others divides the product, which then reads all weights twice. A
-    division of columns reads them once. An exchange through memory is work of the rank's own processor: only what the
-    exchange waits could be hidden.
+    Product and exchange are timed one after the other, and a median is that of the calls of both ranks. An exchange
+    through memory is work of the rank's own processor: only what the exchange waits could be hidden. So the time
+    without waiting bounds what the pass can gain. A rank that sends some rows while it computes others divides the
+    product.
     """
-    with Ranks(2) as two:
-        two.run(prefer, -20)
-        for hidden, intermediate in SIZES:
+    for hidden, intermediate in SIZES:
+        with Ranks(2) as two:
+            two.run(prefer, -20)
             for rows in ROWS:
+                sizes = (rows, hidden, intermediate)
+                of = f"{rows} rows, {hidden:,} by {intermediate:,}, two ranks"
+                bounds = []
                 for form in PRODUCTS:
-                    sizes = (rows, hidden, intermediate)
-                    rounds = arguments.rounds
-                    times = two.run(product_times, form, *sizes, rounds)[0]
-                    label = f"{form}, {rows} rows, {hidden:,} by {intermediate:,}, two ranks"
-                    both = times.product + times.exchange
-                    share = [(times.product, both)]
-                    yield _finding(f"{label}, product / both", share, rounds)
-                    work = [(times.product + times.work, both)]
-                    yield _finding(f"{label}, without waiting / both", work, rounds)
-                    for kind, seconds in times.divided.items():
-                        halves = [(seconds, times.product)]
-                        yield _finding(f"{label}, product {kind} / at once", halves, rounds)
+                    found = two.run(product_times, form, *sizes, arguments.rounds)
+                    shares = list(product_shares(found, f"{form}, {of}", arguments.rounds))
+                    bounds.append(shares[1].measured)
+                    yield from shares
+                of_pass = two.run(pass_times, *sizes, arguments.rounds)
+                pairs = list(chain.from_iterable(rank.pairs for rank in of_pass))
+                label = f"layers, {of}, {OVERLAP} on / off"
+                gain = _finding(label, pairs, arguments.rounds, most=MOST, bound=min(bounds))
+                places = f"{gain.detail}, {of_pass[0].replaced} places changed"
+                yield replace(gain, detail=places)
+
+
+def product_shares(ranks: Sequence[Times], label: str, rounds: int) -> Iterator[Finding]:
+    """Return the shares of a product alone and of the time without waiting, and what a divided product takes."""
+    product, both, work = (
+        statistics.median(chain.from_iterable(getattr(rank, name) for rank in ranks))
+        for name in ("product", "both", "work")
+    )
+    yield _finding(f"{label}, product / both", [(product, both)], rounds)
+    yield _finding(f"{label}, without waiting / both", [(work, both)], rounds)
+    for kind in ranks[0].divided:
+        seconds = statistics.median(chain.from_iterable(rank.divided[kind] for rank in ranks))
+        yield _finding(f"{label}, product {kind} / at once", [(seconds, product)], rounds)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -175,13 +206,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _finding(
-    label: str, pairs: list[tuple[float, float]], rounds: int, most: float | None = None
+    label: str,
+    pairs: list[tuple[float, float]],
+    rounds: int,
+    most: float | None = None,
+    bound: float | None = None,
 ) -> Finding:
     ours, theirs = (statistics.median(side) * 1e6 for side in zip(*pairs, strict=True))
     measured = statistics.median(first / second for first, second in pairs)
     detail = f"{ours:,.1f} over {theirs:,.1f} us, {rounds} rounds"
     print(f"{label}: {measured:.3g}", file=sys.stderr, flush=True)
-    return Finding(label, measured, detail, most=most)
+    return Finding(label, measured, detail, most=most, bound=bound)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
@@ -205,7 +240,9 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows: list[Any] = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        text = json.dumps({"machine": machine(), "rows": rows}, indent=1)
+        given = shlex.join(sys.argv[1:])
+        of_run = {"date": date.today().isoformat(), "command": f"benchmarks/fused.py {given}"}
+        text = json.dumps({"machine": machine(), **of_run, "rows": rows}, indent=1)
         arguments.json.write_text(f"{text}\n", encoding="utf-8")
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
