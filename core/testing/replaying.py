@@ -85,7 +85,9 @@ class ReplayedCall:
             dtype = getattr(torch, tensor.dtype, None)
             if not isinstance(dtype, torch.dtype):
                 return f"{name} has the dtype {tensor.dtype}, which torch does not know"
-            is_drawn = dtype.is_floating_point and dtype.itemsize > 1
+            is_wide = dtype.itemsize > 1
+            is_drawn = dtype.is_floating_point and is_wide
+            # Codes of 8 bits have a meaning that random bytes lack.
             if not is_drawn and name not in _DRAWERS:
                 return f"no numbers are drawn for {name}, {tensor}"
         # A file may be of another version.
@@ -380,9 +382,17 @@ def _linear_op(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    op = ops.Linear(x.shape[-1], weight.shape[0], bias is not None, activation=activation)
-    arguments = (x,) if residual is None else (x, residual)
-    return with_parameters(op, weight=weight, bias=bias), arguments
+    outputs, inputs = weight.shape
+    op = ops.Linear(
+        inputs,
+        outputs,
+        bias is not None,
+        activation=activation,
+    )
+    with_parameters(op, weight=weight, bias=bias)
+    if residual is None:
+        return op, (x,)
+    return op, (x, residual)
 
 
 def _layer_norm_op(
@@ -392,17 +402,30 @@ def _layer_norm_op(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    has_weight = weight is not None
-    op = ops.LayerNorm(normalized_shape, eps, elementwise_affine=has_weight, bias=bias is not None)
-    return with_parameters(op, weight=weight, bias=bias), (x,)
+    op = ops.LayerNorm(
+        normalized_shape,
+        eps,
+        elementwise_affine=weight is not None,
+        bias=bias is not None,
+    )
+    with_parameters(op, weight=weight, bias=bias)
+    return op, (x,)
 
 
 def _rotary_op(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     rows, rotary_dim = cos_sin_cache.shape
-    op = ops.RotaryEmbedding(head_size, rotary_dim, rows, 10000.0, True, cos_sin_cache.dtype)
-    return with_parameters(op, cos_sin_cache=cos_sin_cache), (positions, query, key)
+    op = ops.RotaryEmbedding(
+        head_size,
+        rotary_dim,
+        rows,
+        base=10000.0,
+        is_neox_style=True,
+        dtype=cos_sin_cache.dtype,
+    )
+    with_parameters(op, cos_sin_cache=cos_sin_cache)
+    return op, (positions, query, key)
 
 
 _MODULES: Mapping[str, Any] = MappingProxyType(

@@ -52,7 +52,8 @@ class TensorShape:
         return tuple(sizes)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.dtype}[{sizes}]"
 
 
 Argument: TypeAlias = TensorShape | Setting
@@ -98,8 +99,11 @@ class FormCall:
         return FormCall(self.form, tuple(arguments))
 
     def __str__(self) -> str:
-        words = [f"{name}={value}" for name, value in self.arguments]
-        return f"{self.form}({', '.join(words)})"
+        words = []
+        for name, value in self.arguments:
+            words.append(f"{name}={value}")
+        listed = ", ".join(words)
+        return f"{self.form}({listed})"
 
 
 @dataclass(frozen=True)
