@@ -75,6 +75,20 @@ def test_a_decoder_answers_alike_when_compiled(cli, causal_folder, tmp_path) -> 
     assert answers["-O0"] == answers["-O1"]
 
 
+def test_a_machine_compiles_once(cold_cli, causal_folder, tmp_path, monkeypatch) -> None:
+    """The second ``-O2`` takes code from the default folder: it finds no compiler, adds nothing, and answers alike."""
+    monkeypatch.delenv("OPGRAFT_COMPILATION_CONFIG_CACHE")
+    monkeypatch.delenv("CXX", raising=False)
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    asked = (str(causal_folder), "the cat", "--max-tokens", "4", "-O2")
+    first = run_json(cold_cli, *asked, **cache)
+    kept = {path.name for path in (tmp_path / "opgraft" / "compiled").iterdir()}
+    assert kept
+    second = run_json(cold_cli, *asked, **cache, PATH="")
+    assert second["answers"][0]["tokens"] == first["answers"][0]["tokens"]
+    assert {path.name for path in (tmp_path / "opgraft" / "compiled").iterdir()} == kept
+
+
 @pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
 @pytest.mark.parametrize("options", FORMS, ids=" ".join)
 def test_a_decoder_answers_alike_on_a_simulated_device(

@@ -20,6 +20,9 @@ HELD_BY = {
     "compilation/test_compile.py::test_inductor_generates_code_for_every_size": (
         "compilation/test_cache.py::test_the_cache_is_on_by_default"
     ),
+    "cli/test_run.py::test_a_machine_compiles_once": (
+        "compilation/test_cache.py::test_the_cache_is_on_by_default"
+    ),
     "models/test_quantized.py::test_a_real_gguf_file": (
         "cli/test_answer.py::test_the_tokens_are_those_of_transformers"
     ),
@@ -56,10 +59,10 @@ EVERY = {
     "cli/test_outcomes.py::TestShow::test_the_exit_code_is_the_doctors": 2,
     "cli/test_outcomes.py::test_a_plugin_of_vllm_is_seen": 2,
     "cli/test_output.py::test_terminals_are_never_overrun": 3,
+    "cli/test_run.py::test_a_decoder_answers_alike_on_a_simulated_device": 2,
     "cli/test_run.py::test_the_plugin_swaps_ops_in_the_real_encoder": 2,
     "cli/test_scrubbing.py::test_variables_go_on_naming_amd_devices": 2,
     "cli/test_scrubbing.py::test_variables_go_on_naming_nvidia_devices": 2,
-    "cli/test_run.py::test_a_decoder_answers_alike_on_a_simulated_device": 2,
     "cli/test_stdout.py::test_json_is_the_whole_of_stdout": 2,
     "cli/test_wrong_answers.py::test_numbers_that_are_no_answer": 2,
     "compilation/test_cache_key.py::test_what_a_module_holds_is_in_the_key": 2,
@@ -269,10 +272,10 @@ EVERY = {
     "serving/server/test_fuzz.py::test_no_body_harms": 2,
     "serving/server/test_hostile_bodies.py::test_large_bodies": 6,
     "serving/server/test_interface.py::test_sampling_is_that_of_the_engine": 3,
+    "serving/server/test_simulated_device.py::test_the_server_answers_from_it": 2,
     "serving/server/test_sockets.py::test_clients_that_leave": 2,
     "serving/server/test_sockets.py::test_what_is_no_http": 2,
     "serving/test_chat_template.py::test_limits": 3,
-    "serving/server/test_simulated_device.py::test_the_server_answers_from_it": 2,
     "serving/test_chat_template.py::test_the_language_model": 5,
     "serving/test_embed.py::test_an_embedder_that_its_config_calls_generating": 2,
     "serving/test_embed.py::test_texts_beside_each_other_keep_their_vectors": 2,
