@@ -248,7 +248,6 @@ def test_texts_beside_each_other_keep_their_vectors(kind: str, tmp_path: Path) -
 PADDED = (
     "RobertaModel",
     "XLMRobertaModel",
-    "CamembertModel",
     "MPNetModel",
     "BertModel",
     "Qwen2Model",
