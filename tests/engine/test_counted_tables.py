@@ -131,14 +131,28 @@ def test_worker_processes(site, cli, tmp_path: Path) -> None:
     )
 
 
-def test_a_server(site, tmp_path: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("write", "path", "asked"),
+    [(decoder, "/v1/completions", "prompt"), (encoder, "/v1/embeddings", "input")],
+)
+def test_a_server(
+    write: Callable[[Path], Path],
+    path: str,
+    asked: str,
+    site,
+    tmp_path: Path,
+    warm_python: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Decisions, metrics and the table at the start of a server agree with the counts of its requests."""
     monkeypatch.setattr(servers, "PYTHON", [warm_python])
     site.plugin("counting", PLUGIN)
     file = tmp_path / "counts.json"
     variables = {"PYTHONPATH": str(site.folder), "COUNTING_FILE": str(file)}
-    model = decoder(tmp_path / "model")
+    model = write(tmp_path / "model")
     with serving(model, *OPTIONS[2:], variables=variables) as server:
+        answer = server.post(path, model=server.model, **{asked: TEXT})
+        assert answer.status_code == 200, answer.text
         told = server.get("/v1/decisions").json()
         metrics = server.get("/metrics").text
         server.end()
