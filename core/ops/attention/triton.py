@@ -239,8 +239,9 @@ def paged_attention_kernel(
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += offset
-    # One part alone counts the sinks, as parts are added up.
-    highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
+    # One part alone counts the sinks, as parts are added up. Triton 3.9 takes no number for a mask.
+    counted = (exists & (part == 0)) != 0
+    highest, total = _first_sums(sinks, head, counted, has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
 
     table = block_table + sequence * table_stride

@@ -281,7 +281,7 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils import _triton
 
     assert triton_missing() is None
-    monkeypatch.setattr(_triton, "has_triton", lambda: True)
+    monkeypatch.setattr(_triton, "has_triton", lambda **options: True)
     monkeypatch.setattr(triton_launch, "_launchable", lambda arguments: True)
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
 
