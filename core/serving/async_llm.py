@@ -473,6 +473,7 @@ def _note_steps(timeline: Timeline, metrics: RequestMetrics) -> None:
     """Note the time from the first step with a request to the last, if there was a token."""
     if metrics.admitted is None or metrics.last_token is None:
         return
+    # First: another thread may read the timeline as soon as it has computed steps.
+    timeline.attributes["opgraft.replica"] = metrics.replica
     timeline.computed.append((metrics.admitted, metrics.last_token))
     timeline.add(RESPOND)
-    timeline.attributes["opgraft.replica"] = metrics.replica

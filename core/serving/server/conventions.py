@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opgraft.base.text import printable, shortened
 from opgraft.base.timeline import current_timeline
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import RequestOutput
@@ -14,6 +15,9 @@ MODEL = "gen_ai.request.model"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 FINISH_REASONS = "gen_ai.response.finish_reasons"
+
+_LARGEST = (1 << 63) - 1
+"""The largest whole number in an attribute."""
 
 
 def note_request(
@@ -25,7 +29,8 @@ def note_request(
         operation: "chat", "text_completion" or "embeddings".
         model: name of the model or the adapter.
         prompt_tokens: of all prompts.
-        further: facts by name. None stands for an unknown value.
+        further: facts by name. None stands for an unknown value. Numbers that are too large for an
+            attribute are left out.
     """
     timeline = current_timeline()
     if timeline is None:
@@ -38,11 +43,23 @@ def note_request(
         "gen_ai.usage.input_tokens": prompt_tokens,
         **(further or {}),
     }
-    timeline.attributes |= {name: value for name, value in facts.items() if value is not None}
+    timeline.attributes |= {name: value for name, value in facts.items() if _is_told(value)}
 
 
-def of_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the facts about the sampling of a request."""
+def _is_told(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST
+    return value is not None
+
+
+def of_sampling(params: SamplingParams, with_text: bool) -> dict[str, Any]:
+    """Return the facts about the sampling of a request.
+
+    Args:
+        params: of the request.
+        with_text: tell text of the client, too.
+    """
+    stop = [printable(shortened(text)) for text in params.stop] if with_text else []
     return {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
@@ -51,7 +68,7 @@ def of_sampling(params: SamplingParams) -> dict[str, Any]:
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.seed": params.seed,
-        "gen_ai.request.stop_sequences": list(params.stop) or None,
+        "gen_ai.request.stop_sequences": stop or None,
         "gen_ai.request.choice.count": params.n,
     }
 

@@ -52,12 +52,15 @@ class Gate:
         passing = Passing(scope, send)
         tracing = self._service.tracing
         timeline = None
-        # Other paths do no work for the model, and monitors ask for some of them all the time.
-        if tracing is not None and scope["path"] in self._admitted:
-            timeline = tracing.begin_request(scope)
         flight = Flight(asyncio.current_task())  # type: ignore[arg-type]
         self._service.flights.add(flight)
         try:
+            self._expect_host(scope)
+            passing.owner = self._owner(scope)
+            # Strangers get no spans. Other paths do no work for the model, and monitors ask for
+            # some of them all the time.
+            if tracing is not None and scope["path"] in self._admitted:
+                timeline = tracing.begin_request(scope)
             with recorded(timeline):
                 await self._answer(passing, scope, receive, flight)
         except asyncio.CancelledError:
@@ -71,18 +74,16 @@ class Gate:
             self._service.admission.begun(passing.slot)
             passing.finish(self._service.http_metrics, self._admitted)
             if tracing is not None and timeline is not None:
-                tracing.end_request(timeline, passing.record)
+                tracing.end_request(timeline, passing.record, passing.error_status)
 
     async def _answer(
         self, passing: Passing, scope: Scope, receive: Receive, flight: Flight
     ) -> None:
-        """Answer an admitted request by the application.
+        """Answer a request of a known client by the application.
 
         Raises:
             HTTPError: the request is not admitted.
         """
-        self._expect_host(scope)
-        passing.owner = self._owner(scope)
         with self._bodies.held() as hold:
             body = await self._body(scope, receive, hold, flight)
             # Before any work on the body, so that a refusal is cheap.

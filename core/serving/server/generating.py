@@ -197,7 +197,7 @@ class Generating(ABC, Generic[_B]):
     def _note_for_spans(self, prompt_tokens: int) -> None:
         further = {
             "gen_ai.response.id": self.id,
-            **conventions.of_sampling(self.params),
+            **conventions.of_sampling(self.params, self.service.settings.log_prompts),
         }
         conventions.note_request(self.operation, self.model_name, prompt_tokens, further)
 

@@ -45,6 +45,7 @@ class Passing:
         names: parts of names in chats → parts in the client's interface, for errors.
         error_event: returns an error as the last event of a stream, if the interface has a form of
             its own.
+        error_status: of the error that the request ended with, also after the begin of a stream.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -68,6 +69,7 @@ class Passing:
         self.started = time.monotonic()
         self.names: Mapping[str, str] = {}
         self.error_event: Callable[[HTTPError], bytes] | None = None
+        self.error_status: int | None = None
         self._send = send
         self._streams = False
         self._failure: BaseException | None = None
@@ -89,6 +91,7 @@ class Passing:
         """Note an error for the log, and return the error for the client."""
         answer = faults.renamed(faults.as_http_error(error), self.names)
         self.record["error"] = str(answer)
+        self.error_status = answer.status
         # A fault of the server: the log needs the cause.
         if answer.status == 500 or answer.code == ADAPTER_UNUSABLE:
             self._failure = error.__cause__ or error

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from opgraft.base.text import described
@@ -29,6 +29,10 @@ from opgraft.serving.server.gate import is_local
 from opgraft.serving.server.keys import read_keys
 from opgraft.serving.server.passing import log
 from opgraft.serving.server.service import Service
+
+if TYPE_CHECKING:
+    # Needs the extra otel.
+    from opgraft.serving.server.tracing import Tracing
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_SECONDS = 5
@@ -190,17 +194,18 @@ def serve(
 
 
 @contextlib.contextmanager
-def tracing_of(settings: ServerConfig) -> Iterator[Any]:
+def tracing_of(settings: ServerConfig) -> Iterator[Tracing | None]:
     """Yield the ``Tracing`` of a server, or None without a receiver of spans.
 
     Raises:
         InputError: OpenTelemetry is not installed.
+        ConfigError: spans cannot be sent to ``server.otlp_endpoint``.
     """
     if settings.otlp_endpoint is None:
         yield None
         return
     module = import_extra("opgraft.serving.server.tracing", "otel")
-    tracing = module.Tracing(settings.otlp_endpoint)
+    tracing: Tracing = module.Tracing(settings.otlp_endpoint)
     try:
         with recorded(tracing.start):
             yield tracing

@@ -119,7 +119,7 @@ class SpansOfTrace:
         root = timeline.context
         facts = timeline.attributes
         end = self._end
-        # A refused request never reaches the model.
+        # A refused request has no part for the model, nor has a path that notes none.
         if OPERATION not in facts:
             self._make_phases(root, detailed)
         else:
@@ -242,7 +242,10 @@ def _with_steps(phases: Sequence[Phase], begin: float, end: float) -> list[Phase
     """Return phases with one phase ``STEPS`` between two moments."""
     found = [phase for phase in phases if phase.begin < begin]
     found.append(Phase(begin, STEPS))
-    found.append(Phase(end, RESPOND))
+    during = [phase.name for phase in phases if phase.begin <= end]
+    # A slow client may still take what was sent during the last step.
+    is_sent = during[-1:] == [NETWORK]
+    found.append(Phase(end, NETWORK if is_sent else RESPOND))
     for phase in phases:
         if phase.begin <= end:
             continue

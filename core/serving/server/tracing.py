@@ -7,25 +7,30 @@ other without gaps.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
+from urllib.parse import urlsplit
 
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opgraft.base.log import logger
+from opgraft.base.text import described, printable, shortened
 from opgraft.base.version import __version__
 from opgraft.binding.sharing import decisions
 from opgraft.engine.stats import EngineStats
+from opgraft.errors import ConfigError
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.server.spans import (
     RECEIVE,
@@ -40,7 +45,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 SHARE = 0.01
-"""The share of one processor's time that spans may take."""
+"""The share of one processor's time for making and sending spans."""
 
 _SAVED_SECONDS = 60.0
 """Seconds whose unused share may be spent later."""
@@ -54,10 +59,23 @@ _MOST_STEPS = 1 << 15
 _MOST_UNSENT = 1 << 16
 """Spans that wait for the receiver, at most."""
 
+_MOST_WAITING = 256
+"""Ended requests that wait for their spans, at most."""
+
 _END_SECONDS = 5.0
 """Seconds to send the last spans."""
 
 _PATH = "/v1/traces"
+
+
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """Log an error of the decorated function once. Requests and metrics go on."""
+    try:
+        yield
+    # Tracing calls foreign code, and an answer is worth more than spans.
+    except Exception as error:
+        logger.warning_once("spans are missing, as tracing failed: %s", described(error))
 
 
 class Budget:
@@ -95,10 +113,13 @@ class _Exporter(OTLPSpanExporter):
     Args:
         endpoint: the receiver's URL.
         budget: counts the time.
+
+    Raises:
+        ConfigError: the URL cannot be used.
     """
 
     def __init__(self, endpoint: str, budget: Budget) -> None:
-        super().__init__(endpoint=endpoint.removesuffix(_PATH).rstrip("/") + _PATH)
+        super().__init__(endpoint=url_of_traces(endpoint))
         self._budget = budget
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -113,16 +134,21 @@ class _Exporter(OTLPSpanExporter):
 class Tracing:
     """Makes the spans of requests and of the start, and sends them to a receiver.
 
-    OpenTelemetry's own variables work too, such as ``OTEL_SERVICE_NAME`` and
-    ``OTEL_TRACES_SAMPLER``. Spans are made after the end of a request, in another thread. They take
-    at most the share ``SHARE`` of a processor's time. Beyond that, the steps of a request become
-    one span, and beyond that, requests get no spans.
+    OpenTelemetry's own variables choose the service's name, the sampler and the export. Spans are
+    made after the end of a request, in a thread of their own. Making and sending them is to take
+    the share ``SHARE`` of a processor's time. Beyond that, the steps of a request become one span,
+    and beyond that, requests get no spans. The notes during a request are not counted.
+
+    A fault of tracing is logged once, and fails no request.
 
     Args:
         endpoint: the receiver's URL.
 
     Attributes:
         start: the timeline of the start, which has begun.
+
+    Raises:
+        ConfigError: the URL cannot be used.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -136,10 +162,14 @@ class Tracing:
         self._budget = Budget()
         self._exporter = _Exporter(endpoint, self._budget)
         self._sending = BatchSpanProcessor(self._exporter, max_queue_size=_MOST_UNSENT)
+        # asyncio's own threads are for the work of requests.
+        self._thread = ThreadPoolExecutor(1, "opgraft-spans")
+        self._free = threading.Semaphore(_MOST_WAITING)
         self._steps: dict[int, list[Step]] = {}
         self.start = Trace("prepare", new_context(self._ids, self._ids.generate_trace_id()))
         self._digest = decisions().digest
 
+    @_harmless()
     def observe(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
         """Remember a step. The engine's thread calls this after each one."""
         counted = stats.counters
@@ -156,13 +186,15 @@ class Tracing:
             # A new list, because another thread may read the former one.
             self._steps[stats.replica] = steps[_MOST_STEPS:]
 
+    @_harmless()
     def begin_request(self, scope: Scope) -> Trace | None:
         """Begin the trace of a request, or go on with the client's.
 
         Returns:
-            The timeline for the request; None if the sampler chooses no trace.
+            The timeline for the request; None if the sampler chooses no trace, or after a fault.
         """
-        given = propagate.extract(Headers(scope=scope))
+        # Baggage is not read: nothing here uses it, and its parser logs text of clients.
+        given = TraceContextTextMapPropagator().extract(Headers(scope=scope))
         parent = trace.get_current_span(given).get_span_context()
         trace_id = parent.trace_id
         if not parent.is_valid:
@@ -178,32 +210,48 @@ class Tracing:
         """End the trace of the start, and make the spans."""
         self._make(self.start, self.start.end(), "start", SpanKind.INTERNAL, {}, Status())
 
-    def end_request(self, timeline: Trace, record: Mapping[str, Any]) -> None:
-        """End the trace of a request. Another thread makes the spans.
+    @_harmless()
+    def end_request(
+        self, timeline: Trace, record: Mapping[str, Any], error_status: int | None
+    ) -> None:
+        """End the trace of a request. Another thread makes the spans, unless too many wait.
 
         Args:
             timeline: of the request.
             record: the line of the request in the log.
+            error_status: of the error that the request ended with, also in mid-stream.
         """
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(
-            None,
-            self._make,
+        end = timeline.end()
+        if not self._free.acquire(blocking=False):
+            _warn_of_missing_spans()
+            return
+        # A stream that fails has the status 200 already.
+        status = error_status or record["status"]
+        self._thread.submit(
+            self._make_and_free,
             timeline,
-            timeline.end(),
+            end,
             f"{record['method']} {record['path']}",
             SpanKind.SERVER,
-            _of_http(record),
-            _status(record),
+            _of_http(record, status),
+            _status(record, status),
         )
+
+    def _make_and_free(self, *arguments: Any) -> None:
+        try:
+            self._make(*arguments)
+        finally:
+            self._free.release()
 
     def shutdown(self) -> None:
         """Send the last spans, unless the receiver does not answer."""
         timer = threading.Timer(_END_SECONDS, self._exporter.shutdown)
         timer.start()
+        self._thread.shutdown()
         self._sending.shutdown()  # type: ignore[no-untyped-call]
         timer.cancel()
 
+    @_harmless()
     def _make(
         self,
         timeline: Trace,
@@ -219,12 +267,7 @@ class Tracing:
         spans = SpansOfTrace(timeline, end, steps, self._resource, self._ids)
         left = self._budget.spans() - len(spans.phases)
         if left < 0:
-            logger.warning_once(
-                "some requests get no spans, because all together would take more than %g %% of a "
-                "processor: set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
-                "OTEL_TRACES_SAMPLER_ARG=0.1, for example, to trace fewer requests",
-                100 * SHARE,
-            )
+            _warn_of_missing_spans()
             return
         told = {**attributes, "opgraft.decision.digest": self._digest}
         detailed = SPANS_OF_STEP * len(steps) <= left
@@ -245,12 +288,52 @@ class Tracing:
         return steps[first : last + 1]
 
 
-def _of_http(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a request by the conventions for HTTP."""
-    status = record["status"]
+def _warn_of_missing_spans() -> None:
+    logger.warning_once(
+        "some requests get no spans, because all together would take more than %g %% of a "
+        "processor: set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
+        "OTEL_TRACES_SAMPLER_ARG=0.1, for example, to trace fewer requests",
+        100 * SHARE,
+    )
+
+
+def url_of_traces(endpoint: str) -> str:
+    """Return the URL for spans of a receiver.
+
+    Raises:
+        ConfigError: the endpoint is no URL of HTTP, or has the name of a user.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        named = parts.hostname
+        # Raises ValueError for a wrong port.
+        parts.port  # noqa: B018
+    except ValueError:
+        named = None
+    # Clients may see the settings. The message leaves a possible password out.
+    if "@" in endpoint:
+        raise ConfigError(
+            "server.otlp_endpoint has the name of a user: leave it out, and set "
+            "OTEL_EXPORTER_OTLP_HEADERS, such as authorization=Basic%20..."
+        )
+    if named is None or parts.scheme not in ("http", "https"):
+        raise ConfigError(
+            f"server.otlp_endpoint is {endpoint!r:.80}, and is no URL of HTTP: give one like "
+            "http://localhost:4318"
+        )
+    return endpoint.rstrip("/").removesuffix(_PATH).rstrip("/") + _PATH
+
+
+def _of_http(record: Mapping[str, Any], status: int) -> dict[str, Any]:
+    """Return the attributes of a request by the conventions for HTTP.
+
+    Args:
+        record: the line of the request in the log.
+        status: of the error, if the request ended with one in mid-stream.
+    """
     told = {
         "http.request.method": record["method"],
-        "http.response.status_code": status,
+        "http.response.status_code": record["status"],
         "http.route": record["path"],
         "url.path": record["path"],
         "client.address": record.get("client"),
@@ -260,12 +343,9 @@ def _of_http(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value is not None}
 
 
-def _status(record: Mapping[str, Any]) -> Status:
+def _status(record: Mapping[str, Any], status: int) -> Status:
     """Return the status of a span. Errors of clients are no errors of the server."""
-    status = record["status"]
+    if status < 500:
+        return Status()
     error = record.get("error")
-    # A failed stream has the status 200 and an error.
-    is_failed_stream = status < 400 and error is not None
-    if status >= 500 or is_failed_stream:
-        return Status(StatusCode.ERROR, error)
-    return Status()
+    return Status(StatusCode.ERROR, error and printable(shortened(error)))

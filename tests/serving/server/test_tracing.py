@@ -20,10 +20,10 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, Status
 from opgraft.base.timeline import NETWORK, QUEUE, RESPOND, Phase
 from opgraft.config import ServerConfig
-from opgraft.errors import InputError
+from opgraft.errors import ConfigError, InputError
 from opgraft.serving.server import run
-from opgraft.serving.server.spans import SpansOfTrace, Step, Trace, new_context
-from opgraft.serving.server.tracing import SHARE, Budget
+from opgraft.serving.server.spans import STEPS, SpansOfTrace, Step, Trace, new_context, phases_of
+from opgraft.serving.server.tracing import SHARE, Budget, Tracing, url_of_traces
 from support.otlp import Receiver, Span, covered, receiving
 
 CLIENT = "00f067aa0ba902b7"
@@ -140,6 +140,35 @@ def test_refused_and_unsampled(traced: Server, receiver: Receiver) -> None:
     assert not any(span.trace_id == unsampled for span in receiver.spans)
 
 
+def test_client_that_leaves(traced: Server, receiver: Receiver) -> None:
+    """A stream whose client leaves is no error of the server."""
+    trace_id = "8bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-{CLIENT}-01"}
+    body = {**CHAT, "model": traced.model, "stream": True, "max_tokens": 400}
+    with httpx.stream(
+        "POST", f"{traced.url}/v1/chat/completions", json=body, headers=headers
+    ) as answer:
+        next(answer.iter_lines())
+    root, spans = receiver.trace("POST /v1/chat/completions", trace_id)
+    assert {span.status for span in spans} == {0}
+    assert root.attributes["http.response.status_code"] == 200
+    assert root.attributes["error.type"] == "499"
+
+
+def test_values_that_no_attribute_takes(traced: Server, receiver: Receiver) -> None:
+    """A seed beyond 64 bits, stop strings and baggage are not sent; the trace is."""
+    trace_id = "9bf92f3577b34da6a3ce929d0e0e4736"
+    answer = asked(
+        traced, "/v1/chat/completions", trace_id, **CHAT, seed=1 << 63, stop=["secret of a client"]
+    )
+    assert answer.status_code == 200
+    _, spans = receiver.trace("POST /v1/chat/completions", trace_id)
+    (model,) = [span for span in spans if "gen_ai.operation.name" in span.attributes]
+    sampling = {name for name in model.attributes if name.startswith("gen_ai.request.")}
+    assert "gen_ai.request.temperature" in sampling
+    assert not sampling & {"gen_ai.request.seed", "gen_ai.request.stop_sequences"}
+
+
 def test_start(traced: Server, receiver: Receiver) -> None:
     """The start is a trace with the work of at least 99 % of its time, and the digest."""
     root, spans = receiver.trace("start")
@@ -186,6 +215,82 @@ def test_steps_without_detail(detailed: bool) -> None:
     expected = [*first, *second] if detailed else [("steps", 2.0, 4.0)]
     before = [("http", 0.0, 1.0), ("queue", 1.0, 2.0)]
     assert times == [*before, *expected, ("respond", 4.0, 5.0), ("POST", 0.0, 5.0)]
+
+
+def test_slow_client() -> None:
+    """If the client still takes a part after the last step, that time is the network's."""
+    ids = RandomIdGenerator()
+    timeline = Trace("http", new_context(ids, ids.generate_trace_id()))
+    begin = timeline.phases[0].begin
+    moments = ((1.0, QUEUE), (2.5, NETWORK), (5.0, QUEUE), (6.0, NETWORK), (6.5, RESPOND))
+    timeline.phases += [Phase(begin + at, name) for at, name in moments]
+    timeline.computed.append((begin + 2.0, begin + 3.0))
+    phases = [(round(at - begin, 3), name) for at, name in phases_of(timeline, [])]
+    first = [(0.0, "http"), (1.0, QUEUE), (2.0, STEPS)]
+    assert phases == [*first, (3.0, NETWORK), (5.0, RESPOND), (6.0, NETWORK), (6.5, RESPOND)]
+
+
+def test_faults_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A fault of tracing is logged, and raises nothing at the start, at a step or at a request."""
+    tracing = Tracing("http://127.0.0.1:9")
+    # The replica of these steps is missing.
+    tracing.start.computed.append((0.0, 1.0))
+    tracing.end_start()
+    assert "KeyError: 'opgraft.replica'" in caplog.text
+    nothing: Any = None
+    tracing.observe(nothing, ())
+    assert tracing.begin_request(nothing) is None
+    assert caplog.text.count("tracing failed") == 3
+    tracing.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "error_status", "expected"),
+    [
+        (200, None, None),
+        (200, 400, "400"),
+        (200, 499, "499"),
+        (200, 500, "500"),
+        (503, None, "503"),
+    ],
+)
+def test_errors_of_streams(
+    receiver: Receiver, status: int, error_status: int | None, expected: str | None
+) -> None:
+    """The span of a request is an error only if the server failed, also after the begin of a stream."""
+    tracing = Tracing(receiver.url)
+    ids = RandomIdGenerator()
+    trace_id = ids.generate_trace_id()
+    record = {"method": "POST", "path": "/", "status": status, "request_id": "1", "error": "no"}
+    tracing.end_request(Trace("http", new_context(ids, trace_id)), record, error_status)
+    tracing.shutdown()
+    root, _ = receiver.trace("POST /", f"{trace_id:032x}")
+    assert root.attributes.get("error.type") == expected
+    is_error = expected is not None and int(expected) >= 500
+    assert root.status == (2 if is_error else 0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("localhost:4318", "is no URL of HTTP"),
+        ("", "is no URL of HTTP"),
+        ("grpc://localhost:4317", "is no URL of HTTP"),
+        ("http://localhost:many", "is no URL of HTTP"),
+        ("http://me:secret@localhost:4318", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ],
+)
+def test_wrong_endpoints(endpoint: str, words: str) -> None:
+    """An endpoint that spans cannot be sent to is refused at the start, without its password."""
+    with pytest.raises(ConfigError, match=words) as raised:
+        Tracing(endpoint)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1/traces", "/v1/traces/"])
+def test_path_of_the_endpoint(ending: str) -> None:
+    """The path of OTLP is added to an endpoint, unless it is there."""
+    assert url_of_traces(f"http://collector:4318{ending}") == "http://collector:4318/v1/traces"
 
 
 def test_budget() -> None:
