@@ -20,6 +20,13 @@ _TIMES = {
 
 _STEP_SECONDS = "engine_step_seconds_total"
 _RUNNING = "num_requests_running"
+_KERNELS = "kernel_info"
+_LABELS = {
+    _RUNNING: {"engine", "model_name"},
+    _STEP_SECONDS: {"engine", "part"},
+    _KERNELS: {"op", "kernel", "provider"},
+}
+"""A metric → the labels that are read. Other programs have metrics of the same names."""
 
 
 class Reading:
@@ -28,6 +35,10 @@ class Reading:
     Attributes:
         moment: seconds of ``time.monotonic()``.
         samples: the metrics, with names without their prefix.
+        engines: the numbers of the engines.
+
+    Raises:
+        ValueError: these are no metrics of opgraft's server.
     """
 
     def __init__(self, moment: float, samples: Iterable[Sample]) -> None:
@@ -38,11 +49,13 @@ class Reading:
             # Metrics of the process have no prefix.
             if ":" in name
         ]
-
-    @property
-    def engines(self) -> list[str]:
-        """The numbers of the engines."""
-        return sorted((labels["engine"] for labels in self.labels(_RUNNING)), key=int)
+        for name, needed in _LABELS.items():
+            for labels in self.labels(name):
+                if not needed <= labels.keys():
+                    raise ValueError(f"{name} lacks labels: {needed - labels.keys()}")
+        self.engines = sorted((labels["engine"] for labels in self.labels(_RUNNING)), key=int)
+        if not self.engines:
+            raise ValueError(f"{_RUNNING} is missing")
 
     def labels(self, name: str) -> list[Mapping[str, str]]:
         """Return the labels of each sample of a name."""
@@ -118,7 +131,7 @@ def load_between(former: Reading, present: Reading) -> Load:
     change = _Change(former, present)
     kernels = [
         RunningKernel(labels["op"], labels["kernel"], _provider(labels["provider"]))
-        for labels in present.labels("kernel_info")
+        for labels in present.labels(_KERNELS)
     ]
     return Load(
         present.labels(_RUNNING)[0]["model_name"],

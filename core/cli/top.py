@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import importlib
+import math
 import time
 import urllib.error
 import urllib.request
@@ -29,6 +31,8 @@ from opgraft.registry.state import host_state
 _ANSWER_SECONDS = 30
 """A server that answers later hangs."""
 
+_LONGEST_INTERVAL = 3600
+
 _LARGEST = 1 << 24  # bytes of the metrics
 _SHORT = {
     "server.host": "--host",
@@ -42,12 +46,34 @@ _CLEAR = "\x1b[2J\x1b[H"
 _NONE = "-"
 
 
+class _Seconds(click.FloatRange):
+    """A number in a range. Python's ``nan`` is in none, but compares as if it was."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number.
+
+        Raises:
+            BadParameter: there is no such number in the range.
+        """
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return number
+
+
+class _SameServer(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: another server would get the key."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """Return nothing, so that the redirect is an error."""
+
+
 @click.command("top", cls=SettingsCommand)
 @click.argument("url", required=False)
 @click.option("--api-key", metavar="KEY", help="If the server asks for one.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Seconds(min=0, min_open=True, max=_LONGEST_INTERVAL),
     default=2.0,
     show_default=True,
     help="Seconds from one reading to the next.",
@@ -127,6 +153,7 @@ class _Server:
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url!r:.80} is no URL of a server: give one like http://host:8000")
         self._url = f"{url}/metrics"
+        self._opener = urllib.request.build_opener(_SameServer)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             self._parser: Any = importlib.import_module("prometheus_client.parser")
@@ -141,14 +168,24 @@ class _Server:
         Raises:
             InputError: no server answers, or another one than opgraft's.
         """
-        request = urllib.request.Request(self._url, headers=self._headers)  # noqa: S310
         try:
-            with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:  # noqa: S310
+            request = urllib.request.Request(self._url, headers=self._headers)  # noqa: S310
+            with self._opener.open(request, timeout=_ANSWER_SECONDS) as answer:
                 text = answer.read(_LARGEST).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
-            step = "give --api-key" if error.code in (401, 403) else "see that the URL is right"
+            step = "see that the URL is right"
+            if error.code in (401, 403):
+                step = "give --api-key"
+            elif error.code in range(300, 400):
+                step = "it redirects, so give the final URL"
             raise InputError(f"{self._url} answers with the status {error.code}: {step}") from error
-        except (OSError, ValueError) as error:
+        except http.client.InvalidURL as error:
+            raise InputError(
+                f"{self._url!r:.80} is no URL of a server ({described(error)}): give one like "
+                "http://host:8000"
+            ) from error
+        # Other programs than servers of HTTP answer with anything.
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise InputError(
                 f"no server answers at {self._url} ({described(error)}): start one by 'opgraft "
                 "serve', or give its URL"
@@ -160,12 +197,9 @@ class _Server:
                 for family in self._parser.text_string_to_metric_families(text)
                 for sample in family.samples
             ]
+            return Reading(moment, samples)
         except ValueError as error:
             raise self._stranger() from error
-        reading = Reading(moment, samples)
-        if not reading.engines:
-            raise self._stranger()
-        return reading
 
     def _stranger(self) -> InputError:
         return InputError(

@@ -41,13 +41,29 @@ def server(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Iterat
             yield running
 
 
+METRICS = {
+    "/metrics": "process_open_fds 7\n",
+    "/older/metrics": 'vllm:num_requests_running{model_name="llama"} 1\n',
+    "/named/metrics": 'vllm:num_requests_running{model_name="llama",engine="first"} 1\n',
+}
+"""Metrics of other programs by path."""
+
+
 class Stranger(BaseHTTPRequestHandler):
-    """A server with metrics of another program."""
+    """A server with metrics of other programs. One path redirects, another answers without HTTP."""
 
     def do_GET(self) -> None:
+        if self.path == "/ssh/metrics":
+            self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+            return
+        if self.path == "/moved/metrics":
+            self.send_response(302)
+            self.send_header("location", "/metrics")
+            self.end_headers()
+            return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"process_open_fds 7\n")
+        self.wfile.write(METRICS[self.path].encode())
 
     def log_message(self, *_: object) -> None:
         """Nobody reads the log."""
@@ -151,7 +167,14 @@ def test_it_goes_on_until_it_is_interrupted(server: Server) -> None:
             ("no server answers at http://127.0.0.1:9/metrics", "opgraft serve"),
         ),
         (("localhost:8000",), ("'localhost:8000' is no URL", "http://host:8000")),
+        (("http://localhost:abc",), ("is no URL of a server", "http://host:8000")),
+        (("http://a b",), ("is no URL of a server", "http://host:8000")),
+        (("http://me:secret@localhost",), ("is no URL of a server", "http://host:8000")),
         (("{strange}",), ("has no metrics of a model",)),
+        (("{strange}/older",), ("has no metrics of a model",)),
+        (("{strange}/named",), ("has no metrics of a model",)),
+        (("{strange}/ssh",), ("no server answers", "BadStatusLine")),
+        (("{strange}/moved", "--api-key", "secret"), ("status 302", "give the final URL")),
     ],
 )
 def test_errors_tell_the_next_step(
@@ -165,6 +188,14 @@ def test_errors_tell_the_next_step(
     assert answer.stderr.startswith("error: ")
     for word in words:
         assert word in answer.stderr
+
+
+@pytest.mark.parametrize("interval", ["nan", "inf", "1e12", "0"])
+def test_intervals(cli, interval: str) -> None:
+    """An interval is a number of seconds up to an hour."""
+    answer = cli("top", "http://127.0.0.1:9", "--interval", interval)
+    assert answer.returncode == 2
+    assert "Invalid value for '--interval'" in answer.stderr
 
 
 def reading(moment: float, **values: float) -> Reading:
