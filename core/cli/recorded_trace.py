@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import click
 from opgraft.base.files import replace_file
 from opgraft.base.text import described, printable
 from opgraft.binding.profiling import profile as naming_ops
@@ -18,6 +20,7 @@ from opgraft.engine.stats import EngineStats
 from opgraft.errors import ConfigError, InputError, RequestError
 from opgraft.models.build import generates
 from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
 from torch.profiler import profile, record_function
 
@@ -102,6 +105,7 @@ def record_trace(
         DistributedError: the settings split the model over several processes.
         InputError: the file cannot be written.
     """
+    _expect_folder(file)
     recorder = StepRecorder(steps)
     with set_config(_MEASURED, origin="opgraft trace"):
         config = engine_config(model, None, {}).resolved()
@@ -116,19 +120,13 @@ def record_trace(
                 "decoder"
             )
         llm = open_llm(model, recorder)
-        texts = prompts or _PROMPTS
-        # The first call prepares kernels and memory.
-        asked(llm, texts, SamplingParams(temperature=0, max_tokens=1))
-        params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
-        with naming_ops():
-            # Calls of the engine's thread, which the profiler is to record.
-            [started] = llm.replicas.on_engines(lambda engine: recorder.start())
-            started.result()
-            outputs = asked(llm, texts, params)
-            [stopped] = llm.replicas.on_engines(lambda engine: recorder.stop())
-            stopped.result()
-        expect_answers(llm, outputs)
-        llm.shutdown()
+        try:
+            _record(llm, prompts or _PROMPTS, recorder, steps)
+        finally:
+            llm.shutdown()
+    if recorder.steps < steps:
+        message = f"recorded {recorder.steps} steps of {steps}: the answers ended before"
+        click.echo(message, err=True)
     trace = recorder.trace()
     try:
         replace_file(file, trace, _READABLE)
@@ -140,3 +138,39 @@ def record_trace(
         return
     echo(f"{printable(str(file))}: {recorder.steps} steps, {len(trace):,} bytes")
     echo("open it in https://ui.perfetto.dev")
+
+
+def _expect_folder(file: Path) -> None:
+    """Check that a file can be written, before a model is loaded for it.
+
+    Raises:
+        InputError: the folder is missing, or nothing can be written there.
+    """
+    folder = Path(os.path.realpath(file)).parent
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    reason = "cannot be written" if folder.is_dir() else "is no folder"
+    raise InputError(
+        f"the trace cannot be written to {file}: {folder} {reason}, so name a file elsewhere"
+    )
+
+
+def _record(llm: LLM, texts: Sequence[str], recorder: StepRecorder, steps: int) -> None:
+    """Answer prompts, and record the steps.
+
+    Raises:
+        RequestError: a prompt cannot be answered.
+    """
+    # A prefill and a step of decoding prepare kernels and memory.
+    asked(llm, texts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+    with naming_ops():
+        # Calls of the engine's thread, which the profiler is to record.
+        [started] = llm.replicas.on_engines(lambda engine: recorder.start())
+        started.result()
+        try:
+            outputs = asked(llm, texts, params)
+        finally:
+            [stopped] = llm.replicas.on_engines(lambda engine: recorder.stop())
+            stopped.result()
+    expect_answers(llm, outputs)

@@ -16,6 +16,8 @@ from opgraft.config.checkpoints import find_checkpoint
 from opgraft.registry.state import host_state
 
 _STEPS = 8
+_MOST_STEPS = 1000
+"""The events of all steps are in memory at once."""
 
 
 @click.command("trace", cls=SettingsCommand)
@@ -30,7 +32,11 @@ _STEPS = 8
     help="To write, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=_STEPS, show_default=True, help="To record."
+    "--steps",
+    type=click.IntRange(1, _MOST_STEPS),
+    default=_STEPS,
+    show_default=True,
+    help="To record.",
 )
 @json_option
 @with_model_settings

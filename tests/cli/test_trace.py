@@ -38,8 +38,25 @@ def test_steps_and_kernels_are_recorded(cli, causal_folder: Path, tmp_path: Path
 
 
 def test_a_file_that_cannot_be_written(cli, causal_folder: Path, tmp_path: Path) -> None:
-    """The message names the file and the reason."""
+    """The message names the file and the reason, before the model is loaded."""
     file = tmp_path / "missing" / "trace.json"
     result = cli("trace", str(causal_folder), "--perfetto", str(file), "--steps", "1", *SMALL)
     assert result.returncode == 2
-    assert f"the trace cannot be written to {file}" in result.stderr
+    # A loaded model would have told the size of its cache.
+    assert result.stderr.startswith(f"error: the trace cannot be written to {file}")
+
+
+def test_fewer_steps_than_asked(cli, causal_folder: Path, tmp_path: Path) -> None:
+    """If the context ends the answers, the command tells how many steps there were."""
+    file = tmp_path / "trace.json"
+    asked = ("trace", str(causal_folder), "the cat", "--perfetto", str(file), "--steps", "1000")
+    result = cli(*asked, "--model.max_model_len", "8", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert "steps of 1000: the answers ended before" in result.stderr
+
+
+def test_too_many_steps(cli, tmp_path: Path) -> None:
+    """More steps than fit into memory are refused."""
+    result = cli("trace", "missing", "--perfetto", str(tmp_path / "trace.json"), "--steps", "1001")
+    assert result.returncode == 2
+    assert "1<=x<=1000" in result.stderr
