@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -9,12 +10,16 @@ from typing import Any, NamedTuple
 from opgraft.binding.explaining import Explanation
 from opgraft.config import CacheConfig
 from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
+from opgraft.errors import InputError
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _ENGINE = ("engine",)
+_PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
+_ENDED = frozenset({"stop", "length"})
+"""The reasons of answers that came to their end."""
 
 
 class Family(NamedTuple):
@@ -181,11 +186,16 @@ class PrometheusExporter:
         prefix: of the names. Under ``"vllm"``, some metrics have a second, former name, too.
 
     Raises:
-        InputError: ``prometheus_client`` is not installed.
+        InputError: ``prometheus_client`` is not installed, or the prefix is none.
     """
 
     def __init__(self, model_name: str, registry: Any = None, prefix: str = "opgraft") -> None:
         client = import_extra("prometheus_client", "metrics")
+        if not _PREFIX.fullmatch(prefix):
+            raise InputError(
+                f"the prefix of metrics is {prefix!r:.80}: use letters, digits and underscores, "
+                "and no digit at the begin"
+            )
         registry = client.REGISTRY if registry is None else registry
         self._model_name = model_name
         self._families: dict[str, Any] = {}
@@ -283,7 +293,12 @@ class PrometheusExporter:
 
 
 def _of_finished(output: RequestOutput, metrics: RequestMetrics) -> Iterator[tuple[str, float]]:
-    """Yield the observations of a finished request, each with a name; none without a token."""
+    """Yield the observations of a finished request, each with a name; none without a token.
+
+    Aborted and failed requests would make times look shorter. They yield nothing.
+    """
+    if _ENDED.isdisjoint(answer.finish_reason for answer in output.outputs):
+        return
     if metrics.first_token is None or metrics.last_token is None:
         return
     decode = metrics.last_token - metrics.first_token
