@@ -27,12 +27,13 @@ OF_RAY = frozenset({"CPU", "GPU", "num_cpus", "num_gpus", "ray_cpus", "cpus", "c
 
 EXEMPT = {
     "held.py": frozenset({"max_cpu_loras"}),
+    "prometheus.py": frozenset({"gpu_cache_usage_perc", "num_gpu_blocks"}),
     "ray_executor.py": OF_RAY,
     "ray_placement.py": OF_RAY,
     "structured.py": frozenset({"RLIMIT_CPU"}),
 }
-"""Words that a file may have, as it asks Ray for resources, the system for a limit of processor time, or a setting of
-vLLM's name."""
+"""Words that a file may have, as it asks Ray for resources, the system for a limit of processor time, or a setting or
+metric of vLLM's name."""
 
 
 def names(source: str) -> Iterator[tuple[int, str]]:

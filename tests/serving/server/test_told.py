@@ -20,7 +20,7 @@ def test_metrics_tell_what_they_leave_out(server: Server) -> None:
 
     (first, told), (second, again) = computed(), computed()
     assert first == told == again > second
-    assert "without tokens of the cache" in server.get("/metrics").text
+    assert "without those of the cache" in server.get("/metrics").text
 
 
 def test_every_path_and_status_is_in_the_docs(server: Server) -> None:
