@@ -67,6 +67,9 @@ RESPOND = "respond"
 NETWORK = "network"
 """The phase in which a part of an answer is sent."""
 
+MOST_PHASES = 1 << 13
+"""Phases of a timeline. A stream has two for each part of the answer."""
+
 # Threads of an event loop have a copy of the context of the task that they work for.
 _CURRENT: ContextVar[Timeline | None] = ContextVar("opgraft_timeline", default=None)
 
@@ -88,9 +91,13 @@ def recorded(timeline: Timeline | None) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Note a phase for the time of a ``with`` block. After the block, the former phase goes on."""
+    """Note a phase for the time of a ``with`` block. After the block, the former phase goes on.
+
+    After ``MOST_PHASES``, nothing is noted.
+    """
     timeline = _CURRENT.get()
-    if timeline is None:
+    # A full timeline stays in the phase that goes on behind the block.
+    if timeline is None or len(timeline.phases) >= MOST_PHASES:
         yield
         return
     # Another thread may add phases meanwhile. A wrong name for a moment would do no harm.

@@ -246,10 +246,13 @@ class Tracing:
     def shutdown(self) -> None:
         """Send the last spans, unless the receiver does not answer."""
         timer = threading.Timer(_END_SECONDS, self._exporter.shutdown)
+        timer.daemon = True
         timer.start()
-        self._thread.shutdown()
-        self._sending.shutdown()  # type: ignore[no-untyped-call]
-        timer.cancel()
+        try:
+            self._thread.shutdown()
+            self._sending.shutdown()  # type: ignore[no-untyped-call]
+        finally:
+            timer.cancel()
 
     @_harmless()
     def _make(

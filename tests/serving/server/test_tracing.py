@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, Status
-from opgraft.base.timeline import NETWORK, QUEUE, RESPOND, Phase
+from opgraft.base.timeline import (
+    MOST_PHASES,
+    NETWORK,
+    QUEUE,
+    RESPOND,
+    Phase,
+    Timeline,
+    phase,
+    recorded,
+)
 from opgraft.config import ServerConfig
 from opgraft.errors import ConfigError, InputError
 from opgraft.serving.server import run
@@ -32,6 +42,7 @@ CONVENTIONS = {
     value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")
 }
 TOKENS = 24
+TEXT = "text of a client"
 CHAT = {
     "messages": [{"role": "user", "content": "the cat " * 40}],
     "temperature": 0.5,
@@ -48,9 +59,15 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def traced(checkpoint: Path, receiver: Receiver) -> Iterator[Server]:
-    """A server that sends its spans to the receiver."""
-    with serving(checkpoint, "--server.otlp_endpoint", receiver.url, variables=SOON) as running:
+def traced(
+    checkpoint: Path, receiver: Receiver, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server that asks for a key, and sends its spans to the receiver."""
+    keys = tmp_path_factory.mktemp("traced") / "keys"
+    keys.write_text("secret\n")
+    options = ("--server.otlp_endpoint", receiver.url, "--api-key-file", str(keys))
+    with serving(checkpoint, *options, variables=SOON) as running:
+        running.key = "secret"
         yield running
 
 
@@ -58,7 +75,9 @@ def asked(
     server: Server, path: str, trace_id: str, sampled: str = "01", **body: Any
 ) -> httpx.Response:
     """Ask as a client with a trace of its own."""
-    headers = {"traceparent": f"00-{trace_id}-{CLIENT}-{sampled}"}
+    headers = {**server.headers, "traceparent": f"00-{trace_id}-{CLIENT}-{sampled}"}
+    # Nothing reads this header.
+    headers["baggage"] = TEXT
     given = {"model": server.model, **body}
     return httpx.post(f"{server.url}{path}", json=given, headers=headers, timeout=60)
 
@@ -129,21 +148,24 @@ def test_attributes_of_a_request(traced: Server, receiver: Receiver) -> None:
 
 
 def test_refused_and_unsampled(traced: Server, receiver: Receiver) -> None:
-    """A refused request is a trace without a span of the model; a client's unsampled trace is none."""
+    """A refused request is a trace without a span of the model; an unsampled one and a stranger's are none."""
     unsampled = "6bf92f3577b34da6a3ce929d0e0e4736"
+    strange = "6bf92f3577b34da6a3ce929d0e0e4737"
     refused = "7bf92f3577b34da6a3ce929d0e0e4736"
     asked(traced, "/v1/chat/completions", unsampled, "00", **CHAT)
+    stranger = replace(traced, key="another")
+    assert asked(stranger, "/v1/chat/completions", strange, **CHAT).status_code == 401
     assert asked(traced, "/v1/chat/completions", refused, messages=[]).status_code == 400
     root, spans = receiver.trace("POST /v1/chat/completions", refused)
     assert (root.status, root.attributes["error.type"]) == (0, "400")
     assert not any("gen_ai.operation.name" in span.attributes for span in spans)
-    assert not any(span.trace_id == unsampled for span in receiver.spans)
+    assert not any(span.trace_id in (unsampled, strange) for span in receiver.spans)
 
 
 def test_client_that_leaves(traced: Server, receiver: Receiver) -> None:
     """A stream whose client leaves is no error of the server."""
     trace_id = "8bf92f3577b34da6a3ce929d0e0e4736"
-    headers = {"traceparent": f"00-{trace_id}-{CLIENT}-01"}
+    headers = {**traced.headers, "traceparent": f"00-{trace_id}-{CLIENT}-01"}
     body = {**CHAT, "model": traced.model, "stream": True, "max_tokens": 400}
     with httpx.stream(
         "POST", f"{traced.url}/v1/chat/completions", json=body, headers=headers
@@ -158,15 +180,16 @@ def test_client_that_leaves(traced: Server, receiver: Receiver) -> None:
 def test_values_that_no_attribute_takes(traced: Server, receiver: Receiver) -> None:
     """A seed beyond 64 bits, stop strings and baggage are not sent; the trace is."""
     trace_id = "9bf92f3577b34da6a3ce929d0e0e4736"
-    answer = asked(
-        traced, "/v1/chat/completions", trace_id, **CHAT, seed=1 << 63, stop=["secret of a client"]
-    )
+    answer = asked(traced, "/v1/chat/completions", trace_id, **CHAT, seed=1 << 63, stop=[TEXT])
     assert answer.status_code == 200
     _, spans = receiver.trace("POST /v1/chat/completions", trace_id)
     (model,) = [span for span in spans if "gen_ai.operation.name" in span.attributes]
     sampling = {name for name in model.attributes if name.startswith("gen_ai.request.")}
     assert "gen_ai.request.temperature" in sampling
     assert not sampling & {"gen_ai.request.seed", "gen_ai.request.stop_sequences"}
+    log = "".join(traced.log)
+    assert TEXT not in log
+    assert "opentelemetry" not in log
 
 
 def test_start(traced: Server, receiver: Receiver) -> None:
@@ -228,6 +251,17 @@ def test_slow_client() -> None:
     phases = [(round(at - begin, 3), name) for at, name in phases_of(timeline, [])]
     first = [(0.0, "http"), (1.0, QUEUE), (2.0, STEPS)]
     assert phases == [*first, (3.0, NETWORK), (5.0, RESPOND), (6.0, NETWORK), (6.5, RESPOND)]
+
+
+def test_many_parts() -> None:
+    """A long stream keeps a bounded number of phases, and stays in the phase outside of them."""
+    timeline = Timeline("http")
+    with recorded(timeline):
+        for _ in range(MOST_PHASES):
+            with phase(NETWORK):
+                pass
+    assert len(timeline.phases) <= MOST_PHASES + 1
+    assert timeline.name == "http"
 
 
 def test_faults_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
