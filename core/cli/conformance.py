@@ -426,7 +426,8 @@ def _about(judged: Any) -> dict[str, Any]:
     selected = importlib.import_module("opgraft.plugins.selection").current_platform()
     versions = {
         "opgraft": __version__,
-        "torch": torch.__version__,
+        # Not torch.__version__, which names CUDA too: evidence is compared with what is installed.
+        "torch": version_of("torch") or torch.__version__,
         "python": platform.python_version(),
     }
     return {

@@ -157,7 +157,8 @@ def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
     """Return the first highest score and sum of weights: those of the counted sinks."""
     sink = tl.full(head.shape, float("-inf"), tl.float32)
     if has_sinks:
-        sink = tl.load(sinks + head, counted, float("-inf")).to(tl.float32) * LOG2_E
+        # The interpreter of Triton 3.9 computes numbers of ``counted``, and takes none for a mask.
+        sink = tl.load(sinks + head, counted != 0, float("-inf")).to(tl.float32) * LOG2_E
     highest = tl.maximum(sink, LOWEST)
     return highest, tl.exp2(sink - highest)
 
@@ -239,9 +240,8 @@ def paged_attention_kernel(
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += offset
-    # One part alone counts the sinks, as parts are added up. Triton 3.9 takes no number for a mask.
-    counted = (exists & (part == 0)) != 0
-    highest, total = _first_sums(sinks, head, counted, has_sinks)
+    # One part alone counts the sinks, as parts are added up.
+    highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
 
     table = block_table + sequence * table_stride
