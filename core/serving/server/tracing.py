@@ -153,7 +153,8 @@ class Tracing:
 
     def __init__(self, endpoint: str) -> None:
         own = Resource({"service.name": "opgraft", "service.version": __version__})
-        # The operator's OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come second, and win.
+        # OpenTelemetry reads its own variables, which operators know from other programs. Here,
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come second, and win.
         resource = own.merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._resource = provider.resource
