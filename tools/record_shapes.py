@@ -224,14 +224,11 @@ def image_model() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         return model, {"pixel_values": torch.zeros(1, 3, 224, 224)}
 
 
-def counts_of(config: str, end: str, values: dict[str, Any], dtype: str) -> Mapping[FormCall, int]:
-    family = (
-        config
-        if end[0].isupper() and end in ("ForCausalLM", "ForCausalLMLMHeadModel", "Model")
-        else ""
-    )
+def counts_of(
+    config: str, architecture: str, values: dict[str, Any], dtype: str
+) -> Mapping[FormCall, int]:
     made = getattr(transformers, f"{config}Config")(
-        **values, dtype=dtype, architectures=[f"{family}{end}"]
+        **values, dtype=dtype, architectures=[architecture]
     )
     with tempfile.TemporaryDirectory() as folder:
         made.save_pretrained(folder)
