@@ -90,7 +90,7 @@ class SentenceSettings:
         folder = weights.path if weights.path.is_dir() else weights.path.parent
         outer = weights.outer or folder
         general_file = outer / SENTENCE_CONFIG
-        pooling = _USUAL_POOLING
+        pooling: tuple[str, ...] = _USUAL_POOLING
         normalize = True
         given: Mapping[str, Any] = {}
         general: Mapping[str, Any] = {}

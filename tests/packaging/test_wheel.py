@@ -86,6 +86,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         *(REPOSITORY / "core").glob("*.pyi"),
         *template,
         *(REPOSITORY / "core/serving/server/vendored").iterdir(),
+        *(REPOSITORY / "core/testing/model_shapes").glob("*.json"),
         REPOSITORY / "core/registry/recorded_calls.json",
         REPOSITORY / "core/serving/tokenizer_classes.json",
     ]
