@@ -124,8 +124,6 @@ def ask_suite(
         settings.write_text("[pytest]\n")
         own = [f"--config-file={settings}", f"--rootdir={folder}", f"--confcutdir={root}"]
         options = [*_OPTIONS, *own, f"--device={platform.device_type}", f"--level={level}"]
-        # A test that runs this command may be on a worker. TorchCTS would write no results there.
-        os.environ.pop("PYTEST_XDIST_WORKER", None)
         ended = pytest.main([*options, str(root / part)], plugins=[asker])
         if ended in _UNTESTED:
             raise PluginError(f"pytest cannot run TorchCTS: it ended with {ended!r}")
