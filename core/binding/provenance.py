@@ -37,6 +37,7 @@ from opgraft.registry.watching import RunningCall, calls_told_when_late, interru
 Place = tuple[FrameType, int]
 
 _MODULES_OF_OPS = "opgraft.ops."
+"""The beginning of the names of modules with native definitions."""
 
 
 @dataclass(frozen=True)
