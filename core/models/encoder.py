@@ -338,7 +338,7 @@ class BertModel(Model):
     def first_position(config: Any) -> int:
         """Return the row of the position embeddings for the first token.
 
-        If it is not 0, the row before is that of the padding, and has the number of its token.
+        With a first row above 0, the row before serves the padding token of the same number.
         """
         return 0
 

@@ -346,7 +346,7 @@ def _targets_of(model: nn.Module) -> dict[str, _Target]:
 
 
 def _bypassed_in(model: nn.Module) -> set[nn.Module]:
-    """Return the layers whose weight method is not called, so that no adapter can add to them."""
+    """Return the layers without adapters: nobody calls their weight method."""
     bypassed: set[nn.Module] = set()
     for layer in model.modules():
         # Queries absorb this weight, so that the layer is not called.
