@@ -11,7 +11,7 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,7 @@ class _Things:
 
     Attributes:
         modules: the names of the imported modules when the things were found.
-        all: the things, each once.
+        all: the things, each once: first the spaces, then the objects.
         spaces: the modules and classes, which count with all their names.
         objects: the other things, which may count with some of their names.
         classes: the classes among the things.
@@ -111,30 +111,70 @@ class _Things:
 
     @classmethod
     def sorted(cls, modules: tuple[str, ...], things: Iterable[Any]) -> _Things:
-        by_identity = {id(thing): thing for thing in things}
-        found = tuple(by_identity.values())
-        spaces = tuple(thing for thing in found if not _is_object(thing))
-        objects = tuple(thing for thing in found if _is_object(thing))
-        classes = tuple(thing for thing in spaces if not isinstance(thing, ModuleType))
-        return cls(modules, found, spaces, objects, classes)
+        found = {id(thing): thing for thing in things}
+        of_modules, classes, objects = list[Any](), list[Any](), list[Any]()
+        for thing in found.values():
+            kind = type(thing)
+            if issubclass(kind, ModuleType):
+                of_modules.append(thing)
+            elif issubclass(kind, type):
+                classes.append(thing)
+            else:
+                objects.append(thing)
+        spaces = (*of_modules, *classes)
+        return cls(modules, (*spaces, *objects), spaces, tuple(objects), tuple(classes))
 
 
 class _Reading:
     """The values of all names, classes and bases of things, in order."""
 
     def __init__(self, things: _Things) -> None:
-        # Without a loop of Python's, as there are 20,000 values and more.
+        self._things = things.all
         names = [*map(vars, things.spaces), *map(_names_of, things.objects)]
-        # Tuples, as another thread may add a name to a module meanwhile.
-        self._values = [*map(tuple, map(_VALUES, names))]
-        self._values += [tuple(map(type, things.all)), tuple(map(_BASES, things.classes))]
-        self._sizes = [*map(len, self._values)]
+        self._sizes, self._values = _all_values(names)
+        self._types = [*map(type, things.all)]
+        self._bases = [*map(_BASES, things.classes)]
 
     def is_same(self, other: _Reading) -> bool:
         """Return True if both have the very same objects."""
-        here = chain.from_iterable(self._values)
-        there = chain.from_iterable(other._values)
-        return self._sizes == other._sizes and all(map(operator.is_, here, there))
+        return (
+            self._sizes == other._sizes
+            and _are_same(self._values, other._values)
+            and _are_same(self._types, other._types)
+            and _are_same(self._bases, other._bases)
+        )
+
+    def unchanged(self, before: _Reading) -> set[int]:
+        """Return the identities of things whose names have the values of an earlier reading."""
+        earlier = dict(before._values_of_each())
+        same = set[int]()
+        for thing, values in self._values_of_each():
+            if thing in earlier and _are_same(values, earlier[thing]):
+                same.add(thing)
+        return same
+
+    def _values_of_each(self) -> Iterator[tuple[int, list[Any]]]:
+        end = 0
+        for thing, size in zip(self._things, self._sizes, strict=True):
+            start = end
+            end += size
+            yield id(thing), self._values[start:end]
+
+
+def _all_values(names: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Any]]:
+    """Return the number of values in each mapping, and the values of all mappings in one list."""
+    # Without a loop of Python's, as there are 30,000 values and more.
+    while True:
+        with suppress(RuntimeError):  # another thread has added a name to a module meanwhile
+            sizes = [*map(len, names)]
+            values = [*chain.from_iterable(map(_VALUES, names))]
+            if sum(sizes) == len(values):
+                return sizes, values
+
+
+def _are_same(here: Sequence[Any], there: Sequence[Any]) -> bool:
+    """Return True if two sequences have the very same objects."""
+    return len(here) == len(there) and all(map(operator.is_, here, there))
 
 
 @dataclass(frozen=True)
@@ -163,7 +203,7 @@ class Definitions:
 
     Args:
         things: returns the modules with their classes and objects.
-        is_looked_at: returns True for the name of a module that ``things`` looks at.
+        looked_at: returns those names of modules that ``things`` looks at.
         is_owned: returns True for the name of a module whose functions count. The modules may hold
             functions of others.
     """
@@ -171,11 +211,11 @@ class Definitions:
     def __init__(
         self,
         things: Callable[[], Iterable[Any]],
-        is_looked_at: Callable[[str], bool],
+        looked_at: Callable[[Iterable[str]], tuple[str, ...]],
         is_owned: Callable[[str], bool] = bool,
     ) -> None:
         self._things_now = things
-        self._is_looked_at = is_looked_at
+        self._looked_at = looked_at
         self._is_owned = is_owned
         # Threads of an engine may construct ops of a plugin at the same time.
         self._lock = threading.RLock()
@@ -205,7 +245,8 @@ class Definitions:
             reading = _Reading(things)
             # Unchanged names are not copied again.
             if not reading.is_same(self._reading):
-                self._known = {id(thing): self._owner(thing) for thing in things.all}
+                same = reading.unchanged(self._reading)
+                self._known = {id(thing): self._owner(thing, same) for thing in things.all}
                 self._names = tuple(owner.names for owner in self._known.values())
                 self._reading = reading
             code = self._code.read(self._names)
@@ -217,20 +258,27 @@ class Definitions:
         # A tuple, as another thread may import meanwhile.
         imported = tuple(sys.modules)
         if imported != self._imports:
-            modules = tuple(filter(self._is_looked_at, imported))
+            modules = self._looked_at(imported)
             if modules != self._found.modules:
                 self._found = _Things.sorted(modules, self._things_now())
             # Last, as another thread may ask meanwhile.
             self._imports = imported
         return self._found
 
-    def _owner(self, thing: Any) -> _Owner:
+    def _owner(self, thing: Any, unchanged: Set[int] = frozenset()) -> _Owner:
+        """Return the definitions of a thing: the known ones, if they are the very same.
+
+        Args:
+            thing: a module, a class or an object.
+            unchanged: the identities of things whose names have the known values.
+        """
         known = self._known.get(id(thing))
-        names = _names_of(thing)
         shape = _shape_of(thing)
-        if known is not None and _alike(known.names, names) and _alike(known.shape, shape):
+        if known is None or not _alike(known.shape, shape):
+            return _Owner(thing, *_described(thing, known), dict(_names_of(thing)), shape)
+        if id(thing) in unchanged or _alike(known.names, _names_of(thing)):
             return known
-        return _Owner(thing, *_described(thing, known), dict(names), shape)
+        return _Owner(thing, *_described(thing, known), dict(_names_of(thing)), shape)
 
     def changes(self, before: _Snapshot, after: _Snapshot) -> Iterator[Change]:
         for key, owner in {**after.imported, **before.now}.items():
@@ -248,7 +296,7 @@ class Definitions:
     def imports_read(self) -> Iterator[None]:
         """Read the definitions of these modules at the end of each import."""
         # In front of all finders, so that no other finder serves an import first.
-        reader = _Reader(self._is_looked_at, self._note)
+        reader = _Reader(self._looked_at, self._note)
         finders = sys.meta_path  # a plugin may put another list in its place
         finders.insert(0, reader)
         try:
@@ -273,19 +321,19 @@ class _Reader(MetaPathFinder):
     Modules may change others of their package on the way.
 
     Args:
-        is_read: returns True for the name of a module to note.
+        read: returns those names of modules that are noted.
         note: called with the modules.
     """
 
-    def __init__(self, is_read: Callable[[str], bool], note: Any) -> None:
-        self._is_read = is_read
+    def __init__(self, read: Callable[[Iterable[str]], tuple[str, ...]], note: Any) -> None:
+        self._read = read
         self._note = note
         self._local = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not self._is_read(fullname):
+        if not self._read((fullname,)):
             return None
         # One reader notes for all: two would ask each other without end.
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Reader)]
@@ -485,8 +533,11 @@ def _is_below(module: str, package: str) -> bool:
 
 def _modules_below(package: str) -> list[ModuleType]:
     """Return a package and its modules, if imported."""
-    found = [(name, module) for name, module in tuple(sys.modules.items()) if module is not None]
-    return [module for name, module in found if _is_below(name, package)]
+    beginning = f"{package}."
+    # A tuple, as another thread may import meanwhile.
+    imported = tuple(sys.modules.items())
+    found = [module for name, module in imported if name == package or name.startswith(beginning)]
+    return [module for module in found if module is not None]
 
 
 def _things_of_everybody() -> Iterator[Any]:
@@ -498,29 +549,37 @@ def _things_of_everybody() -> Iterator[Any]:
     yield from _things_of(_imported(_OF_METADATA))
 
 
-def _is_of_everybody(module: str) -> bool:
-    return module.startswith((f"{_OPGRAFT}.", f"{_LAYERS}.", *_OF_METADATA))
+_BEGINNINGS = (f"{_OPGRAFT}.", f"{_LAYERS}.", *_OF_METADATA)
+
+
+def _of_everybody(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name.startswith(_BEGINNINGS))
 
 
 def _things_of_plugins() -> Iterator[Any]:
     """Yield the modules of plugins, with their classes."""
     # A tuple, as another thread may import meanwhile.
-    yield from _things_of(_imported(filter(_is_of_plugins, tuple(sys.modules))))
+    yield from _things_of(_imported(_of_plugins(tuple(sys.modules))))
+
+
+def _of_plugins(names: Iterable[str]) -> tuple[str, ...]:
+    packages = discover().packages
+    return tuple(name for name in names if name.partition(".")[0] in packages)
 
 
 def _is_of_plugins(module: str) -> bool:
-    return module.partition(".")[0] in discover().packages
+    return bool(_of_plugins((module,)))
 
 
 def _things_of_others() -> Iterator[Any]:
     """Yield further modules of Python, and those of other hosts' plugins with their classes."""
     yield from _imported(_OF_PYTHON)
-    others = [name for name in modules_of_plugins() if not _is_of_plugins(name)]
-    yield from _things_of(_imported(others))
+    yield from _things_of(_imported(_of_others(modules_of_plugins())))
 
 
-def _is_of_others(module: str) -> bool:
-    return not _is_of_plugins(module)
+def _of_others(names: Iterable[str]) -> tuple[str, ...]:
+    packages = discover().packages
+    return tuple(name for name in names if name.partition(".")[0] not in packages)
 
 
 def _imported(names: Iterable[str]) -> Iterator[ModuleType]:
@@ -558,23 +617,22 @@ def _things_of(modules: Iterable[ModuleType]) -> Iterator[Any]:
 
 
 def _inside(module: ModuleType) -> tuple[Any, ...]:
-    """Return the classes and objects of a module."""
-    found = [value for value in tuple(vars(module).values()) if _is_defined_in(module, value)]
-    ops = [vars(value).get("op_class") for value in found if hasattr(type(value), "DEFINED_BY")]
-    return (*found, *filter(None, ops))
-
-
-def _is_defined_in(module: ModuleType, value: Any) -> bool:
-    if issubclass(type(value), type):
-        return value.__module__ == _home_of(module) and not vars(value).get("__specialisation__")
+    """Return the classes and objects that a module defines."""
+    home = _home_of(module)
     # A module of a plugin may hold an object of opgraft, which counts where opgraft defines it.
-    kind = type(value)
-    is_object = kind is SimpleNamespace or hasattr(kind, "DEFINED_BY")
-    return is_object and _is_below(_home_of(module), _OPGRAFT)
-
-
-def _is_object(thing: Any) -> bool:
-    return not isinstance(thing, ModuleType) and not issubclass(type(thing), type)
+    has_objects = _is_below(home, _OPGRAFT)
+    found, ops = list[Any](), list[Any]()
+    for value in tuple(vars(module).values()):
+        kind = type(value)
+        if issubclass(kind, type):
+            if value.__module__ == home and not vars(value).get("__specialisation__"):
+                found.append(value)
+        elif has_objects and kind is SimpleNamespace:
+            found.append(value)
+        elif has_objects and hasattr(kind, "DEFINED_BY"):
+            found.append(value)
+            ops.append(vars(value).get("op_class"))
+    return (*found, *filter(None, ops))
 
 
 def _alike(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -605,11 +663,11 @@ def _place_of(thing: Any) -> str:
     return f"{_OPGRAFT}'s {getattr(thing, '__qualname__', 'native definitions')}"
 
 
-DEFINITIONS = Definitions(_things_of_everybody, _is_of_everybody)
+DEFINITIONS = Definitions(_things_of_everybody, _of_everybody)
 """The aspect that every load compares. There is one, as it also hears of imports."""
 
-OF_PLUGINS = Definitions(_things_of_plugins, _is_of_plugins, _is_of_plugins)
+OF_PLUGINS = Definitions(_things_of_plugins, _of_plugins, _is_of_plugins)
 """The aspect of the modules of plugins, which every load compares. It hears of imports, too."""
 
-OF_OTHERS = Definitions(_things_of_others, _is_of_others)
+OF_OTHERS = Definitions(_things_of_others, _of_others)
 """The aspect of Python's modules and of plugins of other hosts, for the doctor."""

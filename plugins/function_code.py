@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from opgraft.plugins.changes import Change, equal
 
@@ -27,12 +27,20 @@ Code = dict[FunctionType, _Parts]
 """By function: the values of the attributes that hold the code and the defaults."""
 
 
+class _Found(NamedTuple):
+    """The functions among the definitions of a thing, and those with keyword-only arguments."""
+
+    names: Mapping[str, Any]
+    functions: tuple[FunctionType, ...]
+    with_keywords: tuple[FunctionType, ...]
+
+
 class CodeReader:
     """Reads the code of functions again and again, and copies it only if some code has changed."""
 
     def __init__(self) -> None:
         self._names: tuple[Mapping[str, Any], ...] = ()
-        self._found: dict[int, tuple[Mapping[str, Any], tuple[FunctionType, ...]]] = {}
+        self._found: dict[int, _Found] = {}
         self._functions: tuple[FunctionType, ...] = ()
         self._with_keywords: tuple[FunctionType, ...] = ()
         self._values: list[list[Any]] = []
@@ -64,15 +72,12 @@ class CodeReader:
 
     def _find_functions(self, names: tuple[Mapping[str, Any], ...]) -> None:
         """Find the functions of changed definitions; those of the others are known."""
-        found = {}
-        for each in names:
-            known = self._found.get(id(each))
-            found[id(each)] = known or (each, tuple(_functions_of([each])))
-        self._found = found
-        functions = chain.from_iterable(functions for _, functions in found.values())
+        self._found = {id(each): self._found.get(id(each)) or _found_in(each) for each in names}
+        functions = chain.from_iterable(each.functions for each in self._found.values())
+        keywords = chain.from_iterable(each.with_keywords for each in self._found.values())
         # A function may stand in several things.
         self._functions = tuple(dict.fromkeys(functions))
-        self._with_keywords = tuple(filter(_takes_keywords, self._functions))
+        self._with_keywords = tuple(dict.fromkeys(keywords))
 
     def _parts(self, function: FunctionType) -> _Parts:
         """Return the known parts of a function, or a copy of the present ones."""
@@ -110,6 +115,11 @@ _INNER: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
     FunctionType: lambda value: (vars(value).get("__wrapped__"),),
 }
 """By type: the functions inside of a definition."""
+
+
+def _found_in(names: Mapping[str, Any]) -> _Found:
+    functions = tuple(_functions_of([names]))
+    return _Found(names, functions, tuple(filter(_takes_keywords, functions)))
 
 
 def _takes_keywords(function: FunctionType) -> bool:

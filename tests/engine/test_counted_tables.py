@@ -43,6 +43,18 @@ def encoder(folder: Path) -> Path:
     return folder
 
 
+COUNTED = {
+    "opgraft.answer.2": "test_run_as_json",
+    "opgraft.embeddings.1": "test_run_as_json",
+    "opgraft.error.1": "faults/test_wrong_kernels.py",
+    "opgraft.ops.explain.2": "test_run_as_text_and_the_catalogue",
+    "opgraft.ops.list.2": "test_run_as_text_and_the_catalogue",
+    "opgraft.top.1": "test_a_server",
+    "opgraft.tuning.1": "test_a_tuning",
+    "opgraft.verify.1": "test_a_verification",
+}
+"""By a schema of JSON that names kernels: the test that compares its kernels with those that ran."""
+
 Counted = Callable[..., tuple[str, Mapping[str, Any]]]
 
 
@@ -69,10 +81,20 @@ def expect_counted(told: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
     assert {row["provider"]["name"] for row in told["classes"]} == {"counting"}
 
 
+def test_each_answer_that_names_kernels_is_counted() -> None:
+    """Every schema with a kernel has a test that counts."""
+    schemas = (Path(__file__).parents[2] / "docs" / "reference" / "schemas").glob("*.json")
+    naming = {each.stem for each in schemas if '"kernel":' in each.read_text(encoding="utf-8")}
+    assert naming == set(COUNTED)
+
+
+@pytest.mark.parametrize("more", [(), ("--compare",)])
 @pytest.mark.parametrize("write", [decoder, encoder])
-def test_run_as_json(write: Callable[[Path], Path], counted: Counted, tmp_path: Path) -> None:
+def test_run_as_json(
+    write: Callable[[Path], Path], more: tuple[str, ...], counted: Counted, tmp_path: Path
+) -> None:
     """Each kernel and each class stands in the answer as often as its instances were called."""
-    printed, counts = counted("run", str(write(tmp_path / "model")), TEXT, "--json")
+    printed, counts = counted("run", str(write(tmp_path / "model")), TEXT, "--json", *more)
     expect_counted(json.loads(printed), counts)
 
 
@@ -140,6 +162,7 @@ def test_a_server(
     path: str,
     asked: str,
     site,
+    cli,
     tmp_path: Path,
     warm_python: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,6 +178,7 @@ def test_a_server(
         assert answer.status_code == 200, answer.text
         told = server.get("/v1/decisions").json()
         metrics = server.get("/metrics").text
+        top = json.loads(cli("top", server.url, "--json", "--interval", "0.05").stdout)
         server.end()
         shown = "".join(server.shown)
     counts = json.loads(file.read_text())
@@ -162,6 +186,7 @@ def test_a_server(
     total = sum(counts["ran"].values())
     assert f"kernels   {total} of counting 1.0" in shown
     assert set(re.findall(r'kernel_info\{.*kernel="([^"]+)"', metrics)) == set(counts["ran"])
+    assert {row["kernel"] for row in top["kernels"]} == set(counts["ran"])
 
 
 def test_a_decision() -> None:
@@ -182,6 +207,14 @@ def test_a_verification(counted: Counted, tmp_path: Path) -> None:
     served = [each for place in places for each in place["ops"]]
     assert {each["provider"]["name"] for each in served} == {"counting"}
     assert {each["kernel"] for each in served} <= set(counts["ran"])
+
+
+def test_a_tuning(counted: Counted) -> None:
+    """The kernel of a plugin that is timed is the one that was called."""
+    printed, counts = counted("tune", "rms_norm", "--dtype", "float32", "--seconds", "1e-4", "--json")
+    timed = json.loads(printed)["ops"]["rms_norm"]["candidates"]
+    theirs = {row["kernel"] for row in timed if row["provider"]["name"] == "counting"}
+    assert theirs == set(counts["ran"])
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 12])
