@@ -60,6 +60,7 @@ _CODE = (
     BuiltinFunctionType,
     type,
     type(functools.cache(len)),
+    partial,
     classmethod,
     staticmethod,
     property,
