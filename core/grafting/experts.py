@@ -221,11 +221,13 @@ _TRIALS = (
 
 def _computes(module: nn.Module, layout: _Layout, activation: str) -> bool:
     """Return True if a module agrees with the functional form on random tokens, in training too."""
-    generator = torch.Generator().manual_seed(0)
-    for training, trial in product((False, True), _TRIALS):
-        small = _small(module, layout.sizes, trial.dtype, generator, training)
-        if not _agrees(small, trial, layout, activation, generator):
-            return False
+    # A model that is built for a device has that device as the default one.
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        for training, trial in product((False, True), _TRIALS):
+            small = _small(module, layout.sizes, trial.dtype, generator, training)
+            if not _agrees(small, trial, layout, activation, generator):
+                return False
     return True
 
 
@@ -256,7 +258,7 @@ def _small(
 
 
 def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, device="cpu", dtype=torch.float32, generator=generator).to(dtype)
+    return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype)
 
 
 def _agrees(

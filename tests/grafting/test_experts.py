@@ -101,6 +101,14 @@ def test_families(family: str, implementation: str) -> None:
     assert torch.equal(logits(model), before)
 
 
+def test_another_default_device() -> None:
+    """Trials run on the CPU, also while a model is built for another device."""
+    model = build("Qwen3Moe")
+    with torch.device("meta"):
+        graft(model)
+    assert {type(part) for part in experts_of(model).values()} == {Experts}
+
+
 @each_family
 def test_generation(family: str) -> None:
     """A grafted model gives the same tokens, a copy of it too."""
