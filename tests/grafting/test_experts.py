@@ -106,7 +106,7 @@ def test_another_default_device() -> None:
     model = build("Qwen3Moe")
     with torch.device("meta"):
         graft(model)
-    assert {type(part) for part in experts_of(model).values()} == {Experts}
+    assert all(isinstance(part, Experts) for part in experts_of(model).values())
 
 
 @each_family
