@@ -369,20 +369,33 @@ def _location(thing: Any) -> str:
         )
     try:
         file = inspect.getsourcefile(thing) or ""
-        return f"{file}:{_line_of_name(file, inspect.getsourcelines(thing)[1], thing.__name__)}"
+        return f"{file}:{_line_of_class(file, thing)}"
     except (OSError, TypeError):
         return str(getattr(thing, "__module__", "unknown"))
 
 
 _kept_location = functools.lru_cache(maxsize=1024)(_location)
-"""A cache: to find a class in the source parses the whole file."""
+"""A cache: to find a class in the source reads the whole file."""
+
+
+def _line_of_class(file: str, cls: type) -> int:
+    """Return the line of the ``class`` statement."""
+    found = _lines_of_name(file, 1, cls.__name__)
+    if len(found) == 1:
+        return found[0]
+    # The file has two classes of the name: Python parses the file, which takes milliseconds.
+    return _line_of_name(file, inspect.getsourcelines(cls)[1], cls.__name__)
 
 
 def _line_of_name(file: str, first: int, name: str) -> int:
     """Return the line of the ``def`` or ``class`` of ``name``. Decorators begin at ``first``."""
+    return next(iter(_lines_of_name(file, first, name)), first)
+
+
+def _lines_of_name(file: str, first: int, name: str) -> list[int]:
     statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
     lines = linecache.getlines(file)[first - 1 :]
-    return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)
+    return [first + index for index, line in enumerate(lines) if statement.match(line)]
 
 
 def definer(cls: type, name: str, above: type | None = None) -> type | None:

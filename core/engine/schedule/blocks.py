@@ -25,12 +25,14 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._keys: list[Hashable | None] = [None] * num_blocks
         self._by_key: dict[Hashable, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # A machine with much memory has a million blocks for a small model, and uses a few.
+        self._untouched = range(num_blocks)
+        self._free: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Return the number of blocks that no sequence uses, with content or without."""
-        return len(self._free)
+        return len(self._free) + len(self._untouched)
 
     def references(self, block: int) -> int:
         """Return the number of tables with this block."""
@@ -42,17 +44,27 @@ class BlockPool:
         Raises:
             RequestError: fewer blocks are free.
         """
-        if count > len(self._free):
+        if count > self.num_free:
             raise RequestError(
-                f"{count} blocks of the cache are allocated and {len(self._free)} of "
+                f"{count} blocks of the cache are allocated and {self.num_free} of "
                 f"{self.num_blocks} are free: compare with num_free before"
             )
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        blocks = [self._next_free() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
             self._by_key.pop(self._keys[block], None)
             self._keys[block] = None
         return blocks
+
+    def _next_free(self) -> int:
+        """Take the block that is best overwritten out of the free ones."""
+        first = next(iter(self._free), None)
+        has_no_content = first is not None and self._keys[first] is None
+        if has_no_content or not self._untouched:
+            return self._free.popitem(last=False)[0]
+        block = self._untouched[0]
+        self._untouched = self._untouched[1:]
+        return block
 
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each block. A free block comes back with its content."""
