@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +116,12 @@ def _decoder(name: str) -> Scene:
 def _rope(name: str) -> Scene:
     def run(folder: Path) -> None:
         family, parameters = ROPES[name]
-        written(family, folder, rope_parameters={"rope_theta": 1e4, **parameters})
+        written(family, folder)
+        # Into the file, as transformers has no model with the rope "ntk".
+        file = folder / "config.json"
+        config = json.loads(file.read_text("utf-8"))
+        config["rope_parameters"] = {"rope_theta": 1e4, **parameters}
+        file.write_text(json.dumps(config), "utf-8")
         _serve(folder)
 
     return run
