@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import opgraft
+from opgraft.plugins.definitions import DEFINITIONS
+from opgraft.testing import proof_records
 
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "numpy"),
@@ -238,6 +240,10 @@ if __name__ == "__main__":
             importlib.import_module(name)
     keep_definitions()
     opgraft.reset()  # which forgets the distributions that were there, as each process has its own
+    # What is unchanged since takes a third of the time.
+    DEFINITIONS.read()
+    for form in proof_records.recorded():
+        proof_records.state_of(form)
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
