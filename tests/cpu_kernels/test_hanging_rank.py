@@ -37,6 +37,7 @@ def opgraft_register_ops(platform):
 """
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_the_one_that_hangs_is_named(plugin: Path, site: Site, tmp_path: Path) -> None:
     """No stack of Python tells that the other one waits for it: the name of its thread does."""
     import opgraft_cpu_kernels

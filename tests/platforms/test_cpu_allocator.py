@@ -27,7 +27,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def work():
-    x = torch.zeros(2048, 8192)
+    x = torch.zeros(1152, 8192)  # 36 MiB: glibc keeps no memory of 32 MiB and more by itself
     for _ in range(30):  # after six the heap of a thread still grows
         x.clone()
     before = faults()
@@ -39,13 +39,13 @@ def work():
 {work}
 """
 _IN_A_THREAD = "thread = threading.Thread(target=work); thread.start(); thread.join()"
-_PAGES = 10 * 2048 * 8192 * 4 // os.sysconf("SC_PAGE_SIZE")
+_PAGES = 10 * 1152 * 8192 * 4 // os.sysconf("SC_PAGE_SIZE")
 
 
 def run(
     python: str, begin: str = "opgraft.load_plugins()", work: str = "work()", **variables: str
 ) -> tuple[int, str]:
-    """Page faults of ten clones of 64 MiB in a fresh process that begins so, and what it logged."""
+    """Page faults of ten clones of 36 MiB in a fresh process that begins so, and what it logged."""
     command = [python, "-c", _COUNT_FAULTS.format(begin=begin, work=work)]
     environ = {
         **os.environ,
@@ -61,7 +61,7 @@ def run(
 @needs_glibc
 def test_large_tensors_no_longer_fault(warm_python: str) -> None:
     """With the variable set, clones are made in memory that the process has; without it every page of each faults."""
-    assert run(warm_python, OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 10_000
+    assert run(warm_python, OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 5_000
     faulted, _ = run(warm_python, OPGRAFT_CPU_KEEP_MEMORY="0")
     assert (
         faulted > _PAGES // 1000
@@ -73,7 +73,7 @@ def test_large_tensors_no_longer_fault(warm_python: str) -> None:
 def test_other_threads_do_not_fault_either() -> None:
     """What holds for the main thread holds for threads that are started later."""
     cold = sys.executable
-    assert run(cold, work=_IN_A_THREAD, OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 10_000
+    assert run(cold, work=_IN_A_THREAD, OPGRAFT_CPU_KEEP_MEMORY="1")[0] < _PAGES // 5_000
     faulted, _ = run(cold, work=_IN_A_THREAD, OPGRAFT_CPU_KEEP_MEMORY="0")
     assert faulted > _PAGES // 1000
 
@@ -82,7 +82,7 @@ def test_other_threads_do_not_fault_either() -> None:
 def test_a_scope_sets_it_for_the_process(warm_python: str) -> None:
     """A scope in which plugins are loaded sets it too, and it stays when the scope ends."""
     begin = "with set_config(OpgraftConfig(cpu_keep_memory=True)):\n    opgraft.load_plugins()"
-    assert run(warm_python, begin)[0] < _PAGES // 10_000
+    assert run(warm_python, begin)[0] < _PAGES // 5_000
 
 
 def test_other_c_libraries() -> None:

@@ -26,7 +26,10 @@ from support.adapters import EVERYWHERE, PROMPTS
 from support.random_decoders import LATENT
 from torch.nn import functional
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore::UserWarning"),
+    pytest.mark.usefixtures("warm_workers"),
+]
 
 ADAPTERS = {
     "attention": {},
@@ -590,7 +593,6 @@ def test_removed_adapters(base: Path, requests: Any, is_added_again: bool) -> No
         assert (1 in core.adapters) is is_added_again
 
 
-@pytest.mark.usefixtures("warm_workers")
 def test_a_worker_that_is_lost_before_it_reads_an_adapter_again(base: Path, requests: Any) -> None:
     """The requests end with the reason, and ``step`` raises nothing."""
     settings = {"parallel.executor": "processes", "max_loras": 1}

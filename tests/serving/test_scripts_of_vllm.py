@@ -100,6 +100,7 @@ def test_a_template_in_a_file(folder: Path, tmp_path: Path) -> None:
             refusing.chat(CHAT, GREEDY, chat_template="{{ raise_exception('no') }}")
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_template_is_read_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,16 @@ import httpx
 import pytest
 from opgraft.errors import ConfigError
 from opgraft.serving.server.keys import read_keys
-from support.servers import Server, error_of, expect_idle, process_of_model, serving, until
+from support.servers import (
+    WITHOUT_CERTIFICATES,
+    OpenClient,
+    Server,
+    error_of,
+    expect_idle,
+    process_of_model,
+    serving,
+    until,
+)
 
 STEP = 0.05
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -43,11 +52,37 @@ def slow(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
+@pytest.fixture(scope="module")
+def telling(checkpoint: Path) -> Iterator[Server]:
+    """A server that asks for a key, writes prompts to its log, and has small limits."""
+    limits = ("--server.max_total_logprobs", "100", "--server.max_output_tokens", "21")
+    with serving(
+        checkpoint, "--api-key", "right", "--server.log_prompts", "true", *limits
+    ) as running:
+        running.key = "right"
+        yield running
+
+
+@contextlib.contextmanager
+def logged_lines(server: Server, count: int) -> Iterator[list[dict[str, Any]]]:
+    """Return a list that gets the lines of the block's requests, which are so many, at its end."""
+    before = len(server.requests())
+    lines: list[dict[str, Any]] = []
+    yield lines
+    until(lambda: len(server.requests()) == before + count)
+    lines += server.requests()[before:]
+
+
 def stream(server: Server, **body: Any) -> AbstractContextManager[httpx.Response]:
     """Begin a stream."""
     given = {"model": server.model, "prompt": "the cat", "temperature": 0, **LONG, **body}
     return httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=given, headers=server.headers, timeout=60
+        "POST",
+        f"{server.url}/v1/completions",
+        json=given,
+        headers=server.headers,
+        timeout=60,
+        verify=WITHOUT_CERTIFICATES,
     )
 
 
@@ -74,7 +109,7 @@ def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
     until(lambda: any(line.get("error") == "the client has left" for line in slow.requests()))
     body = {"model": slow.model, "prompt": "the cat", "max_tokens": 400, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{slow.url}/v1/completions", json=body, headers=slow.headers, timeout=10 * STEP)
+        slow.request("POST", "/v1/completions", json=body, timeout=10 * STEP)
     before = slow.metric("generation_tokens_total")
     expect_idle(slow)
     assert slow.metric("generation_tokens_total") <= before + 3, (
@@ -128,15 +163,14 @@ def test_what_has_not_begun_waits(slow: Server) -> None:
     expect_idle(slow)
 
 
-def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
+def test_log_probabilities_of_a_request_have_a_limit(telling: Server) -> None:
     """They are counted over the tokens that are returned, echoed ones too; answers before any is computed."""
-    limits = ("--server.max_total_logprobs", "100", "--server.max_output_tokens", "21")
-    with serving(checkpoint, *limits) as server:
-        refused = server.complete(n=22, temperature=1)
+    with logged_lines(telling, 7) as lines:
+        refused = telling.complete(n=22, temperature=1)
         assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
-        assert server.complete(max_tokens=20, logprobs=4).status_code == 200
+        assert telling.complete(max_tokens=20, logprobs=4).status_code == 200
         ends = {"logit_bias": {"7": 100}, "stop_token_ids": [7]}
-        short = server.complete(max_tokens=21, logprobs=4, **ends)
+        short = telling.complete(max_tokens=21, logprobs=4, **ends)
         assert short.status_code == 200, "it ends before the limit"
         for asked in (
             {"max_tokens": 21, "logprobs": 4, "ignore_eos": True},
@@ -144,12 +178,12 @@ def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
             {"max_tokens": 7, "logprobs": 4, "ignore_eos": True, "n": 3, "temperature": 1},
             {"prompt": [5] * 50, "echo": True, "logprobs": 1},
         ):
-            refused = server.complete(**asked)
+            refused = telling.complete(**asked)
             assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
             assert "this server allows 100" in error_of(refused)["message"]
-        until(lambda: sum(line["status"] == 400 for line in server.requests()) == 5)
-        refusals = [line for line in server.requests() if line["status"] == 400]
-        assert not any("completion_tokens" in line for line in refusals), "nothing is computed"
+    refusals = [line for line in lines if line["status"] == 400]
+    assert len(refusals) == 5
+    assert not any("completion_tokens" in line for line in refusals), "nothing is computed"
 
 
 def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
@@ -245,17 +279,17 @@ def test_without_a_key_nothing_is_told(slow: Server, header: str | None) -> None
         "/version",
         "/nowhere",
     ):
-        refused = httpx.get(f"{slow.url}{path}", headers=headers)
+        refused = slow.get(path, headers=headers)
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
         assert error_of(refused)["code"] == "invalid_api_key"
-    assert httpx.get(f"{slow.url}/health", headers=headers).status_code == 200
+    assert slow.get("/health", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["Bearer first-key", "Bearer third-key", "bearer  clé"])
 def test_each_key_opens(slow: Server, key: str) -> None:
     """Keys of the file and of the option hold, in any letters, and the scheme in any case."""
-    answer = httpx.get(f"{slow.url}/v1/models", headers={"authorization": key.encode()})
+    answer = slow.get("/v1/models", headers={"authorization": key.encode()})
     assert answer.status_code == 200
     assert not any("clé" in line or "-key" in line for line in slow.log)
 
@@ -263,7 +297,7 @@ def test_each_key_opens(slow: Server, key: str) -> None:
 def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
     """After a SIGTERM new ones are refused, short ones end, long ones are aborted in time, and the code is 0."""
     options = ("--drain-seconds", "2", "--host", "0.0.0.0")  # noqa: S104 - for its warning
-    with serving(checkpoint, *options, step_seconds=STEP) as server, httpx.Client() as client:
+    with serving(checkpoint, *options, step_seconds=STEP) as server, OpenClient() as client:
         assert client.get(f"{server.url}/health").status_code == 200
         with stream(server) as long, stream(server, max_tokens=5) as short:
             lines = [begun(long), begun(short)]
@@ -290,7 +324,7 @@ def refuses(server: Server) -> bool:
     """Tell whether the server takes no more connections."""
     try:
         # A connection made while the server stops listening may never be answered.
-        httpx.get(f"{server.url}/health", timeout=2)
+        server.get("/health", timeout=2)
     except httpx.TransportError:
         return True
     return False
@@ -349,30 +383,27 @@ def test_a_step_that_hangs_ends_every_request(checkpoint: Path) -> None:
         assert any("has taken longer than 1 seconds" in line for line in server.log)
 
 
-def test_polls_are_not_logged(checkpoint: Path) -> None:
+def test_polls_are_not_logged(telling: Server) -> None:
     """Neither probes nor readers of metrics fill the log, unless they are refused; they may ask for the head alone."""
-    with serving(checkpoint, "--api-key", "right") as server:
-        server.key = "right"
+    with logged_lines(telling, 2) as lines:
         for path in ("/health", "/metrics"):
-            assert server.get(path).status_code == 200
-            head = server.request("HEAD", path)
+            assert telling.get(path).status_code == 200
+            head = telling.request("HEAD", path)
             assert (head.status_code, head.content) == (200, b"")
-        assert server.get("/metrics", headers={}).status_code == 401
-        server.complete(max_tokens=1)
-        until(lambda: len(server.requests()) == 2)
-        refused, answered = server.requests()
+        assert telling.get("/metrics", headers={}).status_code == 401
+        telling.complete(max_tokens=1)
+    refused, answered = lines
     assert (refused["path"], refused["status"]) == ("/metrics", 401)
     assert answered["path"] == "/v1/completions"
 
 
-def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
+def test_prompts_are_logged_where_that_is_asked_for(telling: Server) -> None:
     """The line of a request then has its prompt and its answers, streamed ones too."""
-    with serving(checkpoint, "--server.log_prompts", "true") as server:
-        text = server.complete(max_tokens=3).json()["choices"][0]["text"]
-        server.complete(max_tokens=3, stream=True)
-        server.chat()
-        until(lambda: len(server.requests()) == 3)
-        whole, streamed, chat = server.requests()
+    with logged_lines(telling, 3) as lines:
+        text = telling.complete(max_tokens=3).json()["choices"][0]["text"]
+        telling.complete(max_tokens=3, stream=True)
+        telling.chat()
+    whole, streamed, chat = lines
     assert (whole["prompt"], whole["answers"]) == ("the cat", {"0/0": text})
     assert streamed["answers"] == whole["answers"]
     assert chat["prompt"][0]["content"] == "the cat"

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.servers import Server, error_of, expect_idle, worked
+from support.servers import OpenClient, Server, error_of, expect_idle, worked
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 OTHERS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/score", "/rerank")
@@ -138,7 +138,7 @@ def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> N
             assert "4XX" in operation["responses"]
 
     kind = {"content-type": "application/json"}
-    with httpx.Client(timeout=60) as client:
+    with OpenClient(timeout=60) as client:
         ask()
 
 
@@ -217,5 +217,5 @@ def test_no_head_harms(server: Server) -> None:
         ):
             assert error_of(response)["message"]
 
-    with httpx.Client(timeout=60) as client:
+    with OpenClient(timeout=60) as client:
         ask()

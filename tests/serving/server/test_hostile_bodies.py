@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 from opgraft.serving.server.bodies import MOST_CONTAINERS
-from support.servers import Server, error_of, expect_idle, worked
+from support.servers import OpenClient, Server, error_of, expect_idle, worked
 
 SIZE = 4 << 20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -94,7 +93,7 @@ def others(server: Server) -> Iterator[list[float]]:
     began, ended = threading.Event(), threading.Event()
 
     def ask() -> None:
-        with httpx.Client(timeout=60) as client:
+        with OpenClient(timeout=60) as client:
             while not ended.is_set():
                 started = worked(server)
                 assert client.get(f"{server.url}/version").status_code == 200

@@ -566,8 +566,8 @@ def test_a_request_without_a_model(server: Server) -> None:
     messages = [{"role": "user", "content": "the cat"}]
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "the cat"},
-        "/v1/chat/completions": {"messages": messages},
-        "/v1/responses": {"input": "the cat"},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 2},
+        "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
         "/v1/messages": {"messages": messages, "max_tokens": 2},
     }
     for path, body in bodies.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
@@ -14,7 +13,7 @@ from support.simulated_device import FORMS
 
 def _completion(server: Server) -> object:
     asked = {"model": server.model, "prompt": "Hello there", "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+    answer = server.post("/v1/completions", **asked)
     return answer.raise_for_status().json()["choices"]
 
 

@@ -79,7 +79,7 @@ def asked(
     # Nothing reads this header.
     headers["baggage"] = TEXT
     given = {"model": server.model, **body}
-    return httpx.post(f"{server.url}{path}", json=given, headers=headers, timeout=60)
+    return server.request("POST", path, json=given, headers=headers)
 
 
 def told(spans: list[Span], root: Span) -> str:

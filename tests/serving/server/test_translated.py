@@ -80,14 +80,15 @@ def test_log_probabilities_beside_reasoning() -> None:
 
 def test_keys(hurried: Server) -> None:
     """The header of Anthropic's clients is taken, and a wrong key is an error in their form."""
-    url = f"{hurried.url}/v1/messages"
     body = {
         "model": hurried.model,
         "messages": [{"role": "user", "content": "the cat"}],
         "max_tokens": 2,
     }
-    right = httpx.post(url, json=body, headers={"x-api-key": "k"}, timeout=60)
+    right, wrong = (
+        hurried.request("POST", "/v1/messages", json=body, headers={"x-api-key": key})
+        for key in ("k", "w")
+    )
     assert right.status_code == 200
-    wrong = httpx.post(url, json=body, headers={"x-api-key": "w"}, timeout=60)
     assert wrong.status_code == 401
     assert wrong.json()["error"]["type"] == "authentication_error"
