@@ -6,6 +6,7 @@ import pytest
 from opgraft.testing import PluginConformance
 
 
+@pytest.mark.usefixtures("warm_workers")
 class TestCpu(PluginConformance):
     plugin = "cpu"
 
