@@ -37,9 +37,9 @@ def opgraft_register_ops(platform):
 """
 
 
-@pytest.mark.usefixtures("warm_workers")
 def test_the_one_that_hangs_is_named(plugin: Path, site: Site, tmp_path: Path) -> None:
     """No stack of Python tells that the other one waits for it: the name of its thread does."""
+    # Ordinary workers, not warm ones: the system has a thread's name under the process that runs it.
     import opgraft_cpu_kernels
 
     if opgraft_cpu_kernels.path() == "scalar":
