@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -53,15 +53,20 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
         return None
 
     size = len(module.get_parameter("weight"))
-    expressions = _expressions(module, size, gate_is_optional=arguments[1].default is None)
-    if not expressions:
+    usual, *others = _calls(gate_is_optional=arguments[1].default is None)
+    # Every norm takes the first shape, which rules most modules and settings out.
+    first = traced_module(module, _PARAMETERS, *usual.inputs(size))
+    if first is None:
+        return None
+    # The constants and views of one call name all candidates.
+    fitting = [each for each in _candidates(first, size) if first == _form(size, usual, each)]
+    if not fitting:
+        return None
+    expressions = _expressions(module, size, others)
+    if expressions is None:
         return None
 
-    # The constants and views of one call name all candidates.
-    first = next(iter(expressions.values()))
-
-    for settings in _candidates(first, size):
-        # One call at a time, as the first one rules most settings out.
+    for settings in fitting:
         if all(expressions[call] == _form(size, call, settings) for call in expressions):
             check_interface(type(module))
             _check_dtype(module, dtype)
@@ -70,20 +75,27 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
     return None
 
 
-def _expressions(module: nn.Module, size: int, gate_is_optional: bool) -> dict[_Call, Expression]:
-    """Trace every possible call of a module; nothing if one call has no expression."""
+def _calls(gate_is_optional: bool) -> list[_Call]:
+    """Return every possible call of a module, the usual one first."""
+    uses_of_gate = (True, False) if gate_is_optional else (True,)
+    return [_Call(rows, gated) for rows, gated in product(SHAPES, uses_of_gate)]
+
+
+def _expressions(
+    module: nn.Module, size: int, calls: Sequence[_Call]
+) -> dict[_Call, Expression] | None:
+    """Trace calls of a module, except those that it refuses.
+
+    ``None`` if another call has no expression.
+    """
     expressions: dict[_Call, Expression] = {}
-    for rows, gated in product(SHAPES, (True, False)):
-        if not gated and not gate_is_optional:
-            continue
-        call = _Call(rows, gated)
+    for call in calls:
         inputs = call.inputs(size)
         expression = traced_module(module, _PARAMETERS, *inputs)
         if expression is not None:
             expressions[call] = expression
-        elif not expressions or not refuses(module, _PARAMETERS, *inputs):
-            # Every norm takes the first shape.
-            return {}
+        elif not refuses(module, _PARAMETERS, *inputs):
+            return None
 
     return expressions
 

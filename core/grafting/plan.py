@@ -32,6 +32,7 @@ from opgraft.registry.adapter import Adapter, CallAdapter, FunctionCall, LeaveAl
 from opgraft.registry.decision import Provider
 from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import host_state
+from opgraft.registry.watching import interrupts_counted
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -177,11 +178,13 @@ def plan_of(model: nn.Module) -> GraftPlan:
         GraftError: in strict mode, an adapter or the class of an op raised.
     """
     planner = _Planner(model)
-    entries = planner.below(model, "")
-    if not model._modules and not is_attention(model):
-        reason = "it is the model itself, which has no parent to be replaced in"
-        entries.append(_left_alone("", model, reason))
-    entries += planner.calls_of(model, "")
+    # Once for the whole walk: each adapter would else replace the handler of interrupts anew.
+    with interrupts_counted():
+        entries = planner.below(model, "")
+        if not model._modules and not is_attention(model):
+            reason = "it is the model itself, which has no parent to be replaced in"
+            entries.append(_left_alone("", model, reason))
+        entries += planner.calls_of(model, "")
     return GraftPlan(tuple(entries), tuple(planner.places))
 
 
