@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from importlib_metadata import Distribution
 from opgraft.base.files import read_regular, replace_file
@@ -29,6 +31,9 @@ from opgraft.plugins.metadata import Problem, fields_of
 from opgraft.plugins.pylock import is_pylock, with_section
 from opgraft.plugins.requirements import FAULTS, unfit
 from opgraft.registry.decision import Provider
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 ALLOW_EDITABLE = "--allow-editable"
 
@@ -113,8 +118,6 @@ def _needed_by(
     Raises:
         PluginError: a requirement cannot be read.
     """
-    from packaging.requirements import Requirement  # starts do without
-
     found: dict[str, Distribution | None] = {}
     # Each extra of a distribution has requirements of its own.
     waiting = [(distribution, "")]
@@ -122,7 +125,7 @@ def _needed_by(
     for each, extra in waiting:
         for line in _requirements_of(each):
             try:
-                requirement = Requirement(line)
+                requirement = _parsed(line)
                 marker = requirement.marker
                 applies = marker is None or marker.evaluate({"extra": extra})
             except (ValueError, LookupError) as error:
@@ -140,6 +143,19 @@ def _needed_by(
                     seen.add((name, wanted))
                     waiting.append((other, wanted))
     return found
+
+
+# The command reads the same lines for each distribution that needs another one.
+@functools.lru_cache(maxsize=4096)
+def _parsed(line: str) -> Requirement:
+    """Return a requirement. Do not modify it: the next caller gets the same object.
+
+    Raises:
+        ValueError: the line is malformed.
+    """
+    from packaging.requirements import Requirement  # starts do without
+
+    return Requirement(line)
 
 
 def _requirements_of(distribution: Distribution) -> list[str]:
