@@ -26,7 +26,7 @@ from opgraft.plugins import discovery
 from opgraft.testing.isolation import isolated_host
 from support.simulated_device import skip_unfit
 from support.slow_variants import mark_slow
-from support.warm.interpreter import warm_interpreter
+from support.warm.interpreter import warm_interpreter, warm_interpreter_for_children
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = (
@@ -308,6 +308,14 @@ def warm_workers(warm_python: str) -> Iterator[None]:
     """Processes of workers start with torch imported; ``interpreter.process_of`` tells which one works."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "executable", warm_python)
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_children(warm_python: str) -> Iterator[None]:
+    """Probes and other isolated code run in processes that have torch imported, for tests of other things."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", warm_interpreter_for_children())
         yield
 
 

@@ -17,6 +17,8 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import decide_without_torch
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 AVAILABLE = "return Evidence(True, 'here')"
 GOOD = "from opgraft.platforms.cpu.platform import CpuPlatform\n"
 OWN = "import opgraft\nfrom abc import abstractmethod\n"

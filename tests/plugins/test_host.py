@@ -15,6 +15,8 @@ from opgraft.ops import RMSNorm
 from opgraft.registry import state
 from opgraft.registry.state import PluginStatus, host_state
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 AVAILABLE = "return Evidence(True, 'a device was found')"
 
 GOOD = """

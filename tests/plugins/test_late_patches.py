@@ -16,6 +16,8 @@ from opgraft.plugins.definitions import DEFINITIONS
 from opgraft.plugins.guarding import LatePatches
 from opgraft.plugins.host import load_plugins
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 PATCHING = """
 import torch
 from opgraft.binding import blame

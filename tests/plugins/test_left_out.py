@@ -18,6 +18,8 @@ from opgraft.registry.plugin_adapters import PLUGIN_ADAPTERS
 from opgraft.registry.state import host_state
 from support.vllm_plugin import OPS, PLATFORM, imports_forgotten, install_acme, install_bridge
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 DECLARES = """
 import os
 import opgraft

@@ -10,6 +10,8 @@ from opgraft.plugins.outcomes import findings_of
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 GOOD = """
 import opgraft
 from opgraft.ops import RMSNorm

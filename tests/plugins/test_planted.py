@@ -15,6 +15,8 @@ from support.defective_plugins import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREA
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 STREAMS = """
 import sys, opgraft
 from opgraft.config import OpgraftConfig, set_config

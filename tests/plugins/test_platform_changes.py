@@ -14,6 +14,8 @@ from opgraft.plugins.process import changes_between, look
 from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
 from support.faults.process_rows import IMPORTS
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 AVAILABLE = "return Evidence(True, 'here')"
 
 

@@ -16,6 +16,8 @@ from opgraft.ops import RMSNorm
 from opgraft.ops.layernorm.modules import RMSNorm as Native
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 PLUGIN = """
 import opgraft
 from opgraft.ops import RMSNorm

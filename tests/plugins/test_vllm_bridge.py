@@ -25,6 +25,8 @@ from opgraft.testing.conformance import Conformance, alone
 from safetensors.torch import save_file
 from support.vllm_plugin import BRIDGE, ENTRY, imports_forgotten, install_acme, install_bridge
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 GENERAL = {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]}
 
 

@@ -29,7 +29,15 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
     known = (arguments or ["-"])[0] in ("-I", "-u", "-c", "-m") or not (arguments or ["-"])[
         0
     ].startswith("-")
-    return known and not other and at_start == SETTINGS["environ"]
+    same_start = at_start == SETTINGS["environ"] or is_child(arguments, at_start)
+    return known and not other and same_start
+
+
+def is_child(arguments: list[str], at_start: dict[str, str]) -> bool:
+    """Tell whether isolated code asks for a child, and none of the few variables that it has is another one."""
+    named = os.path.basename(sys.argv[0]) == SETTINGS["for_children"]
+    usual = {**SETTINGS["environ"], "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return named and arguments[:1] == ["-I"] and at_start.items() <= usual.items()
 
 
 def inherited_files() -> list[int]:

@@ -30,6 +30,9 @@ AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 LATER = ("PYTHONPATH", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Those of such names that the server minds in each process, or that are for GPUs only."""
 
+FOR_CHILDREN = "python-for-children"
+"""The name of an interpreter that serves isolated code with few variables, as opgraft starts it for probes."""
+
 _TEMPORARY = tempfile.gettempdir()
 """As it is before a test sets another one."""
 
@@ -58,10 +61,18 @@ def warm_interpreter() -> str:
     return str(folder / "python")
 
 
+def warm_interpreter_for_children() -> str:
+    """Return the path of an interpreter for children of opgraft that need not know whether torch is imported."""
+    warm = Path(warm_interpreter())
+    beside = warm.with_name(FOR_CHILDREN)
+    return str(beside if beside.exists() else warm)
+
+
 def _start_server(folder: Path) -> None:
     here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
     environ = {name: value for name, value in os.environ.items() if name not in LATER}
     settings = {
+        "for_children": FOR_CHILDREN,
         "address": str(address),
         "python": sys.executable,
         "at_start": AT_START,
@@ -71,6 +82,7 @@ def _start_server(folder: Path) -> None:
     (folder / "settings").write_bytes(marshal.dumps(settings))
     interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
     interpreter.chmod(0o755)
+    (folder / FOR_CHILDREN).symlink_to(interpreter.name)
     # Without a writer, the pipe cannot be opened for reading otherwise.
     held = os.open(folder / "held", os.O_RDONLY | os.O_NONBLOCK)
     ours, theirs = os.pipe()
