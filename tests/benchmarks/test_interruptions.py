@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from benchmarks.test_engine import BENCHMARKS
 
@@ -31,8 +30,8 @@ assert fault_of_loss(raises(KeyError(1)), whole) == "the open requests raise Key
 """
 
 
-def test_a_fault_is_told_in_words() -> None:
+def test_a_fault_is_told_in_words(warm_python: str) -> None:
     """A check that crashes, and open requests that end with wrong tokens or another error."""
-    command = [sys.executable, "-c", QUESTIONS, str(BENCHMARKS)]
+    command = [warm_python, "-c", QUESTIONS, str(BENCHMARKS)]
     told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert told.returncode == 0, told.stderr

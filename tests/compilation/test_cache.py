@@ -249,8 +249,12 @@ def reason_of(model: nn.Module, x: Tensor, **settings: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler
-def test_the_cache_is_on_by_default(by_default: Path, x: Tensor) -> None:
+def test_the_cache_is_on_by_default(
+    by_default: Path, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second compilation takes the code of the first from the folder of the user."""
+    # To optimise the code around kernels, too, would take a quarter of the time.
+    monkeypatch.setattr("torch._inductor.config.aot_inductor.compile_wrapper_opt_level", "O0")
     model = nn.PReLU().eval()
     assert "one graph for any size" in reason_of(model, x)
     assert by_default.stat().st_mode & 0o777 == 0o700

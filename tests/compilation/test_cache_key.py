@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,12 +32,29 @@ from support.blocks import WIDTH, Block
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+INDEX: list[Path] = []
+"""The index with the digests of opgraft's sources, so that each key need not read all of them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def index_of_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    INDEX.append(tmp_path_factory.mktemp("sources") / "index.json")
+    yield
+    INDEX.clear()
+
+
+def key_of(model: nn.Module, example: Example, settings: Any) -> keys.Key:
+    found = Sources(INDEX[0])
+    key = keys.key_of(model.eval(), example, settings, found)
+    found.keep()
+    return key
+
 
 def parts(model: nn.Module, *args: Any, shapes: Any = None, **fields: Any) -> dict[str, Any]:
     settings = (
         OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
     )
-    return dict(keys.key_of(model.eval(), Example(args, {}, shapes), settings, Sources()).parts)
+    return dict(key_of(model, Example(args, {}, shapes), settings).parts)
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -348,7 +365,7 @@ class Unpicklable:
 def test_what_the_key_does_not_see_is_told(held: Any, unseen: set[str], x: Tensor) -> None:
     """Values that cannot be described, or that are too many or too deep: such a model is compared when it is loaded."""
     settings = OpgraftConfig().resolved().compilation_config
-    key = keys.key_of(Holder(held).eval(), Example((x,), {}), settings, Sources())
+    key = key_of(Holder(held), Example((x,), {}), settings)
     assert {name.rpartition(".")[2] for name in key.unseen} == unseen
 
 

@@ -368,7 +368,7 @@ def test_a_config_with_passes_is_shown_by_their_classes() -> None:
     assert shown == f'["{__name__}:Doubling", "{__name__}:Scaling", "a:B"]'
 
 
-@pytest.mark.parametrize("passes", [(Doubling,), (OtherSizes, Scaling(3.0), Scaling(1.0))])
+@pytest.mark.parametrize("passes", [(OtherSizes, Scaling(3.0), Scaling(1.0)), (Doubling,)])
 def test_a_pass_that_changes_values_is_named(passes: tuple[Any, ...]) -> None:
     """The error names the first pass after which the graph computes something else, and the setting."""
     name = "doubling" if Doubling in passes else "scaling"

@@ -122,7 +122,7 @@ GATED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ),
 }
 UNGATED = {"Mamba 2", "Mamba 2, one group"}  # which compute without a gate too
-SHORT = {("Mamba 2", torch.float32), ("Kimi", torch.float32), ("Falcon-H1", torch.bfloat16)}
+SHORT = {("Mamba 2", torch.bfloat16), ("Kimi", torch.float32)}
 """Cases with both orders and activations, rows whole and in groups, a half type; each takes seconds."""
 
 

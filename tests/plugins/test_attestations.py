@@ -27,19 +27,27 @@ def root() -> Any:
     return importlib.import_module("support.signing").Root()
 
 
-@pytest.fixture
-def wheels(root, tmp_path: Path, monkeypatch) -> Path:
-    """A folder with the signed wheel of a plugin that is installed, and the root of trust."""
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    found = plugin_and_dependency(folder)
-    root.write(tmp_path / "root.json")
+@pytest.fixture(scope="module")
+def signed(root, tmp_path_factory) -> Path:
+    """A folder with the root of trust, the signed wheel of a plugin, and what pip has installed, for copies."""
+    folder = tmp_path_factory.mktemp("signed")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    found = plugin_and_dependency(wheels)
+    root.write(folder / "root.json")
     root.attest(found[0], "acme/probe")
-    site = pip("--target", "FOLDER")(tmp_path / "site", found)
+    pip("--target", "FOLDER")(folder / "site", found)
     found[1].unlink()
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.chdir(tmp_path)
     return folder
+
+
+@pytest.fixture
+def wheels(signed: Path, tmp_path: Path, monkeypatch) -> Path:
+    """A folder with the signed wheel of a plugin that is installed, and the root of trust."""
+    shutil.copytree(signed, tmp_path, dirs_exist_ok=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "wheels"
 
 
 def lock(*options: str) -> Result:

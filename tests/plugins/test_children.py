@@ -135,7 +135,7 @@ def no_file_can_be_written() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
-@pytest.mark.parametrize("command", [("detect", "--all"), ("ops", "explain", "rms_norm")])
+@pytest.mark.parametrize("command", [("ops", "explain", "rms_norm"), ("detect", "--all")])
 def test_without_a_usable_temporary_folder(site, command: tuple[str, ...]) -> None:
     """Detection asks a plugin's probe, and ops are bound, where no file can be written anywhere."""
     site.platform("acme", probe="return Evidence(False, 'looked at')")
@@ -309,7 +309,7 @@ def test_much_is_handed_over_and_much_comes_back() -> None:
     assert ask_child(code, data=data) == data
     assert run_child("import os; os._exit(3)", data=data).status == 3
     flood = "import os\nwhile True: os.write(reply_to, b'x' * 65536)"
-    assert run_child(flood, time_limit=1.5).status is None
+    assert run_child(flood, time_limit=1.0).status is None
 
 
 def test_of_what_is_heard_the_last_line_is_kept() -> None:

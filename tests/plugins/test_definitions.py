@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 from conftest import Site
@@ -20,6 +21,60 @@ platforms = "any"
 @opgraft.hookimpl
 def opgraft_register_ops():
 """
+
+FORKING = """
+import json, os, sys, traceback
+import torch, opgraft
+for line in sys.stdin:
+    program = json.loads(line)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 1)
+        os.environ.clear()
+        os.environ.update(program["environ"])
+        os.chdir(program["folder"])
+        sys.path.insert(0, program["folder"])
+        status = 1
+        try:
+            exec(program["source"], {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    os.close(writer)
+    with open(reader) as printed:
+        lines = printed.read().splitlines()
+    _, status = os.waitpid(child, 0)
+    print(json.dumps([status, lines]), flush=True)
+"""
+
+Program = Callable[[Site, str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Program]:
+    """Run a program in a process that has imported torch and no op; returns the printed lines."""
+    command = [sys.executable, "-c", FORKING]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def run_program(site: Site, source: str) -> list[str]:
+            environ = {**os.environ, "OPGRAFT_LOG": "error"}
+            program = {"folder": str(site.folder), "source": source, "environ": environ}
+            print(json.dumps(program), file=asked, flush=True)
+            status, lines = json.loads(told.readline())
+            assert status == 0, lines
+            return [str(line) for line in lines]
+
+        yield run_program
+        asked.close()
+
 
 FIRST_IMPORTS = {
     "a_method": (
@@ -113,7 +168,7 @@ for name, record in host_state().plugins.items():
 """
 
 
-def test_a_patch_is_found_whoever_imports_first(site: Site) -> None:
+def test_a_patch_is_found_whoever_imports_first(site: Site, run: Program) -> None:
     """The definitions as their import left them are put back. To import all of opgraft is no change."""
     for name, (statement, _) in FIRST_IMPORTS.items():
         site.plugin(name, f"{HOOK}    {statement}\n")
@@ -123,7 +178,7 @@ def test_a_patch_is_found_whoever_imports_first(site: Site) -> None:
     assert found == [f"{name}: {words} {where}" for name, (_, words) in FIRST_IMPORTS.items()]
 
 
-def test_a_platform_is_looked_at_as_it_imports(site: Site) -> None:
+def test_a_platform_is_looked_at_as_it_imports(site: Site, run: Program) -> None:
     """What its module patches is put back, if it is left out and if it stays."""
     patches = (
         "from opgraft.ops import RMSNorm\nfrom opgraft.platforms.cuda.platform import CudaPlatform\n"
@@ -186,7 +241,7 @@ for name, record in host_state().plugins.items():
 """
 
 
-def test_a_patch_by_a_condition_a_switch_and_a_constructor(site: Site) -> None:
+def test_a_patch_by_a_condition_a_switch_and_a_constructor(site: Site, run: Program) -> None:
     """Each is put back at once, and the plugin's finding names the code that did it."""
     imports = "from opgraft.ops import GeluAndMul, MulAndSilu, RMSNorm, SiluAndMul\n"
     for name, code in AT_WORK.items():
@@ -243,14 +298,3 @@ def test_functions_that_wrap_each_other() -> None:
     ((_, change),) = changes_of_code(code)
     assert set(code) == {first, second}
     assert change.what.endswith("second.__defaults__")
-
-
-def run(site: Site, program: str) -> list[str]:
-    """Run a program in an interpreter that has imported nothing; returns the lines that it prints."""
-    environ = {**os.environ, "PYTHONPATH": str(site.folder), "OPGRAFT_LOG": "error"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, check=False, cwd=Path(site.folder)
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -411,23 +410,24 @@ print(vllm.envs.FOO, "vllm.\\u4e2d")
     assert ("opgraft>=0.1" in text) == ((9 if given else 4, "install_requires") not in left)
 
 
-def test_a_copy_is_whole_or_not_there(cli: Any, site: Any, plugin: Path, tmp_path: Path) -> None:
+def test_a_copy_is_whole_or_not_there(
+    cli: Any, site: Any, plugin: Path, tmp_path: Path, warm_python: str
+) -> None:
     """A file that cannot be written leaves no folder behind, and executable files stay so."""
     install_bridge(site)
     (plugin / "run.sh").write_text("#!/bin/sh\n")
     (plugin / "run.sh").chmod(0o755)
-    command = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
-    )
+    # Without byte code, of which the limit would leave half a file for the next process.
+    command = "import resource, runpy, sys; sys.dont_write_bytecode = True; "
+    command += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
     command += "sys.argv[0] = 'opgraft'; runpy.run_module('opgraft', run_name='__main__')"
     arguments = ["new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")]
     told = subprocess.run(
-        [sys.executable, "-c", command, *arguments],
+        [warm_python, "-c", command, *arguments],
         capture_output=True,
         text=True,
         check=False,
-        # Without byte code, of which the limit would leave half a file for the next process.
-        env={**os.environ, "PYTHONPATH": str(site.folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": str(site.folder)},
     )
     assert (told.returncode, "cannot be written: File too large" in told.stderr) == (2, True), (
         told.stderr
