@@ -143,7 +143,7 @@ class Mine:
     pass
 
 def late():
-    time.sleep(6)
+    time.sleep(1.5)
     print("late thread")
 
 def at_exit():
@@ -153,6 +153,9 @@ os.chdir(os.path.dirname(os.path.realpath(__file__)))
 atexit.register(at_exit)
 print(json.dumps([sys.path[0], sys.argv[1:], __file__, __name__, __package__, "torch" in sys.modules]), flush=True)
 if "wait" in sys.argv:
+    if "opgraft" in sys.modules:
+        from opgraft.cli import ending
+        ending.PATIENCE = 0.5
     threading.Thread(target=late).start()
 """
 
@@ -165,7 +168,7 @@ def test_places_and_ends_are_those_of_python(cold_cli, tmp_path: Path, told: lis
     (tmp_path / "near/program.py").write_text(PLACES)
     (tmp_path / "far/linked.py").symlink_to(tmp_path / "near/program.py")
     told = [*told, "--json", "--traceback"]
-    # Both wait for the thread, which outlives the seconds that opgraft gives to threads of plugins.
+    # Both wait for the thread, which outlives the patience that opgraft has with threads of plugins.
     command = [sys.executable, *told]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as python:
         result = cold_cli("exec", *told, OPGRAFT_REPORT="report.json")

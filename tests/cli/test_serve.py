@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,13 +37,13 @@ serve.command(["minilm"])
     ],
 )
 def test_memory_is_kept_unless_an_operator_says_otherwise(
-    given: dict[str, str], shown: str
+    warm_python: str, given: dict[str, str], shown: str
 ) -> None:
     """Freed memory stays, and the shapes that libraries keep are bounded."""
     left = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
     environment = {**left, "OPGRAFT_PLUGINS": "", **given}
     result = subprocess.run(
-        [sys.executable, "-c", _SHOW], env=environment, capture_output=True, text=True, timeout=120
+        [warm_python, "-c", _SHOW], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.stdout.split() == shown.split(), result.stderr
 
@@ -67,7 +66,7 @@ for given in eval(sys.argv[1]):
 """
 
 
-def test_adapters_in_the_spellings_of_vllm(tmp_path: Path) -> None:
+def test_adapters_in_the_spellings_of_vllm(warm_python: str, tmp_path: Path) -> None:
     """Words and objects name adapters, and contradictions are found before the model is loaded."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
@@ -83,7 +82,7 @@ def test_adapters_in_the_spellings_of_vllm(tmp_path: Path) -> None:
         ["--enable-lora", "--lora.max_cpu_loras", "3"],
     ]
     result = subprocess.run(
-        [sys.executable, "-c", _ADAPTERS, repr(cases)],
+        [warm_python, "-c", _ADAPTERS, repr(cases)],
         env={**os.environ, "OPGRAFT_PLUGINS": ""},
         capture_output=True,
         text=True,

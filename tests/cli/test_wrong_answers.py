@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,7 +263,7 @@ def test_the_nearest_of_many() -> None:
     assert nearest(embeddings[:0]) == []
 
 
-def test_twenty_thousand_lines_need_no_matrix() -> None:
+def test_twenty_thousand_lines_need_no_matrix(warm_python: str) -> None:
     """The process grows by less than 512 MiB, where 20,000 x 20,000 numbers would take 1.5 GiB."""
     code = (
         "import resource, torch\nfrom opgraft.cli.neighbours import nearest\ntorch.set_num_threads(1)\n"
@@ -273,6 +272,6 @@ def test_twenty_thousand_lines_need_no_matrix() -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [warm_python, "-c", code], capture_output=True, text=True, check=True
     )
     assert int(result.stdout) < 1 << 19  # KiB

@@ -17,11 +17,13 @@ OWN = "\ndef poll():\n    while True: time.sleep(0.1)\n"
 
 THREAD = "the thread 'acme poll' of acme 1.0 has not ended 5 s after the answer"
 
+IMPATIENT = "from opgraft.cli import ending\nending.PATIENCE = 0.5\n"
+
 ROWS: dict[str, tuple[str, str]] = {
     "a thread of the import": (STARTS.format("lambda: time.sleep(3600)"), THREAD),
     "a thread of a hook that waits for ever": (
-        f"{PLUGIN.format(STARTS.format('threading.Event().wait'))}",
-        THREAD,
+        f"{IMPATIENT}{PLUGIN.format(STARTS.format('threading.Event().wait'))}",
+        THREAD.replace("5 s", "0.5 s"),
     ),
     "a thread that another thread starts later": (
         f"{OWN}threading.Timer(0.5, lambda: {STARTS.format('poll')}).start()",

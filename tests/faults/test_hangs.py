@@ -132,10 +132,10 @@ def test_the_watchdog_of_a_program(site, capfd, real_time) -> None:
     """A program that prints its stacks at a crash keeps its watchdog, too, while plugins are loaded."""
     assert faulthandler.is_enabled()
     site.plugin("brix", GOOD)
-    faulthandler.dump_traceback_later(2, file=2)
+    faulthandler.dump_traceback_later(1, file=2)
     assert of_brix()["class"] == "BrixRMSNorm"
     assert eventually(lambda: watching._LATE.thread is None)
-    assert eventually(lambda: "Timeout (0:00:02" in capfd.readouterr().err)
+    assert eventually(lambda: "Timeout (0:00:01" in capfd.readouterr().err)
 
 
 def test_a_watchdog_without_a_thread_that_looks(capfd, monkeypatch, real_time) -> None:

@@ -137,7 +137,9 @@ def test_a_kept_result_that_is_none(caplog, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_two_that_write_at_once_and_are_killed(site, tmp_path: Path, name: str) -> None:
+def test_two_that_write_at_once_and_are_killed(
+    site, warm_python: str, tmp_path: Path, name: str
+) -> None:
     """Whoever reads meanwhile, or after that, finds a whole file."""
     site.plugin("acme", PLUGIN)
     write, read = WRITERS[name]
@@ -146,7 +148,7 @@ def test_two_that_write_at_once_and_are_killed(site, tmp_path: Path, name: str) 
     code = f"{head}{write}\nwrite(0)\nprint(flush=True)\nfor n in range(10**9): write(n)"
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True
+            [warm_python, "-c", code], env=environ, stdout=subprocess.PIPE, text=True
         )
         for _ in range(2)
     ]
