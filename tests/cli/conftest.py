@@ -9,7 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import opgraft
 import pytest
+from conftest import Cli
+from opgraft.cli import _run, comparison
 from support.small_words import word_llama, word_tokenizer
 
 Terminal = Callable[..., list[str]]
@@ -51,6 +54,21 @@ def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
         reader.join(30)
         os.close(ours)
         return b"".join(shown).decode().replace("\r\n", "\n").splitlines()
+
+    return run
+
+
+@pytest.fixture
+def in_one_round(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run the command line in this process, where ``run --compare`` measures a round instead of a second."""
+    monkeypatch.setattr(comparison, "_ENOUGH", 1e-9)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        opgraft.reset()
+        capfd.readouterr()
+        code = _run(arguments)
+        told = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, told.out, told.err)
 
     return run
 

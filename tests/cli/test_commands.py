@@ -24,28 +24,6 @@ def opgraft_register_ops():
     RMSNorm.register_oot(AcmeRMSNorm)
 """
 
-JSON_COMMANDS = {
-    ("detect",): "opgraft.detect/2",
-    ("plugins", "list"): "opgraft.plugins.list/2",
-    ("plugins", "show", "acme"): "opgraft.plugins.show/3",
-    ("plugins", "doctor"): "opgraft.plugins.doctor/2",
-    ("plugins", "lock"): "opgraft.plugins.lock/2",
-    ("ops", "list"): "opgraft.ops.list/2",
-    ("ops", "explain", "rms_norm"): "opgraft.ops.explain/2",
-    ("env",): "opgraft.env/2",
-}
-
-
-@pytest.mark.parametrize("command", JSON_COMMANDS, ids=" ".join)
-def test_json_is_one_object_of_a_versioned_schema_on_stdout(
-    cli, site, command: tuple[str, ...]
-) -> None:
-    """Every command with --json prints nothing else on stdout, and says which schema it is."""
-    site.plugin("acme", PLUGIN)
-    result = cli(*command, "--json")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["schema"] == JSON_COMMANDS[command]
-
 
 def test_version_and_help() -> None:
     """opgraft --version prints the version; help lists every command with a summary."""

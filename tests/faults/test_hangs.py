@@ -425,7 +425,7 @@ def test_the_doctor(site, capsys, caplog, monkeypatch, warm_python: str) -> None
     monkeypatch.setattr(watching, "PATIENCE", 0.3)
     monkeypatch.setattr(sys, "executable", warm_python)
     # On a slow machine, a child that has loaded nothing yet takes longer than the first limit.
-    for limit in ("4", "8", "80"):
+    for limit in ("3", "8", "80"):
         with in_time(400):
             code, told = answer(capsys, "plugins", "doctor", "--time-limit", limit)
         if "brix (brix 1.0): activated" in told:

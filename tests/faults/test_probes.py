@@ -86,6 +86,15 @@ HARMLESS = (
 )
 """A probe that leaves open what any process may."""
 
+
+def torch_in_no_time(site) -> None:
+    """Install a package ``torch`` that probes can import at once: what they import is told by its name."""
+    package = site.folder / "torch"
+    package.mkdir()
+    for name in ("__init__.py", "nn.py"):
+        (package / name).touch()
+
+
 REMARKS: dict[str, tuple[str, str]] = {
     "torch": (
         "import torch; return Evidence(False, 'no')",
@@ -107,6 +116,7 @@ REMARKS: dict[str, tuple[str, str]] = {
 
 def test_probes_that_do_what_they_must_not(cli, site) -> None:
     """A probe that imports torch, is slow, keeps a device open or misuses a machine is told with its line."""
+    torch_in_no_time(site)
     site.platform("harmless", probe=HARMLESS)
     for name, (body, _) in REMARKS.items():
         site.platform(name, probe=body)
@@ -195,6 +205,7 @@ def register():
 
 def test_a_probe_behind_a_bridge(site) -> None:
     """A bridge is asked once, its plugin may import torch, and what the plugin leaves open has the plugin's line."""
+    torch_in_no_time(site)
     site.install(
         "acme-bridge",
         {"acme_bridge.py": BRIDGE},
@@ -212,6 +223,7 @@ def test_a_probe_behind_a_bridge(site) -> None:
 
 def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of an import is found in a plugin that lies in a zip file."""
+    torch_in_no_time(site)
     site.platform("packed", probe="import torch; return Evidence(False, 'no')")
     archive = shutil.make_archive(str(tmp_path / "packed"), "zip", site.folder)
     shutil.rmtree(site.folder)
@@ -243,6 +255,7 @@ SPEC = PlatformSpec(probe, "acme_platform:Device")
 @pytest.mark.parametrize(("above", "line"), [("", 9), ("import torch.nn as nn", 8)])
 def test_the_line_of_an_import(site, above: str, line: int) -> None:
     """The line is that of an import which has run, or else that of the probe."""
+    torch_in_no_time(site)
     files = {"acme_device.py": LINES.format(above=above)}
     site.install("acme", files, {"opgraft.platforms": ["acme = acme_device:SPEC"]})
     opgraft.reset()

@@ -135,6 +135,13 @@ def place(site: Site) -> str:
     return f"at {site.folder / 'acme.py'}:"
 
 
+@pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``run --compare`` measure a round instead of a second."""
+    monkeypatch.setattr("opgraft.cli.comparison._ENOUGH", 1e-9)
+
+
+@pytest.mark.usefixtures("one_round")
 @pytest.mark.parametrize("source", [NAN_NORM, INFINITE_GATE], ids=["a norm", "a gate"])
 @pytest.mark.parametrize("options", [(), ("--compare",)], ids=["run", "compare"])
 def test_numbers_of_a_decoder(
@@ -202,6 +209,7 @@ def test_advice_where_a_scope_asks_already(site: Site, llama: Path) -> None:
         assert "add rms_norm=native there" in str(output)
 
 
+@pytest.mark.usefixtures("one_round")
 @pytest.mark.parametrize("options", [(), ("--compare",)], ids=["run", "compare"])
 def test_numbers_of_an_encoder(
     capfd: pytest.CaptureFixture[str], site: Site, encoder: Path, options: tuple[str, ...]
@@ -925,18 +933,28 @@ PATCHED_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", PATCHED_LAYERS)
-def test_a_layer_that_patches_torch_at_a_call(site: Site, layer: str) -> None:
-    """The doctor calls layers without a functional form, and undoes and names the patch."""
-    arguments = PATCHED_LAYERS[layer]
-    names = ", ".join(each.partition("=")[0] for each in arguments[:-1].split(", ")[1:])
-    body = f"torch.nn.functional.silu = torch.relu; return super().forward({names})"
-    site.plugin("acme", kernel(layer, arguments, body))
+def layers(before: str) -> str:
+    """A plugin with a class ``Acme<layer>`` for each layer, which does something before it calls its base."""
+    sources = []
+    for layer, arguments in PATCHED_LAYERS.items():
+        names = ", ".join(each.partition("=")[0] for each in arguments[:-1].split(", ")[1:])
+        source = kernel(layer, arguments, f"{before}return super().forward({names})")
+        sources.append(source.replace("Acme", f"Acme{layer}"))
+    return "".join(sources)
+
+
+def test_a_layer_that_patches_torch_at_a_call(site: Site) -> None:
+    """The doctor calls layers without a functional form, and undoes and names each patch."""
+    site.plugin("acme", layers("torch.nn.functional.silu = torch.relu; "))
     load_plugins()
     silu = torch.nn.functional.silu
-    (finding,) = map(str, changes_by_layers())
-    assert finding.startswith("Acme.forward changed torch.nn.functional.silu when it was called")
+    findings = [str(each) for each in changes_by_layers()]
     assert torch.nn.functional.silu is silu
+    words = "changed torch.nn.functional.silu when it was called"
+    for layer in PATCHED_LAYERS:
+        told = [each for each in findings if each.startswith(f"Acme{layer}.forward {words}")]
+        assert len(told) == 1, (layer, findings)
+    assert len(findings) == len(PATCHED_LAYERS)
 
 
 OTHER_LAYERS = {
@@ -967,12 +985,9 @@ def test_a_layer_that_returns_another_form(site: Site, layer: str) -> None:
     assert {each.location for each in found} == {f"{site.folder / 'acme.py'}:5"}
 
 
-@pytest.mark.parametrize("layer", PATCHED_LAYERS)
-def test_a_layer_that_returns_the_same(site: Site, layer: str) -> None:
-    """A layer that computes as its base does is left alone."""
-    arguments = PATCHED_LAYERS[layer]
-    names = ", ".join(each.partition("=")[0] for each in arguments[:-1].split(", ")[1:])
-    site.plugin("acme", kernel(layer, arguments, f"return super().forward({names})"))
+def test_layers_that_return_the_same(site: Site) -> None:
+    """Layers that compute as their bases do are left alone."""
+    site.plugin("acme", layers(""))
     load_plugins()
     assert [*wrong_results_of_layers()] == []
 
