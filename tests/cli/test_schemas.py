@@ -105,8 +105,7 @@ def test_answers_fit_their_schema(cli, site, command: str, code: int, schema: st
     answer = json.loads(result.stdout)
     assert answer["schema"] == schema
     errors = [
-        f"{error.json_path}: {error.message}"
-        for error in validator(schema).iter_errors(answer)
+        f"{error.json_path}: {error.message}" for error in validator(schema).iter_errors(answer)
     ]
     assert errors == []
     assert result.returncode == code

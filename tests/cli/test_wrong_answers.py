@@ -271,7 +271,5 @@ def test_twenty_thousand_lines_need_no_matrix(warm_python: str) -> None:
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nassert len(nearest(x)) == 20_000\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    result = subprocess.run(
-        [warm_python, "-c", code], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([warm_python, "-c", code], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 1 << 19  # KiB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,9 +146,7 @@ def test_two_that_write_at_once_and_are_killed(
     environ = {**os.environ, "PYTHONPATH": str(site.folder)}
     code = f"{head}{write}\nwrite(0)\nprint(flush=True)\nfor n in range(10**9): write(n)"
     writers = [
-        subprocess.Popen(
-            [warm_python, "-c", code], env=environ, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([warm_python, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     found: dict[str, object] = {}
