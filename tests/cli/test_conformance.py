@@ -188,13 +188,18 @@ def test_the_short_form(cli, site) -> None:
 
 def test_evidence_that_cannot_be_kept(cli, site, tmp_path: Path) -> None:
     """Where the folder of states cannot be written to, a plugin is judged, and no more is said than without it."""
-    site.plugin("acme", PLUGIN.replace("os._exit(3)", "pass"))
+    site.plugin("acme", "raise OSError('no driver')\n")
     (tmp_path / "states").write_text("a file")
+
+    def judged() -> object:
+        return json.loads(cli("plugins", "show", "acme", "--json").stdout)["offers"][0]["judged"]
+
     result = cli("conformance", "acme", XDG_STATE_HOME=str(tmp_path / "states"))
     assert (result.returncode, "states" in result.stderr) == (1, False)
-    assert (
-        json.loads(cli("plugins", "show", "acme", "--json").stdout)["offers"][0]["judged"] is None
-    )
+    assert "OSError: no driver" in result.stdout
+    assert judged() is None
+    assert cli("conformance", "acme").stdout == result.stdout
+    assert judged() is not None
 
 
 def outdated(changes: dict[str, Any]) -> str | None:
