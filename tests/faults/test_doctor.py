@@ -82,13 +82,17 @@ def file_of(site: Site, name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "when",
-    [pytest.param("while it was loaded", marks=pytest.mark.faults), "in its hook opgraft_veto"],
+    ("when", "every"),
+    [
+        pytest.param("while it was loaded", 1, marks=pytest.mark.faults),
+        pytest.param("in its hook opgraft_veto", 1, marks=pytest.mark.faults),
+        ("in its hook opgraft_veto", 2),
+    ],
 )
-def test_every_change_of_the_process(cli, site, when: str) -> None:
+def test_every_change_of_the_process(cli, site, when: str, every: int) -> None:
     """In one run each change is told of the one who made it, with its file, and nobody meets that of another."""
     site.plugin("brix", GOOD)
-    names = {change: f"acme-{number}" for number, change in enumerate(SET_BACK)}
+    names = {change: f"acme-{number}" for number, change in enumerate([*SET_BACK][::every])}
     for change, name in names.items():
         source = (change, "pass") if when == "while it was loaded" else ("", change)
         site.plugin(name, f"{IMPORTS}{source[0]}{PLUGIN.format(source[1])}")
