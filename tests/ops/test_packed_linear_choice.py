@@ -185,7 +185,11 @@ BF16 = ("avx2", "avx512_bf16")
         (BF16, (1024, 1024), torch.float32, "none", (1, 2048)),
         (BF16, (384, 384), torch.float32, "none", (16, 2048)),
         (BF16, (128, 128), torch.float32, "none", None),
-        (("avx2",), (1024, 1024), torch.float32, "none", (4, 256)),
+        (("avx2",), (1024, 1024), torch.float32, "none", (2, 24)),
+        (("avx2",), (1024, 1024), torch.float32, "silu", (2, 8)),
+        (("avx2",), (4096, 2048), torch.float32, "none", (2, 32)),
+        (("avx2",), (4096, 2048), torch.float32, "silu", (2, 16)),
+        (("avx2",), (512, 512), torch.float32, "none", None),
         (("asimd", "bf16"), (1024, 1024), torch.float32, "none", None),
         *(
             [(BF16, (128, 128), torch.bfloat16, "none", (1, 2048))]
@@ -218,7 +222,7 @@ def test_the_table_decides(
         lambda x, w, *rest: seen_by_onednn.append((len(x), w.is_mkldnn)) or real(x, w, *rest),
     )
     weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
-    tried = [1, 3, 4, 15, 16, 256, 257, 2048]
+    tried = [1, 3, 4, 15, 16, 24, 25, 32, 33, 256, 257, 2048]
     expected = [count for count in tried if rows and rows[0] <= count <= rows[1]]
     direct = expected if features == BF16 and dtype == torch.float32 else []
     for frozen, counts in ((False, direct), (True, expected)):
