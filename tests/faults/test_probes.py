@@ -223,7 +223,6 @@ def test_a_probe_behind_a_bridge(site) -> None:
 
 def test_a_probe_in_an_archive(site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of an import is found in a plugin that lies in a zip file."""
-    torch_in_no_time(site)
     site.platform("packed", probe="import torch; return Evidence(False, 'no')")
     archive = shutil.make_archive(str(tmp_path / "packed"), "zip", site.folder)
     shutil.rmtree(site.folder)
