@@ -132,7 +132,11 @@ class _Reading:
     def __init__(self, things: _Things) -> None:
         self._things = things.all
         names = [*map(vars, things.spaces), *map(_names_of, things.objects)]
-        self._sizes, self._values = _all_values(names)
+        # Without a loop of Python's, as there are 30,000 values and more. Tuples, as another thread
+        # may add a name to a module meanwhile.
+        values = [*map(tuple, map(_VALUES, names))]
+        self._sizes = [*map(len, values)]
+        self._values = [*chain.from_iterable(values)]
         self._types = [*map(type, things.all)]
         self._bases = [*map(_BASES, things.classes)]
 
@@ -160,17 +164,6 @@ class _Reading:
             start = end
             end += size
             yield id(thing), self._values[start:end]
-
-
-def _all_values(names: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Any]]:
-    """Return the number of values in each mapping, and the values of all mappings in one list."""
-    # Without a loop of Python's, as there are 30,000 values and more.
-    while True:
-        with suppress(RuntimeError):  # another thread has added a name to a module meanwhile
-            sizes = [*map(len, names)]
-            values = [*chain.from_iterable(map(_VALUES, names))]
-            if sum(sizes) == len(values):
-                return sizes, values
 
 
 def _are_same(here: Sequence[Any], there: Sequence[Any]) -> bool:
@@ -204,7 +197,7 @@ class Definitions:
 
     Args:
         things: returns the modules with their classes and objects.
-        looked_at: returns those names of modules that ``things`` looks at.
+        names_looked_at: returns those names of modules that ``things`` looks at.
         is_owned: returns True for the name of a module whose functions count. The modules may hold
             functions of others.
     """
@@ -212,11 +205,11 @@ class Definitions:
     def __init__(
         self,
         things: Callable[[], Iterable[Any]],
-        looked_at: Callable[[Iterable[str]], tuple[str, ...]],
+        names_looked_at: Callable[[Iterable[str]], tuple[str, ...]],
         is_owned: Callable[[str], bool] = bool,
     ) -> None:
         self._things_now = things
-        self._looked_at = looked_at
+        self._names_looked_at = names_looked_at
         self._is_owned = is_owned
         # Threads of an engine may construct ops of a plugin at the same time.
         self._lock = threading.RLock()
@@ -259,7 +252,7 @@ class Definitions:
         # A tuple, as another thread may import meanwhile.
         imported = tuple(sys.modules)
         if imported != self._imports:
-            modules = self._looked_at(imported)
+            modules = self._names_looked_at(imported)
             if modules != self._found.modules:
                 self._found = _Things.sorted(modules, self._things_now())
             # Last, as another thread may ask meanwhile.
@@ -275,10 +268,10 @@ class Definitions:
         """
         known = self._known.get(id(thing))
         shape = _shape_of(thing)
-        if known is None or not _alike(known.shape, shape):
-            return _Owner(thing, *_described(thing, known), dict(_names_of(thing)), shape)
-        if id(thing) in unchanged or _alike(known.names, _names_of(thing)):
-            return known
+        if known is not None and _alike(known.shape, shape):
+            has_names = id(thing) in unchanged or _alike(known.names, _names_of(thing))
+            if has_names:
+                return known
         return _Owner(thing, *_described(thing, known), dict(_names_of(thing)), shape)
 
     def changes(self, before: _Snapshot, after: _Snapshot) -> Iterator[Change]:
@@ -297,7 +290,7 @@ class Definitions:
     def imports_read(self) -> Iterator[None]:
         """Read the definitions of these modules at the end of each import."""
         # In front of all finders, so that no other finder serves an import first.
-        reader = _Reader(self._looked_at, self._note)
+        reader = _Reader(self._names_looked_at, self._note)
         finders = sys.meta_path  # a plugin may put another list in its place
         finders.insert(0, reader)
         try:
@@ -322,19 +315,19 @@ class _Reader(MetaPathFinder):
     Modules may change others of their package on the way.
 
     Args:
-        read: returns those names of modules that are noted.
+        names_noted: returns those names of modules that are noted.
         note: called with the modules.
     """
 
-    def __init__(self, read: Callable[[Iterable[str]], tuple[str, ...]], note: Any) -> None:
-        self._read = read
+    def __init__(self, names_noted: Callable[[Iterable[str]], tuple[str, ...]], note: Any) -> None:
+        self._names_noted = names_noted
         self._note = note
         self._local = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not self._read((fullname,)):
+        if not self._names_noted((fullname,)):
             return None
         # One reader notes for all: two would ask each other without end.
         others = [finder for finder in sys.meta_path if not isinstance(finder, _Reader)]
@@ -424,6 +417,9 @@ def _replaced(owner: _Owner) -> Iterator[Change]:
             continue
         # By type, as a proxy gives the class of another object.
         is_code = issubclass(type(value), _CODE)
+        # A module may keep a call for later, and forget the call when it is made.
+        if isinstance(value, partial) and not issubclass(type(new), _CODE):
+            is_code = False
         if not is_code and not owner.is_checked_in_full:
             continue
         if not _is_own_doing(owner, value, new):

@@ -60,6 +60,7 @@ _COMMANDS = {
 
 
 _TRACEBACK = "--traceback"
+_JSON = "--json"
 _PROGRAMS = frozenset({"exec", "trace-shapes"})
 """The commands whose arguments may belong to a program."""
 _WORD = "error: "
@@ -135,15 +136,19 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as raised:
-        return _report(_of_finder(raised) or raised, words, shows_all)
+        as_json = _JSON in words
+        if isinstance(raised, _output().ToldError) and isinstance(raised.__cause__, Exception):
+            raised = raised.__cause__
+            as_json = False
+        return _report(_of_finder(raised) or raised, as_json, shows_all)
     return code if isinstance(code, int) else 0
 
 
-def _report(error: Exception, arguments: Sequence[str], shows_all: bool) -> int:
+def _report(error: Exception, as_json: bool, shows_all: bool) -> int:
     """Print an error, and return the exit code."""
     told = importlib.import_module("opgraft.binding.raised").provenance_of(error)
     failure = _failure(error, told)
-    if "--json" in arguments:
+    if as_json:
         _output().print_error(failure, told or getattr(error, "provenance", None))
     if isinstance(failure, click.ClickException):
         _show(failure)

@@ -18,7 +18,7 @@ from opgraft.base.text import printable
 from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
-from opgraft.cli.output import discard_stdout, echo, print_json, print_table
+from opgraft.cli.output import ToldError, discard_stdout, echo, print_json, print_table
 from opgraft.engine.planning.splits import expect_split
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -85,6 +85,7 @@ def answer_prompts(
 
     Raises:
         RequestError: a prompt cannot be answered.
+        ToldError: likewise, and the printed JSON has the reason.
         Abort: after an interrupt, and after the answers so far are printed.
     """
     start = time.perf_counter()
@@ -94,6 +95,9 @@ def answer_prompts(
     else:
         outputs = _at_once(llm, prompts, params)
     seconds = time.perf_counter() - start
+    # JSON is one object: the answers, or the error if there are none.
+    if as_json and not _tokens(outputs):
+        expect_answers(llm, outputs)
     if as_json:
         _print_as_json(llm, model, prompts, outputs, seconds, comparison)
     elif len(prompts) > 1:
@@ -107,7 +111,12 @@ def answer_prompts(
         click.echo(_speed(outputs, seconds), err=True)
     if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort
-    expect_answers(llm, outputs)
+    try:
+        expect_answers(llm, outputs)
+    except Exception as error:
+        if as_json:
+            raise ToldError from error
+        raise
 
 
 def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:

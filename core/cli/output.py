@@ -351,6 +351,10 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
     echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
+class ToldError(Exception):
+    """An error that a printed JSON object has already; the cause is the error."""
+
+
 def print_error(error: Exception, told: Any) -> None:
     """Print an error as JSON, with its ``Provenance`` or ``None``."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)

@@ -380,10 +380,17 @@ _kept_location = functools.lru_cache(maxsize=1024)(_location)
 
 def _line_of_class(file: str, cls: type) -> int:
     """Return the line of the ``class`` statement."""
-    found = _lines_of_name(file, 1, cls.__name__)
-    if len(found) == 1:
-        return found[0]
-    # The file has two classes of the name: Python parses the file, which takes milliseconds.
+    # Of the functions that the statement has defined, not of those that were put into the class.
+    methods = [value for value in vars(cls).values() if isinstance(value, types.FunctionType)]
+    own = [each for each in methods if each.__qualname__ == f"{cls.__qualname__}.{each.__name__}"]
+    first_lines = [
+        each.__code__.co_firstlineno for each in own if each.__code__.co_filename == file
+    ]
+    first = min(first_lines, default=0)
+    above = [line for line in _lines_of_name(file, 1, cls.__name__) if line < first]
+    if len(above) == 1:
+        return above[0]
+    # Python parses the file, which takes milliseconds.
     return _line_of_name(file, inspect.getsourcelines(cls)[1], cls.__name__)
 
 

@@ -232,3 +232,36 @@ def test_an_op_that_raises_is_named_below_the_error(cli, site, causal_folder: Pa
     last = result.stderr.splitlines()[-1]
     assert "raised in op rms_norm, by Acme.__init__ of acme 3.1 at " in last
     assert told["location"].endswith("acme.py:6")
+
+
+def test_json_is_one_object_where_a_prompt_fails(cli, site, causal_folder: Path) -> None:
+    """The answers so far with the reason of the others, or the error if there is no answer; both end with code 4."""
+    broken = (
+        "import opgraft\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\nclass Acme(RMSNorm):\n"
+        "    calls = 0\n"
+        "    def forward_oot(self, *inputs):\n"
+        "        Acme.calls += 1\n"
+        "        if Acme.calls > self.working:\n            raise OSError('no device')\n"
+        "        return self.forward_native(*inputs)\n"
+        "    working = {working}\n"
+        "@opgraft.hookimpl\ndef opgraft_register_ops():\n    RMSNorm.register_oot(Acme)\n"
+    )
+    one_by_one = ("--max-tokens", "1", "--scheduler.max_num_seqs", "1", "--load.progress", "false")
+    found = {}
+    for name, working in (("none", 0), ("one", 6)):
+        site.plugin(name, broken.replace("{working}", str(working)), version="3.1")
+        result = cli(
+            "run",
+            str(causal_folder),
+            "the cat",
+            "a dog",
+            "--json",
+            *one_by_one,
+            OPGRAFT_PLUGINS=name,
+        )
+        assert (result.returncode, "no device" in result.stderr) == (4, True), result.stderr
+        found[name] = json.loads(result.stdout)
+    assert found["none"]["schema"] == "opgraft.error/1"
+    reasons = [answer["finish_reason"] for answer in found["one"]["answers"]]
+    assert reasons == ["length", "error"]
+    assert "no device" in found["one"]["answers"][1]["error"]

@@ -141,6 +141,24 @@ def test_definitions_that_meet_nobody_else(site, change: str) -> None:
                 del owner.acme
 
 
+@pytest.mark.parametrize(
+    ("change", "is_told"), [("alder.start()", False), ("alder.LATER = print", True)]
+)
+def test_a_call_that_a_module_keeps(site, change: str, is_told: bool) -> None:
+    """A module may make it and forget it, whoever asks; another function in its place is a finding."""
+    kept = (
+        "import functools\nLATER = functools.partial(int, 7)\n"
+        "def start():\n    global LATER\n    LATER = None\n"
+    )
+    site.plugin("alder", IMPORTS + kept + PLUGIN.format("pass"))
+    site.plugin("brix", "import alder\n" + IMPORTS + PLUGIN.format(change))
+    load_plugins()
+    messages = [finding.message for finding in host_state().plugins["brix"].findings]
+    assert [message.partition(" changed ")[2].partition(" ")[0] for message in messages] == (
+        ["alder.LATER"] if is_told else []
+    )
+
+
 @pytest.mark.parametrize("verdict", ["pass", "1 / 0"])
 def test_an_op_that_was_bound_meanwhile(site, verdict: str) -> None:
     """Others get the definition that was set back, whatever became of the plugin that used its own."""

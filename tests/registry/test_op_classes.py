@@ -31,6 +31,28 @@ class Twice(Once):
 @marked
 class Hidden:
     pass
+
+
+class WithMethods(Once):
+    def run(self):
+        pass
+
+
+class Shown:
+    """class Shown: is how it begins."""
+
+    example = """
+    class Shown:
+    """
+
+    def run(self):
+        pass
+
+
+Made = type("Made", (Once,), {"run": WithMethods.run})
+"""
+class Made:
+"""
 '''
 
 
@@ -45,6 +67,9 @@ def test_the_line_of_a_class(site: Site) -> None:
         placed.Once.Hidden: 13,
         placed.Twice: 18,
         placed.Hidden: 23,
+        placed.WithMethods: 27,
+        placed.Shown: 32,
     }
     for cls, line in lines.items():
         assert location_of(cls) == f"{file}:{line}"
+    assert location_of(placed.Made) == "placed"

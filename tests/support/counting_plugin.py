@@ -3,6 +3,7 @@
 ``SHAPES`` has the calls of constructors and methods. ``RAN`` has the instances whose kernel ran, and for a form the
 instances of layers that called it. ``USED`` has the instances of other classes whose methods were called. If
 ``COUNTING_FILE`` is set, the process writes all three there when it ends, to a file of its own if that is a folder.
+The kernel of the class ``COUNTING_FAILURE`` raises.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ def counting_op(target: Any, *, with_forms: bool = True) -> type:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         RAN[f"{name}.{kernel}"].add(id(self))
+        if os.environ.get("COUNTING_FAILURE") == name:
+            raise OSError("no device")
         _INSIDE.append(self)
         try:
             return getattr(super(made, self), kernel)(*args, **kwargs)

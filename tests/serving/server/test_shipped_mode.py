@@ -62,8 +62,9 @@ def test_nobody_waits_for_a_slow_schema_of_another(troubled: Server, folder: Pat
     """While it is compiled in the server and then in the worker, others are answered, with and without a schema."""
     known = schema("yes")
     assert troubled.chat(response_format=known).status_code == 200
+    processes = (troubled.pid, process_of_model(troubled))
     slow = troubled.later(lambda: troubled.chat(response_format=schema("slow"), max_tokens=40))
-    for process in (troubled.pid, process_of_model(troubled)):
+    for process in processes:
         until((folder / str(process)).exists)
         assert (
             json.loads(
