@@ -326,6 +326,12 @@ def cli(site: Site, tmp_path: Path, warm_python: str) -> Cli:
 
 
 @pytest.fixture
+def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``run --compare`` in this process measure a round instead of a second."""
+    monkeypatch.setattr("opgraft.cli.comparison._ENOUGH", 1e-9)
+
+
+@pytest.fixture
 def cold_cli(site: Site, tmp_path: Path) -> Cli:
     """``cli`` in an interpreter that has imported nothing, for what depends on how torch is imported."""
     return _command_line(sys.executable, site, tmp_path)

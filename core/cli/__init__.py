@@ -137,7 +137,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 1
     except Exception as raised:
         as_json = _JSON in words
-        if isinstance(raised, _output().ToldError) and isinstance(raised.__cause__, Exception):
+        if isinstance(raised, _output().AlreadyTold) and isinstance(raised.__cause__, Exception):
             raised = raised.__cause__
             as_json = False
         return _report(_of_finder(raised) or raised, as_json, shows_all)

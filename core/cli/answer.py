@@ -18,7 +18,7 @@ from opgraft.base.text import printable
 from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.answers import answers
 from opgraft.cli.comparison import Comparison, Measurement, timed
-from opgraft.cli.output import ToldError, discard_stdout, echo, print_json, print_table
+from opgraft.cli.output import AlreadyTold, discard_stdout, echo, print_json, print_table
 from opgraft.engine.planning.splits import expect_split
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -85,7 +85,7 @@ def answer_prompts(
 
     Raises:
         RequestError: a prompt cannot be answered.
-        ToldError: likewise, and the printed JSON has the reason.
+        AlreadyTold: likewise, and the printed JSON has the reason.
         Abort: after an interrupt, and after the answers so far are printed.
     """
     start = time.perf_counter()
@@ -115,7 +115,7 @@ def answer_prompts(
         expect_answers(llm, outputs)
     except Exception as error:
         if as_json:
-            raise ToldError from error
+            raise AlreadyTold from error
         raise
 
 

@@ -351,8 +351,8 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
     echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
-class ToldError(Exception):
-    """An error that a printed JSON object has already; the cause is the error."""
+class AlreadyTold(Exception):  # noqa: N818  # its cause is the error
+    """Raised from an error that a printed JSON object has already."""
 
 
 def print_error(error: Exception, told: Any) -> None:

@@ -178,7 +178,7 @@ def plan_of(model: nn.Module) -> GraftPlan:
         GraftError: in strict mode, an adapter or the class of an op raised.
     """
     planner = _Planner(model)
-    # Once for the whole walk: each adapter would else replace the handler of interrupts anew.
+    # Once for the whole walk. Otherwise each adapter replaces the handler of interrupts again.
     with interrupts_counted():
         entries = planner.below(model, "")
         if not model._modules and not is_attention(model):

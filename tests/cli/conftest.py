@@ -12,7 +12,7 @@ from pathlib import Path
 import opgraft
 import pytest
 from conftest import Cli
-from opgraft.cli import _run, comparison
+from opgraft.cli import _run
 from support.small_words import word_llama, word_tokenizer
 
 Terminal = Callable[..., list[str]]
@@ -59,9 +59,8 @@ def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
 
 
 @pytest.fixture
-def in_one_round(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+def in_one_round(capfd: pytest.CaptureFixture[str], one_round: None) -> Cli:
     """Run the command line in this process, where ``run --compare`` measures a round instead of a second."""
-    monkeypatch.setattr(comparison, "_ENOUGH", 1e-9)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         opgraft.reset()

@@ -132,10 +132,10 @@ def test_the_watchdog_of_a_program(site, capfd, real_time) -> None:
     """A program that prints its stacks at a crash keeps its watchdog, too, while plugins are loaded."""
     assert faulthandler.is_enabled()
     site.plugin("brix", GOOD)
-    faulthandler.dump_traceback_later(1, file=2)
+    faulthandler.dump_traceback_later(2, file=2)
     assert of_brix()["class"] == "BrixRMSNorm"
     assert eventually(lambda: watching._LATE.thread is None)
-    assert eventually(lambda: "Timeout (0:00:01" in capfd.readouterr().err)
+    assert eventually(lambda: "Timeout (0:00:02" in capfd.readouterr().err)
 
 
 def test_a_watchdog_without_a_thread_that_looks(capfd, monkeypatch, real_time) -> None:
@@ -425,7 +425,7 @@ def test_the_doctor(site, capsys, caplog, monkeypatch, warm_python: str) -> None
     monkeypatch.setattr(watching, "PATIENCE", 0.3)
     monkeypatch.setattr(sys, "executable", warm_python)
     # On a slow machine, a child that has loaded nothing yet takes longer than the first limit.
-    for limit in ("3", "8", "80"):
+    for limit in ("4", "8", "80"):
         with in_time(400):
             code, told = answer(capsys, "plugins", "doctor", "--time-limit", limit)
         if "brix (brix 1.0): activated" in told:

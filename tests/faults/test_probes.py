@@ -100,11 +100,7 @@ REMARKS: dict[str, tuple[str, str]] = {
         "import torch; return Evidence(False, 'no')",
         "imports torch, which takes seconds and may create a device context",
     ),
-    "slow": (
-        "import time; from opgraft.plugins import probing; probing.SLOW = 0.3; time.sleep(0.4); "
-        "return Evidence(False, 'late')",
-        "took ",
-    ),
+    "slow": ("import time; time.sleep(5.2); return Evidence(False, 'late')", "took 5."),
     "device": (
         "import os; os.open('/dev/full', os.O_WRONLY); return Evidence(False, 'no')",
         "leaves /dev/full open, as a device context does",

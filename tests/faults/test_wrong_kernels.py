@@ -135,12 +135,6 @@ def place(site: Site) -> str:
     return f"at {site.folder / 'acme.py'}:"
 
 
-@pytest.fixture
-def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ``run --compare`` measure a round instead of a second."""
-    monkeypatch.setattr("opgraft.cli.comparison._ENOUGH", 1e-9)
-
-
 @pytest.mark.usefixtures("one_round")
 @pytest.mark.parametrize("source", [NAN_NORM, INFINITE_GATE], ids=["a norm", "a gate"])
 @pytest.mark.parametrize("options", [(), ("--compare",)], ids=["run", "compare"])

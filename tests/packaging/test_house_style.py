@@ -108,6 +108,7 @@ IMPORT_WHEN_CALLED = ("opgraft", "opgraft.testing", "opgraft.cli")
 """The facades and the command line."""
 
 CONTROL_FLOW = {
+    "opgraft.cli.output": "AlreadyTold",  # an error that stands in a printed JSON object, its cause
     "opgraft.plugins.class_source": "_EndOfReading",  # likewise, within its module
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.registry.adapter": "LeaveAlone",  # a verdict that the graft report shows

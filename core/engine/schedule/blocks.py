@@ -57,7 +57,7 @@ class BlockPool:
         return blocks
 
     def _next_free(self) -> int:
-        """Take the block that is best overwritten out of the free ones."""
+        """Take the next free block: without content, then untouched, then the one freed first."""
         first = next(iter(self._free), None)
         has_no_content = first is not None and self._keys[first] is None
         if has_no_content or not self._untouched:

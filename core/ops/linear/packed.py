@@ -84,8 +84,9 @@ arithmetic: there torch wins for up to 3 rows (ratio 0.3 to 0.9), and for many r
 (0.9). Between, packing wins by 1.0 to 2.8, and in bfloat16 by 1.0 to 2.5. On CPUs with bfloat16
 arithmetic only, packing wins by 1.1 to 4.1 (more on Zen 5 than on Zen 4), for one row from half a
 million weights on. On a core of Zen 3, which has AVX2 only, packing wins by 1.0 to 2.9 for 2 to 32
-rows. For more rows torch wins (0.8 to 0.98), and with a fused GELU by more (0.6 to 0.8, from 12
-rows on). CPUs with none of these were not measured, and do not pack.
+rows, and torch wins for more (0.8 to 0.98). With a fused GELU packing wins for 2 to 8 rows, or to
+16 of large weights, and torch wins for more (0.6 to 0.9). CPUs with AVX-512 and without these
+bfloat16 and fp16 instructions take the row of AVX2, unmeasured. All others do not pack.
 """
 
 DIRECT: Table = MappingProxyType(
