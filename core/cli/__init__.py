@@ -136,12 +136,19 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as raised:
-        as_json = _JSON in words
-        if isinstance(raised, _output().AlreadyTold) and isinstance(raised.__cause__, Exception):
-            raised = raised.__cause__
-            as_json = False
-        return _report(_of_finder(raised) or raised, as_json, shows_all)
+        told = _error_already_told(raised)
+        error = told or _of_finder(raised) or raised
+        return _report(error, _JSON in words and told is None, shows_all)
     return code if isinstance(code, int) else 0
+
+
+def _error_already_told(raised: Exception) -> Exception | None:
+    """Return the error that a printed JSON object has already, or ``None``."""
+    # Only if a command has imported it: an import may be what has failed.
+    output = sys.modules.get("opgraft.cli.output")
+    if output is None or not isinstance(raised, output.AlreadyTold):
+        return None
+    return raised.__cause__ if isinstance(raised.__cause__, Exception) else raised
 
 
 def _report(error: Exception, as_json: bool, shows_all: bool) -> int:
