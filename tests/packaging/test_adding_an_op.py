@@ -223,9 +223,10 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
         os.devnull,
     ]
     options += ["--rootdir", str(tmp_path)]
-    _, listed, explained = run(
-        tmp_path, sys.executable, "-W", "error", "-c", ASK, *options, *CHECKS
-    ).split(MARK)
+    # opcheck of torch 2.15 reads the gradient of what it copies.
+    strict = ("-W", "error", "-W", "ignore:The .grad attribute of a Tensor that is not a leaf")
+    command = (sys.executable, *strict, "-c", ASK, *options, *CHECKS)
+    _, listed, explained = run(tmp_path, *command).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
     assert (tmp_path / "docs/reference/ops/cube.md").is_file()
