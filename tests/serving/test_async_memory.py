@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -168,7 +167,8 @@ def test_many_requests_leave_nothing(checkpoint: Path, requests: int, few: int) 
             growth: list[int] = []
             for _ in rounds(growth):
                 await readers.read(requests // ROUNDS)
-            assert median(growth) < requests // ROUNDS // 2, growth
+            # What each request leaves is in every round; other objects come and go on a busy machine.
+            assert sorted(growth)[1] < requests // ROUNDS // 2, growth
             assert allocated_bytes() - allocated < 512 * few
             assert len(readers.ways) == 5
             assert min(readers.ways.values()) > requests // 25, readers.ways
