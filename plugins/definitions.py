@@ -150,7 +150,7 @@ class _Reading:
         )
 
     def unchanged(self, before: _Reading) -> set[int]:
-        """Return the identities of things whose names have the values of an earlier reading."""
+        """Return the ids of things with the same values in an earlier reading."""
         earlier = dict(before._values_of_each())
         same = set[int]()
         for thing, values in self._values_of_each():
@@ -269,8 +269,8 @@ class Definitions:
         known = self._known.get(id(thing))
         shape = _shape_of(thing)
         if known is not None and _alike(known.shape, shape):
-            has_names = id(thing) in unchanged or _alike(known.names, _names_of(thing))
-            if has_names:
+            has_same_names = id(thing) in unchanged or _alike(known.names, _names_of(thing))
+            if has_same_names:
                 return known
         return _Owner(thing, *_described(thing, known), dict(_names_of(thing)), shape)
 
@@ -418,8 +418,8 @@ def _replaced(owner: _Owner) -> Iterator[Change]:
         # By type, as a proxy gives the class of another object.
         is_code = issubclass(type(value), _CODE)
         # A module may keep a call for later, and forget the call when it is made.
-        if isinstance(value, partial) and not issubclass(type(new), _CODE):
-            is_code = False
+        if issubclass(type(value), partial):
+            is_code = issubclass(type(new), _CODE)
         if not is_code and not owner.is_checked_in_full:
             continue
         if not _is_own_doing(owner, value, new):
