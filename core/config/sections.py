@@ -12,6 +12,13 @@ from typing import ClassVar
 from opgraft.config.declaration import Section, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_SHORT_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,7 @@ class ModelConfig(Section):
         "dtype of weights and activations; auto takes the checkpoint's",
         default="auto",
         choices=DTYPES,
+        instead=_SHORT_DTYPES,
     )
     max_model_len: int | None = setting(
         "longest context in tokens, at most the model's own",
@@ -86,6 +94,7 @@ class CacheConfig(Section):
         default="auto",
         choices=(*DTYPES, "fp8", "int8"),
         instead={
+            **_SHORT_DTYPES,
             "fp8_e4m3": "fp8, which is e4m3",
             "fp8_e5m2": (
                 "fp8, whose e4m3 is more precise: each row's scale gives it the range that e5m2 "

@@ -138,6 +138,8 @@ def test_variables_are_named_by_a_rule() -> None:
         ({"cache.memory_share": 1.5}, "use a number above 0 and at most 1"),
         ({"cache.memory_share": float("nan")}, "use a number above 0 and at most 1"),
         ({"model.dtype": "float8"}, "use one of auto, float32, bfloat16, float16"),
+        ({"model.dtype": "bf16"}, "use bfloat16$"),
+        ({"cache.dtype": "half"}, "use float16$"),
         ({"load.progress": 1}, "load.progress is 1: use true or false"),
         ({"quantization.skip": "lm_head"}, "use a list of strings"),
         ({"quantization.by_prefix": {"a": 1}}, "use a mapping of strings"),
@@ -163,8 +165,8 @@ def test_text_that_is_no_number_is_named(value: str) -> None:
 )
 def test_text_of_a_value_that_is_not_taken_is_named(source: str, named: str) -> None:
     """Text of a value that the setting does not take is an error that names what gave it, and an option once."""
-    with pytest.raises(ConfigError, match=rf"^{named} is 'bf16': use one of auto, float32"):
-        parse_text("model.dtype", "bf16", source)
+    with pytest.raises(ConfigError, match=rf"^{named} is 'float8': use one of auto, float32"):
+        parse_text("model.dtype", "float8", source)
     with pytest.raises(ConfigError, match=r"^--compilation_config.custom_ops: "):
         parse_text("compilation_config.custom_ops", "+silu_and_mul,-silu_and_mul")
 
