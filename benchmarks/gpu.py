@@ -1,8 +1,8 @@
 """Benchmark of the Triton kernels on a CUDA or ROCm GPU: fraction of a copy's bandwidth, and ratio to others.
 
-The others are the native definition through torch.compile, and Liger-Kernel where it is installed. A copy of as many
-bytes is measured in the same run. Calls go over several sets of inputs in turn, so that none finds its own in the
-cache; bytes are those that a call must move at least.
+The others are the native definition through torch.compile, Liger-Kernel where it is installed, and for a form of
+several ops the kernels of each op. A copy of as many bytes is measured in the same run. Calls go over several sets of
+inputs in turn, so that none finds its own in the cache; bytes are those that a call must move at least.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 TOKENS = (4096, 16384)
+FEW_TOKENS = (1, 32, 512)
+"""Also for kernels of several ops, which are for the few rows of a step."""
 WIDTHS = (4096, 8192)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CACHE = 256 * 2**20
@@ -35,6 +37,9 @@ CACHE = 256 * 2**20
 
 HEAD_SIZE = 128
 BLOCK_SIZE = 16
+EPS = 1e-6
+WHOLE, TOKEN = (-1, -1), (1, -1)
+"""Groups of the quantization: one scale, and one for each token."""
 
 
 def _rotary(x: Tensor) -> tuple[Any, ...]:
@@ -151,6 +156,18 @@ def _convolved_step(x: Tensor) -> tuple[Any, ...]:
     return x, state, _numbers(x, x.shape[1], 4), slots, torch.empty_like(x), _weight(x), "silu"
 
 
+def _attention(x: Tensor) -> tuple[Any, ...]:
+    """Return the last 16 tokens of each sequence of 512 with all its keys, of 8 heads for the width of the query."""
+    heads = x.shape[1] // HEAD_SIZE
+    query = x.view(-1, min(16, x.shape[0]), heads, HEAD_SIZE).transpose(1, 2)
+    key, value = (_numbers(x, query.shape[0], 8, 512, HEAD_SIZE) for _ in "kv")
+    return query, key, value, _one(x), None, False, None, True
+
+
+def _one(x: Tensor) -> Tensor:
+    return torch.ones(1, device=x.device)
+
+
 def _weight(x: Tensor) -> Tensor:
     return torch.randn(x.shape[-1], device=x.device, dtype=x.dtype)
 
@@ -176,10 +193,30 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "selective_state_update": _step_of_heads,
     "causal_conv1d": _convolved,
     "causal_conv1d_update": _convolved_step,
-    "quant_fp8_dynamic tensor": lambda x: (x, (-1, -1)),
-    "quant_fp8_dynamic token": lambda x: (x, (1, -1)),
+    "quant_fp8_dynamic tensor": lambda x: (x, WHOLE),
+    "quant_fp8_dynamic token": lambda x: (x, TOKEN),
     "quant_fp8_dynamic group": lambda x: (x, (1, 128)),
-    "quant_fp8_static": lambda x: (x, torch.ones(1, device=x.device), (-1, -1)),
+    "quant_fp8_static": lambda x: (x, _one(x), WHOLE),
+    "rms_norm_quant_fp8_static": lambda x: (x, _one(x), WHOLE, _weight(x), EPS),
+    "rms_norm_quant_fp8_dynamic token": lambda x: (x, TOKEN, _weight(x), EPS),
+    "fused_add_rms_norm_quant_fp8_static": lambda x: (
+        x,
+        torch.randn_like(x),
+        _one(x),
+        WHOLE,
+        _weight(x),
+        EPS,
+    ),
+    "fused_add_rms_norm_quant_fp8_dynamic token": lambda x: (
+        x,
+        torch.randn_like(x),
+        TOKEN,
+        _weight(x),
+        EPS,
+    ),
+    "silu_and_mul_quant_fp8_static": lambda x: (x, _one(x), WHOLE),
+    "silu_and_mul_quant_fp8_dynamic token": lambda x: (x, TOKEN),
+    "scaled_dot_product_attention_quant_fp8_static": _attention,
 }
 """The forms that are measured, and their arguments by a tensor of tokens by width."""
 
@@ -208,6 +245,36 @@ def _liger(name: str) -> Callable[..., Any] | None:
     return forms.get(name)
 
 
+def _separate(name: str) -> Callable[..., Any] | None:
+    """Return the kernels of each op, one after the other, of a form of several ops."""
+    kernels = triton_kernels()
+    static, dynamic = kernels["quant_fp8_static"], kernels["quant_fp8_dynamic"]
+    norm, sum_and_norm = kernels["rms_norm"], kernels["fused_add_rms_norm"]
+    gated = kernels["silu_and_mul"]
+
+    def attended(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *_: object) -> Any:
+        # Triton has no kernel for dense attention alone.
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return static(attention(query, key, value, enable_gqa=True), scale, WHOLE)
+
+    forms: dict[str, Callable[..., Any]] = {
+        "rms_norm_quant_fp8_static": lambda x, scale, group, w, eps: static(
+            norm(x, w, eps), scale, group
+        ),
+        "rms_norm_quant_fp8_dynamic": lambda x, group, w, eps: dynamic(norm(x, w, eps), group),
+        "fused_add_rms_norm_quant_fp8_static": lambda x, residual, scale, group, w, eps: static(
+            sum_and_norm(x, residual, w, eps)[0], scale, group
+        ),
+        "fused_add_rms_norm_quant_fp8_dynamic": lambda x, residual, group, w, eps: dynamic(
+            sum_and_norm(x, residual, w, eps)[0], group
+        ),
+        "silu_and_mul_quant_fp8_static": lambda x, scale, group: static(gated(x), scale, group),
+        "silu_and_mul_quant_fp8_dynamic": lambda x, group: dynamic(gated(x), group),
+        "scaled_dot_product_attention_quant_fp8_static": attended,
+    }
+    return forms.get(name)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One form on one shape.
@@ -216,6 +283,7 @@ class Cell:
         of_copy: share of the bandwidth of a copy.
         to_compiled: the time of ``torch.compile`` of the definition over ours; ``None`` if it was not measured.
         to_liger: the time of Liger-Kernel over ours; ``None`` if it was not measured, or has no such kernel.
+        to_separate: the time of the kernels of each op over ours; ``None`` for a form of one op.
     """
 
     form: str
@@ -226,6 +294,7 @@ class Cell:
     of_copy: float
     to_compiled: float | None
     to_liger: float | None
+    to_separate: float | None
 
 
 def seconds(
@@ -280,9 +349,11 @@ def copied(size: int) -> float:
 
 
 def cells(forms: list[str]) -> Iterator[Cell]:
-    for shape in product(forms, TOKENS, WIDTHS, DTYPES):
-        torch.compiler.reset()
-        yield measured(*shape)
+    for form in forms:
+        tokens = TOKENS if _separate(form.split()[0]) is None else FEW_TOKENS + TOKENS
+        for shape in product(tokens, WIDTHS, DTYPES):
+            torch.compiler.reset()
+            yield measured(form, *shape)
 
 
 def measured(
@@ -290,7 +361,7 @@ def measured(
 ) -> Cell:
     """Measure a form on one shape, and with ``peers`` what others make of it."""
     name = label.split()[0]
-    columns = 2 * width if name.endswith("_and_mul") else width
+    columns = 2 * width if "_and_mul" in name else width
 
     def arguments() -> tuple[Any, ...]:
         return CALLS[label](torch.randn(tokens, columns, device="cuda", dtype=dtype))
@@ -311,6 +382,7 @@ def measured(
         of_copy=round(copied(size) / ours, 3),
         to_compiled=_ratio(compiled, inputs, ours),
         to_liger=_ratio(liger, inputs, ours),
+        to_separate=_ratio(_separate(name), inputs, ours),
     )
 
 
@@ -352,15 +424,17 @@ def main() -> None:
     measured_under = conditions()
     print(", ".join(f"{name} {value}" for name, value in measured_under.items()))
     print(
-        f"{'form':26} {'tokens':>6} {'width':>5} {'dtype':9} {'µs':>8} {'of copy':>8} {'compiled':>9} {'Liger':>6}"
+        f"{'form':45} {'tokens':>6} {'width':>5} {'dtype':9} {'µs':>8} {'of copy':>8} {'compiled':>9} {'Liger':>6} "
+        f"{'separate':>8}"
     )
     found = []
     with torch.inference_mode():
         for cell in cells(options.forms):
             found.append(cell)
-            ratios = f"{cell.of_copy:8.2f} {cell.to_compiled or '-':>9} {cell.to_liger or '-':>6}"
+            others = f"{cell.to_compiled or '-':>9} {cell.to_liger or '-':>6} {cell.to_separate or '-':>8}"
             print(
-                f"{cell.form:26} {cell.tokens:6} {cell.width:5} {cell.dtype:9} {cell.microseconds:8} {ratios}"
+                f"{cell.form:45} {cell.tokens:6} {cell.width:5} {cell.dtype:9} {cell.microseconds:8} "
+                f"{cell.of_copy:8.2f} {others}"
             )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report = {"schema": 1, **measured_under, "cells": [asdict(cell) for cell in found]}
