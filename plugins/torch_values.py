@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -170,7 +171,10 @@ def same_precisions(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return not _changed(one, other)
 
 
-_FIRST_PRECISIONS = precisions()
+# At its first call in a process, torch 2.9 warns that the precision of products will have another name.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _FIRST_PRECISIONS = precisions()
 
 
 def changed_precisions(now: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -187,6 +188,16 @@ def test_option_and_help(acme: Acme, cli) -> None:
     assert "Settings of opgraft-acme 1.0: --acme.streams INTEGER command streams" in words
     assert "at least 1 and at most 8 [default: 2]" in words
     assert "--acme.firmware stable|fast firmware that the board runs [default: stable]" in words
+
+
+def test_an_option_reaches_the_worker_processes(acme: Acme, folder: Path, cli) -> None:
+    """The plugin sees an option of 'run' in the command's own process, and in each worker."""
+    acme()
+    shared = ("--parallel.tensor", "2", "--acme.streams", "6", "--model.max_model_len", "64")
+    found = cli("run", str(folder), "the cat", "--max-tokens", "2", *shared)
+    assert found.returncode == 0, found.stderr
+    assert set(re.findall(r"streams: \d", found.stderr)) == {"streams: 6"}
+    assert found.stderr.count("streams: 6") == 3
 
 
 @pytest.mark.parametrize(
