@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from opgraft.ops.spec import Arguments, Layout, OpSpec, in_float64, tensors
 from opgraft.platform import HOST
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Implementation = Callable[..., Any]
 
@@ -133,9 +134,21 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
             f"{name} wrote to {sorted(written)}, declared are {sorted(spec.functional.mutates)}"
         )
     held = [value for value in (*taken.values(), *made) if value.numel()]
-    memory = {value.untyped_storage().data_ptr() for value in held}
-    if len(memory) != len(held):
+    if len(memory_of(held)) != len(held):
         raise AssertionError(f"{name} returned memory of an argument, or the same memory twice")
+
+
+def memory_of(values: Iterable[Tensor]) -> set[object]:
+    """Return what the memory of tensors is known by; empty tensors have none."""
+    return {_known_by(value.untyped_storage()) for value in values if value.numel()}
+
+
+def _known_by(storage: torch.UntypedStorage) -> object:
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        # XLA tells no addresses.
+        return StorageWeakRef(storage)
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:

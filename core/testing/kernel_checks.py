@@ -12,7 +12,7 @@ import functools
 import pickle
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -215,12 +215,8 @@ def _expect_own_copy(what: str, made: nn.Module, op: nn.Module) -> None:
         raise AssertionError(
             f"{what} is a {type(made).__qualname__}, expected {type(op).__qualname__}"
         )
-    if _memory_of(op.state_dict().values()) & _memory_of(made.state_dict().values()):
+    if checks.memory_of(op.state_dict().values()) & checks.memory_of(made.state_dict().values()):
         raise AssertionError(f"{what} has the very parameters of what it is a copy of")
-
-
-def _memory_of(values: Any) -> set[int]:
-    return {value.data_ptr() for value in values if value.numel()}
 
 
 def check_repetition(trial: Trial) -> None:
@@ -243,12 +239,8 @@ def _check_repetition_of(call: checks.Implementation, trial: Trial) -> None:
         expect_same(f"a second call of {name}", second, bits)
         run(others)
     expect_same(f"what the first call of {name} returned, after another one,", first, bits)
-    if _storages(first) & _storages(second):
+    if checks.memory_of(first) & checks.memory_of(second):
         raise AssertionError(f"two calls of {name} returned the same memory")
-
-
-def _storages(results: Sequence[Tensor]) -> set[int]:
-    return {value.untyped_storage().data_ptr() for value in results if value.numel()}
 
 
 def check_reentrancy(trial: Trial) -> None:
