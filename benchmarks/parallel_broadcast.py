@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_rows import Finding, print_findings
 from opgraft import LLM, SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
+from opgraft.engine.step import NewSequence, ScheduledPart, Step, step_of
 from opgraft.engine.workers.remote_executor import encoded_step
 from opgraft.engine.workers.worker_link import EXECUTE_PARTS
 from opgraft.machine.channel import Channel, PipeSender, encoded
@@ -38,7 +38,7 @@ def decoding(requests: int) -> Step:
         (),
         (),
         (),
-        tuple(Scheduled(f"request-{i}", 100, 1, blocks[i], True) for i in range(requests)),
+        tuple(ScheduledPart(f"request-{i}", 100, 1, blocks[i], True) for i in range(requests)),
     )
 
 
@@ -53,7 +53,7 @@ def prompted(tokens: int) -> Step:
         (tuple(range(tokens // 32 + 1)),),
         0,
     )
-    return Step((), (new,), (), (Scheduled("new", 0, tokens, ((),), True),))
+    return Step((), (new,), (), (ScheduledPart("new", 0, tokens, ((),), True),))
 
 
 STEPS_OF = {

@@ -23,7 +23,7 @@ MACOS = "/System/Library/CoreServices/SystemVersion.plist"
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """One row of the table.
 
     Attributes:
@@ -49,10 +49,10 @@ class Kind:
 _GPU = frozenset({DISPLAY, ACCELERATOR})
 _NPU = frozenset({ACCELERATOR})
 
-KINDS: Sequence[Kind] = (
+KINDS: Sequence[DeviceKind] = (
     # Class 03 of this vendor is the board management controller's VGA (pci.ids: 1711). a127 is
     # another accelerator.
-    Kind(
+    DeviceKind(
         "Huawei Ascend",
         0x19E5,
         _NPU,
@@ -67,7 +67,7 @@ KINDS: Sequence[Kind] = (
         only_models=True,
         nodes="davinci",
     ),
-    Kind(
+    DeviceKind(
         "Intel Gaudi",
         0x1DA3,
         _NPU,
@@ -79,7 +79,7 @@ KINDS: Sequence[Kind] = (
             **dict.fromkeys(range(0x1060, 0x1070), "Intel Gaudi 3"),
         },
     ),
-    Kind(
+    DeviceKind(
         "Intel NPU",
         0x8086,
         _NPU,
@@ -87,13 +87,15 @@ KINDS: Sequence[Kind] = (
         dict.fromkeys((0x7D1D, 0xAD1D, 0x643E, 0xB03E), "Intel NPU"),
         only_models=True,
     ),
-    Kind("MetaX GPU", 0x9999, _GPU, "MetaX's build of torch for MACA (device cuda)"),
-    Kind("Moore Threads GPU", 0x1ED5, _GPU, "torch_musa (device musa)"),
-    Kind("Cambricon MLU", 0xCABC, _GPU, "torch_mlu (device mlu)"),
+    DeviceKind("MetaX GPU", 0x9999, _GPU, "MetaX's build of torch for MACA (device cuda)"),
+    DeviceKind("Moore Threads GPU", 0x1ED5, _GPU, "torch_musa (device musa)"),
+    DeviceKind("Cambricon MLU", 0xCABC, _GPU, "torch_mlu (device mlu)"),
     # Hygon's CPUs share the vendor id. DCUs are display controllers or co-processors (0b40), as
     # PaddlePaddle's guide for K100_AI finds them: lspci | grep -i -E "disp|co-pro".
-    Kind("Hygon DCU", 0x1D94, _GPU | {PROCESSOR}, "Hygon's build of torch for DTK (device cuda)"),
-    Kind("Iluvatar GPU", 0x1E3E, _GPU, "Iluvatar's build of torch for CoreX (device cuda)"),
+    DeviceKind(
+        "Hygon DCU", 0x1D94, _GPU | {PROCESSOR}, "Hygon's build of torch for DTK (device cuda)"
+    ),
+    DeviceKind("Iluvatar GPU", 0x1E3E, _GPU, "Iluvatar's build of torch for CoreX (device cuda)"),
 )
 
 
@@ -111,7 +113,7 @@ def sightings(machine: Machine) -> Iterator[Sighting]:
         yield Sighting("Apple GPU", 1, MACOS, (), _remedy("PyTorch itself (device mps)"))
 
 
-def _addresses_by_name(machine: Machine, kind: Kind) -> dict[str, list[str]]:
+def _addresses_by_name(machine: Machine, kind: DeviceKind) -> dict[str, list[str]]:
     """Return the PCI addresses of the devices of a kind, by the names of the devices."""
     addresses: dict[str, list[str]] = {}
     for function in pci_functions(machine, kind.vendor):
@@ -121,13 +123,13 @@ def _addresses_by_name(machine: Machine, kind: Kind) -> dict[str, list[str]]:
     return addresses
 
 
-def _is_one(kind: Kind, function: PciFunction) -> bool:
+def _is_one(kind: DeviceKind, function: PciFunction) -> bool:
     if function.kind not in kind.classes:
         return False
     return not kind.only_models or function.device in kind.models
 
 
-def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
+def _by_node(machine: Machine, kind: DeviceKind) -> Iterator[Sighting]:
     found = []
     # Not by a list of /dev: a container may hold nodes that nobody may list.
     for number in range(MOST_NODES):

@@ -113,7 +113,7 @@ def _never(before: Any, after: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class GuardedValue:
     """One value of the process, or several by key.
 
     Attributes:
@@ -186,7 +186,7 @@ def value(
     shown: Callable[[Any], str] | None = str,
     same: Callable[[Any, Any], bool] = equal,
     harmless: Callable[[Any, Any], bool] = _never,
-) -> Row:
+) -> GuardedValue:
     """Return the row of one value."""
 
     def values() -> dict[str, Any]:
@@ -199,7 +199,7 @@ def value(
     def write_it(_: Any, former: Any) -> None:
         write(former)
 
-    return Row(name, values, write_it, shown, same, harmless=harmless)
+    return GuardedValue(name, values, write_it, shown, same, harmless=harmless)
 
 
 def attribute(
@@ -207,7 +207,7 @@ def attribute(
     name: str,
     shown: Callable[[Any], str] = str,
     same: Callable[[Any, Any], bool] = equal,
-) -> Row:
+) -> GuardedValue:
     """Return the row of an attribute of a module."""
     read, write = partial(getattr, owner, name), partial(setattr, owner, name)
     return value(f"{owner.__name__}.{name}", read, write, shown, same)
@@ -218,7 +218,7 @@ def entries(
     mapping: MutableMapping[Any, Any],
     added: Callable[[Any, Any], Addition | None],
     same: Callable[[Any, Any], bool] = operator.is_,
-) -> Row:
+) -> GuardedValue:
     """Return the row of a mapping."""
 
     def write(key: Any, former: Any) -> None:
@@ -227,7 +227,7 @@ def entries(
         else:
             mapping[key] = former
 
-    return Row(name, partial(dict, mapping), write, same=same, added=added)
+    return GuardedValue(name, partial(dict, mapping), write, same=same, added=added)
 
 
 class Item(NamedTuple):
@@ -245,7 +245,7 @@ def search_order(
     attr: str,
     shown: Callable[[Any], str],
     added: Callable[[Any, Any], Addition | None],
-) -> tuple[Row, Row]:
+) -> tuple[GuardedValue, GuardedValue]:
     """Return two rows of a list with an order of search: the order, and the items.
 
     New items go behind the former ones.
@@ -273,10 +273,10 @@ def search_order(
         now[:] = [item for item in now if key_of(item) != key]
 
     order = value(f"the order of {name}", lambda: list(items()), put_behind, None, begins)
-    return order, Row(name, by_key, remove, same=lambda old, new: True, added=added)
+    return order, GuardedValue(name, by_key, remove, same=lambda old, new: True, added=added)
 
 
-def rebinding(owner: Any, attr: str) -> Row:
+def rebinding(owner: Any, attr: str) -> GuardedValue:
     """Return the row of the list itself: another one in its place leaves its new items behind.
 
     The rows of ``search_order`` read and judge these items afterwards.

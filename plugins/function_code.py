@@ -27,7 +27,7 @@ Code = dict[FunctionType, _Parts]
 """By function: the values of the attributes that hold the code and the defaults."""
 
 
-class _Found(NamedTuple):
+class _FunctionsOf(NamedTuple):
     """The functions among the definitions of a thing, and those with keyword-only arguments."""
 
     names: Mapping[str, Any]
@@ -40,7 +40,7 @@ class CodeReader:
 
     def __init__(self) -> None:
         self._names: tuple[Mapping[str, Any], ...] = ()
-        self._found: dict[int, _Found] = {}
+        self._found: dict[int, _FunctionsOf] = {}
         self._functions: tuple[FunctionType, ...] = ()
         self._with_keywords: tuple[FunctionType, ...] = ()
         self._values: list[list[Any]] = []
@@ -117,9 +117,9 @@ _INNER: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {
 """By type: the functions inside of a definition."""
 
 
-def _found_in(names: Mapping[str, Any]) -> _Found:
+def _found_in(names: Mapping[str, Any]) -> _FunctionsOf:
     functions = tuple(_functions_of([names]))
-    return _Found(names, functions, tuple(filter(_takes_keywords, functions)))
+    return _FunctionsOf(names, functions, tuple(filter(_takes_keywords, functions)))
 
 
 def _takes_keywords(function: FunctionType) -> bool:

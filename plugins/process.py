@@ -34,7 +34,7 @@ from opgraft.plugins.changes import (
     Addition,
     Aspect,
     Change,
-    Row,
+    GuardedValue,
     attribute,
     entries,
     equal,
@@ -54,12 +54,12 @@ def _digest(state: bytearray | tuple[Any, ...]) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-def _hook(owner: Any, name: str) -> Row:
+def _hook(owner: Any, name: str) -> GuardedValue:
     """Return the row of a function for Python to call."""
     return attribute(owner, name, reprlib.repr, is_)
 
 
-def _watcher(verb: str, module: Any, threads: str) -> Row:
+def _watcher(verb: str, module: Any, threads: str) -> GuardedValue:
     """Return the row of a function to call at each call."""
     get, write = getattr(module, f"get{verb}"), getattr(module, f"set{verb}")
     return value(f"what {verb}s the functions of {threads}", get, write, reprlib.repr, is_)
@@ -73,19 +73,13 @@ def _is_undone(key: Any, added: Any) -> Addition:
     return Addition("", stays=False)
 
 
-def _registered(name: str, table: Callable[[], dict[str, Any]]) -> Row:
+def _registered(name: str, table: Callable[[], dict[str, Any]]) -> GuardedValue:
     """Return the row of a table that plugins add to: another object under a name is a change."""
 
     def write(key: str, former: Any) -> None:
         table()[key] = former
 
-    return Row(name, lambda: dict(table()), write)
-
-
-def _forms() -> dict[str, Any]:
-    # No op is imported here: the module may be absent.
-    module = sys.modules.get("opgraft.binding.functional")
-    return {} if module is None else vars(module)["_functionals"]
+    return GuardedValue(name, lambda: dict(table()), write)
 
 
 _locale = partial(locale.setlocale, locale.LC_ALL)
@@ -152,7 +146,7 @@ OF_PROCESS: tuple[Aspect, ...] = (
     value(
         "whether tiny numbers become zero", of_torch.flushes_tiny_numbers, torch.set_flush_denormal
     ),
-    Row(
+    GuardedValue(
         "the kernel of torch's operator",
         of_torch.kernels,
         of_torch.remove_kernel,
@@ -171,18 +165,18 @@ OF_PROCESS: tuple[Aspect, ...] = (
     value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     value("the working folder", os.getcwd, os.chdir),
     value("the mask of new files", python.mask_of_files, os.umask, oct),
-    Row("the limit", python.limits, python.set_limit, str, python.is_not_lowered),
-    Row("the timer", python.timers, python.stop_timer, str, equal),
+    GuardedValue("the limit", python.limits, python.set_limit, str, python.is_not_lowered),
+    GuardedValue("the timer", python.timers, python.stop_timer, str, equal),
     entries("the environment variable", os.environ, _stays, equal),
-    Row("the handler of", python.signal_handlers, python.set_signal_handler),
-    Row(
+    GuardedValue("the handler of", python.signal_handlers, python.set_signal_handler),
+    GuardedValue(
         "the threads of this process, which waits for",
         python.awaited_threads,
         python.end_awaited,
         same=lambda before, after: True,
         added=python.awaited,
     ),
-    Row(
+    GuardedValue(
         "the children of this process, which waits for",
         python.awaited_children,
         python.end_awaited,
@@ -219,7 +213,7 @@ OF_PROCESS: tuple[Aspect, ...] = (
     entries("the module", sys.modules, python.stand_in),
     _registered("the op registered as", lambda: host_state().registry.ops),
     _registered("the class registered as", lambda: host_state().registry.classes),
-    _registered("the functional form", _forms),
+    _registered("the functional form", lambda: host_state().registry.forms),
     DEFINITIONS,
     OF_PLUGINS,
 )

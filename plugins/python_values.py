@@ -29,8 +29,8 @@ from opgraft.plugins.changes import (
     STAYS,
     Addition,
     Awaited,
+    GuardedValue,
     Item,
-    Row,
     attribute,
     equal,
     value,
@@ -306,7 +306,7 @@ def _put_file_back(number: int, former: OpenFile) -> None:
     os.dup2(former.copy, number, inheritable=True)
 
 
-def streams() -> Iterator[Row]:
+def streams() -> Iterator[GuardedValue]:
     """Yield rows of the standard streams: the file, the object, and whether it was closed."""
     for name, number in _STREAMS.items():
         # Behind a closed descriptor, the next file to be opened would take the output.
@@ -358,7 +358,7 @@ def _reopen(name: str, former: bool) -> None:
             handler.setStream(stream)
 
 
-def logger_row(name: str, log: logging.Logger) -> Row:
+def logger_row(name: str, log: logging.Logger) -> GuardedValue:
     """Return the row of a logger: its level, switches, filters and handlers."""
 
     def values() -> dict[str, Any]:
@@ -377,7 +377,7 @@ def logger_row(name: str, log: logging.Logger) -> Row:
         else:
             setattr(log, key, former)
 
-    return Row(name, values, write, _of_logger, equal)
+    return GuardedValue(name, values, write, _of_logger, equal)
 
 
 def _set_handlers(log: logging.Logger, former: list[tuple[Any, int | None]]) -> None:

@@ -29,7 +29,7 @@ TRY_AGAIN = "'opgraft plugins doctor --no-cache' tries it again, as a change of 
 
 
 @dataclass(frozen=True)
-class Record:
+class FailureRecord:
     """A failure of a distribution.
 
     Attributes:
@@ -82,7 +82,7 @@ def _reason(provider: Provider) -> str | None:
     return f"{QUARANTINED}{record.since}: {what}; {TRY_AGAIN}"
 
 
-def _holds_for(record: Record, provider: Provider, distribution: Distribution) -> bool:
+def _holds_for(record: FailureRecord, provider: Provider, distribution: Distribution) -> bool:
     """Return True if the content is the same as in a record. Forget the record of other content.
 
     Raises:
@@ -105,14 +105,14 @@ def _holds_for(record: Record, provider: Provider, distribution: Distribution) -
     return False
 
 
-def read(name: str) -> Record | None:
+def read(name: str) -> FailureRecord | None:
     """Return the record of a distribution, ``None`` if there is none.
 
     Raises:
         OSError, ValueError, TypeError, RecursionError: the record cannot be used.
     """
     data = _MEMORY.read(normalized(name))
-    return Record(**data) if data is not None else None
+    return FailureRecord(**data) if data is not None else None
 
 
 def confine(provider: Provider, what: str) -> str:
@@ -136,7 +136,7 @@ def confine(provider: Provider, what: str) -> str:
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     version = str(provider.version)
     # The reason ends up in each message, so its length has a limit.
-    record = Record(provider.name, version, digest, states, what[:_LONGEST], since)
+    record = FailureRecord(provider.name, version, digest, states, what[:_LONGEST], since)
     try:
         _MEMORY.write(normalized(provider.name), asdict(record))
     except RuntimeError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opgraft.compat import intervening
 from opgraft.compat.content import content_of
-from opgraft.plugins.changes import Row, attribute, value
+from opgraft.plugins.changes import GuardedValue, attribute, value
 from opgraft.registry.state import host_state
 
 
@@ -89,7 +89,7 @@ def set_random_state(state: bytearray) -> None:
     torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
-def flags() -> Iterator[Row]:
+def flags() -> Iterator[GuardedValue]:
     """Yield the flags of torch's libraries."""
     for backend in _backends():
         for name in ("enabled", "benchmark", "deterministic"):
@@ -97,7 +97,7 @@ def flags() -> Iterator[Row]:
                 yield attribute(backend, name)
 
 
-def ways_of_attention() -> Iterator[Row]:
+def ways_of_attention() -> Iterator[GuardedValue]:
     """Yield the switches of ``scaled_dot_product_attention``."""
     for backend in _backends():
         for name in vars(backend):

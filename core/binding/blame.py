@@ -39,7 +39,7 @@ _APPLIED = ("apply", "embedding")
 _MAKES_NAN = "makes NaN or infinity of finite numbers"
 
 
-class Comparison:
+class KernelComparison:
     """Kernels of a model beside their native definitions, on the same inputs.
 
     Attributes:
@@ -69,7 +69,7 @@ class _QuietShadow(Shadow):
     """A shadow for a comparison: findings go there, and not into the log."""
 
     def __init__(
-        self, binding: Binding, op: str, native: Any, location: str, found: Comparison
+        self, binding: Binding, op: str, native: Any, location: str, found: KernelComparison
     ) -> None:
         target = binding.replacement.target
         kernel = binding.kernel_name
@@ -240,7 +240,9 @@ def _forms(value: Any) -> list[tuple[Any, ...]]:
     return forms
 
 
-def _culprit_of(passes: Callable[[], Iterable[Any]], found: Comparison, may_repeat: bool) -> str:
+def _culprit_of(
+    passes: Callable[[], Iterable[Any]], found: KernelComparison, may_repeat: bool
+) -> str:
     if not found.goes_wrong(passes):
         return ""
     while may_repeat:
@@ -348,7 +350,7 @@ def fault_of_class(cls: type, fault: str) -> PluginError:
 
 
 @contextmanager
-def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
+def beside_native_definitions(model: nn.Module) -> Iterator[KernelComparison]:
     """Within the block, compare the kernels of a model with native definitions on the same inputs.
 
     Ops and functional forms are compared. A layer made of other ops keeps state, and a weight
@@ -358,7 +360,7 @@ def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
     Yields:
         The findings, which grow as the model runs.
     """
-    found = Comparison()
+    found = KernelComparison()
     with ExitStack() as undo:
         for module in model.modules():
             if isinstance(module, CustomOp):
@@ -371,7 +373,7 @@ def beside_native_definitions(model: nn.Module) -> Iterator[Comparison]:
         yield found
 
 
-def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
+def _watch_op(op: CustomOp, found: KernelComparison, undo: ExitStack) -> None:
     """Compare the calls of an op, or look at the results only if no comparison is possible."""
     bound = op.binding
     if _FORWARD in vars(op) or type(op) is not op.bound_class:
@@ -391,7 +393,7 @@ def _watch_op(op: CustomOp, found: Comparison, undo: ExitStack) -> None:
     undo.callback(op._adopt, bound)
 
 
-def _watch_forms(found: Comparison) -> None:
+def _watch_forms(found: KernelComparison) -> None:
     """Compare the calls of forms without a native kernel, within the current scope."""
     caches = host_state().current_caches()
     for form in FUNCTIONALS.values():
@@ -400,7 +402,9 @@ def _watch_forms(found: Comparison) -> None:
             caches.functions[form] = call, None
 
 
-def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..., Any] | None:
+def _compared_form(
+    form: Functional[..., Any], found: KernelComparison
+) -> Callable[..., Any] | None:
     """Return the kernel of a form with a comparison around it; ``None`` if the kernel is native."""
     try:
         choice = choice_of(form)
@@ -417,7 +421,7 @@ def _compared_form(form: Functional[..., Any], found: Comparison) -> Callable[..
     return shadow.around(function, form.native)
 
 
-def _watch_replacement(layer: CustomOp, found: Comparison, undo: ExitStack) -> None:
+def _watch_replacement(layer: CustomOp, found: KernelComparison, undo: ExitStack) -> None:
     """Look at the results of the replacement of a layer."""
     binding = layer.binding
     replacement = binding.replacement.winner
@@ -428,7 +432,7 @@ def _watch_replacement(layer: CustomOp, found: Comparison, undo: ExitStack) -> N
     _hide(layer, _FORWARD, call, undo)
 
 
-def _watch_weight_method(layer: nn.Module, found: Comparison, undo: ExitStack) -> None:
+def _watch_weight_method(layer: nn.Module, found: KernelComparison, undo: ExitStack) -> None:
     """Look at the results of the replacement of a layer's weight method."""
     method = getattr(layer, _OF_WEIGHTS, None)
     replacement = _replacement_of(type(method))
@@ -457,7 +461,7 @@ def _hide(owner: Any, name: str, call: Callable[..., Any], undo: ExitStack) -> N
 
 
 def _numbers_expected(
-    run: Callable[..., Any], layer: nn.Module, sentence: str, found: Comparison
+    run: Callable[..., Any], layer: nn.Module, sentence: str, found: KernelComparison
 ) -> Callable[..., Any]:
     """Return ``run`` with a look at results: NaN or infinity from finite numbers is a finding."""
 

@@ -41,9 +41,7 @@ The second is ``None`` if the function serves these calls, too. A tuple, as each
 one.
 """
 
-_functionals: dict[str, Functional[..., Any]] = {}
-
-FUNCTIONALS: Mapping[str, Functional[..., Any]] = MappingProxyType(_functionals)
+FUNCTIONALS: Mapping[str, Functional[..., Any]] = MappingProxyType(host_state().registry.forms)
 """Every functional form by name; ``register_functional`` adds forms."""
 
 
@@ -155,22 +153,23 @@ def register_functional(
 
 def _add(form: Functional[..., Any]) -> Callable[[], None]:
     """Register a form under its name, and return the undo."""
-    known = _functionals.get(form.name)
+    forms = host_state().registry.forms
+    known = forms.get(form.name)
     if known is not None and not redefines(known, form):
         raise ConflictError(
             f"the functional form {form.name!r} is registered twice: by {_whence(known)} and by "
             f"{_whence(form)}. Rename one of them."
         )
     _register(form)
-    _functionals[form.name] = form
+    forms[form.name] = form
     setattr(NATIVE, form.name, form.native)
     return functools.partial(unregister, form)
 
 
 def unregister(form: Functional[..., Any]) -> None:
     """Forget a form. The registered op of torch stays until another form takes the name."""
-    if _functionals.get(form.name) is form:
-        del _functionals[form.name]
+    if FUNCTIONALS.get(form.name) is form:
+        del host_state().registry.forms[form.name]
         delattr(NATIVE, form.name)
 
 

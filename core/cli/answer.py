@@ -17,7 +17,7 @@ import torch
 from opgraft.base.text import printable
 from opgraft.binding.idle_plugins import idle_plugins
 from opgraft.cli.answers import answers
-from opgraft.cli.comparison import Comparison, Measurement, timed
+from opgraft.cli.comparison import Measurement, ModelComparison, timed
 from opgraft.cli.output import AlreadyTold, discard_stdout, echo, print_json, print_table
 from opgraft.engine.planning.splits import expect_split
 from opgraft.engine.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ def answer_prompts(
     prompts: Sequence[str],
     params: SamplingParams,
     as_json: bool,
-    comparison: Comparison | None = None,
+    comparison: ModelComparison | None = None,
 ) -> None:
     """Answer prompts and print the answers. The time goes to stderr.
 
@@ -259,7 +259,7 @@ def _print_as_json(
     prompts: Sequence[str],
     outputs: Sequence[RequestOutput],
     seconds: float,
-    comparison: Comparison | None,
+    comparison: ModelComparison | None,
 ) -> None:
     answers = []
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -44,7 +44,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """A model on native definitions, and as it is with kernels and plugins."""
 
     plain: Measurement

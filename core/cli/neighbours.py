@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from opgraft.base.text import printable
 from opgraft.cli.answer import print_kernels
-from opgraft.cli.comparison import Comparison, Measurement, timed
+from opgraft.cli.comparison import Measurement, ModelComparison, timed
 from opgraft.cli.output import echo, print_json
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.llm import LLM
@@ -36,7 +36,11 @@ def measure_vectors(llm: LLM, texts: Sequence[str]) -> Measurement:
 
 
 def show_neighbours(
-    llm: LLM, model: str, texts: Sequence[str], as_json: bool, comparison: Comparison | None = None
+    llm: LLM,
+    model: str,
+    texts: Sequence[str],
+    as_json: bool,
+    comparison: ModelComparison | None = None,
 ) -> None:
     """Embed texts. Print the nearest other text of each by cosine similarity, and the kernels.
 

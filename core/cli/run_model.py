@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from opgraft.cli.answer import answer_prompts, measure_answers, open_llm, show_idle_plugins
-from opgraft.cli.comparison import Comparison, Measurement, native_config
+from opgraft.cli.comparison import Measurement, ModelComparison, native_config
 from opgraft.cli.neighbours import measure_vectors, show_neighbours
 from opgraft.config import CacheConfig, ModelConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def run_model(
         plain = _measured_plain(model, texts, params) if compare else None
         llm = open_llm(model)
         show_idle_plugins()
-        comparison = Comparison(plain, _measured(llm, texts, params)) if plain else None
+        comparison = ModelComparison(plain, _measured(llm, texts, params)) if plain else None
         if llm.embeds:
             show_neighbours(llm, model, texts, as_json, comparison)
         else:

@@ -14,7 +14,7 @@ from opgraft.models.build import describe_model, load_model
 from opgraft.serving.engine_settings import engine_config
 from opgraft.testing.shape_recording import by_tokens, recording
 from opgraft.testing.shapes import FormCall
-from opgraft.testing.verification import Step
+from opgraft.testing.verification import VerifiedStep
 from torch import nn
 
 Counts = Mapping[FormCall, int]
@@ -67,7 +67,7 @@ def trace_function(name: str) -> Counts:
         return _counts(made.grafted, made.steps(made.grafted), computes=not is_meta)
 
 
-def _counts(model: nn.Module, steps: Sequence[Step], *, computes: bool) -> Counts:
+def _counts(model: nn.Module, steps: Sequence[VerifiedStep], *, computes: bool) -> Counts:
     with torch.no_grad(), recording(computes=computes) as counts:
         for step in steps:
             with step.attending():

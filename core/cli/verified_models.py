@@ -31,7 +31,7 @@ from opgraft.ops.state_space.layer import StateLayer, state_layers
 from opgraft.plugins.host import load_plugins
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
-from opgraft.testing.verification import Step, Steps
+from opgraft.testing.verification import Steps, VerifiedStep
 from torch import Tensor, nn
 
 
@@ -67,7 +67,7 @@ def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
     model = load_model(config)
     ids = _token_ids(name, prompt, tokens)
 
-    def steps(model: nn.Module) -> Sequence[Step]:
+    def steps(model: nn.Module) -> Sequence[VerifiedStep]:
         return decoder_steps(model, ids, config)
 
     return Pair(native, model, steps, [])
@@ -134,7 +134,7 @@ def _grafted(native: nn.Module, given: tuple[Any, ...] | dict[str, Any], paths: 
     load_plugins()
     model = copy.deepcopy(native)
     graft(model)
-    return Pair(native, model, lambda _: [Step(call)], paths)
+    return Pair(native, model, lambda _: [VerifiedStep(call)], paths)
 
 
 def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
@@ -160,7 +160,7 @@ def _table(blocks: int) -> Tensor:
     return torch.arange(1, blocks + 1)[None]
 
 
-def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
+def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[VerifiedStep]:
     """Return the calls of a decoder; one call for all tokens if the model has no cache."""
     device = next(model.parameters()).device
     ids = ids.to(device)
@@ -170,7 +170,7 @@ def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[St
     states = state_layers(model)
     # Without layers that keep something, all tokens are one call.
     if not layers and not states:
-        return [Step(_called(ids, positions))]
+        return [VerifiedStep(_called(ids, positions))]
 
     size = config.cache.block_size
     blocks = -(-count // size)
@@ -178,7 +178,7 @@ def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[St
     kept = _states_of(model, layers, states, config)
     table = _table(blocks)
 
-    def step(start: int, end: int) -> Step:
+    def step(start: int, end: int) -> VerifiedStep:
         batch = AttentionBatch.of_sequences(
             [end - start],
             [end],
@@ -189,7 +189,7 @@ def decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[St
             device=device,
         )
         batch = dataclasses.replace(batch, states=kept)
-        return Step(_called(ids[start:end], positions[start:end]), batch)
+        return VerifiedStep(_called(ids[start:end], positions[start:end]), batch)
 
     # The last token is a call of its own, as in generation.
     return [step(0, count - 1), step(count - 1, count)]

@@ -25,10 +25,10 @@ from opgraft.compilation.entries import read_code, read_signature, write_code, w
 from opgraft.compilation.example import Example
 from opgraft.compilation.graph_pass import ALL_SIZES, GraphPass
 from opgraft.compilation.inputs import InputCheck, Signature, expect_apart
-from opgraft.compilation.key import Key, key_of
+from opgraft.compilation.key import ModelKey, key_of
 from opgraft.compilation.packages import Packages, temporary
 from opgraft.compilation.sources import Sources
-from opgraft.compilation.tensors import Places
+from opgraft.compilation.tensors import ModulePlaces
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config.compilation import PACKAGED
 from opgraft.distributed.groups import get_world_group
@@ -220,11 +220,11 @@ class Compiled:
         return self._code
 
 
-def _places_of_tensors(model: nn.Module, codes: Collection[Code]) -> Places:
+def _places_of_tensors(model: nn.Module, codes: Collection[Code]) -> ModulePlaces:
     """Return the places of all tensors that codes use."""
     used = (tensor for code in codes for tensor in code.tensors)
     joint = (part for code in codes for part in code.joint)
-    return Places(model, used, joint)
+    return ModulePlaces(model, used, joint)
 
 
 def compile(
@@ -423,7 +423,11 @@ def _remote(settings: CompilationConfig) -> SharedFolder | None:
 
 
 def _kept(
-    model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: Key
+    model: nn.Module,
+    example: Example,
+    settings: CompilationConfig,
+    packages: Packages,
+    key: ModelKey,
 ) -> Compiled:
     """Return a compiled model by the packages of a cache, and verify new code."""
     # Such a model has no entry: the cache holds the code of each piece.

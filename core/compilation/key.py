@@ -41,7 +41,7 @@ _OF_THE_CACHE = (
 _OF_CODE = ("versions", "platform", "threads", "compilers", "variables", "providers", "example")
 
 
-class Key(NamedTuple):
+class ModelKey(NamedTuple):
     """The key of a compiled model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Key(NamedTuple):
 @without_collections()
 def key_of(
     model: nn.Module, example: Example, settings: CompilationConfig, sources: Sources
-) -> Key:
+) -> ModelKey:
     """Return the key of a model.
 
     Args:
@@ -102,7 +102,7 @@ def key_of(
         "example": [without_contents.of(each) for each in call],
     }
     sources.keep()
-    return Key(parts, frozenset(descriptions.incomplete))
+    return ModelKey(parts, frozenset(descriptions.incomplete))
 
 
 def _process_parts() -> dict[str, list[Any]]:

@@ -114,7 +114,7 @@ def move_joint(parts: Iterable[Tensor]) -> None:
     move_to_huge_pages(ranges, wait=1.0)
 
 
-class Places:
+class ModulePlaces:
     """The places of modules in a model, and of the parameters and buffers that graphs use.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opgraft.config.declaration import KINDS, Kind, Section, setting
+from opgraft.config.declaration import KINDS, Section, SettingType, setting
 from opgraft.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def _mode(value: Any) -> Any:
 
 
 _MODES = f"one of {', '.join(CompilationMode.__members__)} or a number from 0 to 3"
-KINDS["CompilationMode"] = Kind(
+KINDS["CompilationMode"] = SettingType(
     "MODE",
     _MODES,
     lambda value: isinstance(value, CompilationMode),

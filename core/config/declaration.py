@@ -85,7 +85,7 @@ class Bounds(NamedTuple):
         )
 
 
-class Kind(NamedTuple):
+class SettingType(NamedTuple):
     """A type of settings.
 
     Attributes:
@@ -117,7 +117,7 @@ class Field(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: SettingType
     bounds: Bounds
     default: Any
     unset: str
@@ -388,37 +388,37 @@ def _maps_flags(value: Any) -> bool:
     )
 
 
-KINDS: dict[str, Kind] = {
-    "str": Kind("NAME", "a string", _is(str), lambda text, source: text),
-    "bool": Kind("FLAG", "true or false", _is(bool), parse_flag),
-    "int": Kind(
+KINDS: dict[str, SettingType] = {
+    "str": SettingType("NAME", "a string", _is(str), lambda text, source: text),
+    "bool": SettingType("FLAG", "true or false", _is(bool), parse_flag),
+    "int": SettingType(
         "INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")
     ),
-    "float": Kind(
+    "float": SettingType(
         "NUMBER", "a number", _is_number, functools.partial(_parse_number, float, "a number")
     ),
-    "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
-    "Sequence[Any]": Kind(
+    "Sequence[str]": SettingType("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
+    "Sequence[Any]": SettingType(
         "LIST",
         "a list of strings, or in Python of classes and objects",
         _are_texts_or_objects,
         _parse_list,
         _as_tuple,
     ),
-    "Sequence[int]": Kind(
+    "Sequence[int]": SettingType(
         "INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple
     ),
-    "Mapping[str, str]": Kind(
+    "Mapping[str, str]": SettingType(
         "MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict
     ),
-    "Mapping[str, bool]": Kind(
+    "Mapping[str, bool]": SettingType(
         "FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_dict
     ),
 }
 """By annotation, without ``| None``."""
 
 
-def _kind(name: str, annotation: Any) -> Kind:
+def _kind(name: str, annotation: Any) -> SettingType:
     # An annotation is a text under "from __future__ import annotations", else a type.
     is_plain = isinstance(annotation, type) and annotation in (str, bool, int, float)
     text = annotation.__name__ if is_plain else annotation

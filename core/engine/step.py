@@ -55,7 +55,7 @@ class NewSequence:
     lora: int = 0
 
 
-class Scheduled(NamedTuple):
+class ScheduledPart(NamedTuple):
     """The part of a sequence in one step.
 
     A named tuple is cheap to make: each sequence and step has one.
@@ -106,7 +106,7 @@ class Step:
     removed: tuple[str, ...]
     added: tuple[NewSequence, ...]
     copies: tuple[tuple[int, int], ...]
-    sequences: tuple[Scheduled, ...]
+    sequences: tuple[ScheduledPart, ...]
     states: tuple[StateMove, ...] = ()
 
     def parts(self) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ class Step:
 
 def step_of(removed: Any, added: Any, copies: Any, sequences: Any, states: Any) -> Step:
     """Return the step of these parts, as ``Step.parts`` gives them."""
-    return Step(removed, added, copies, tuple(map(Scheduled._make, sequences)), states)
+    return Step(removed, added, copies, tuple(map(ScheduledPart._make, sequences)), states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from opgraft.grafting.scan_calls import (
     rows,
     scanned_step,
 )
-from opgraft.grafting.scan_forms import Arguments, Form, Options, Random
+from opgraft.grafting.scan_forms import Arguments, Options, Random, ScanForm
 from opgraft.ops import CausalConv1d, CausalConv1dUpdate, MambaChunkScan, SelectiveStateUpdate
 from torch import Tensor
 
@@ -203,7 +203,7 @@ def _chunks(options: Options) -> dict[str, Any]:
 
 
 FORMS = (
-    Form(
+    ScanForm(
         "causal_conv1d",
         "causal_conv1d",
         CausalConv1d,
@@ -213,7 +213,7 @@ FORMS = (
         {"state": (False, True)},
         (),
     ),
-    Form(
+    ScanForm(
         "causal_conv1d_update",
         "conv1d_update",
         CausalConv1dUpdate,
@@ -223,7 +223,7 @@ FORMS = (
         {},
         (),
     ),
-    Form(
+    ScanForm(
         "selective_state_update",
         "update_state",
         SelectiveStateUpdate,
@@ -234,7 +234,7 @@ FORMS = (
         (),
     ),
     *(
-        Form(
+        ScanForm(
             "mamba_chunk_scan",
             "chunk_scan",
             MambaChunkScan,

@@ -80,7 +80,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class GraftedCall:
     """An op for a forward to call in place of a function of the same file.
 
     Attributes:
@@ -102,7 +102,7 @@ class Call:
     substitution: Substitution
 
 
-Entry: TypeAlias = Exchange | Call | LeftAlone
+Entry: TypeAlias = Exchange | GraftedCall | LeftAlone
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,15 +131,15 @@ class GraftPlan:
         """Walk over the ops that take the place of modules, ops inside other ops first."""
         yield from _flat(entry for entry in self.entries if isinstance(entry, Exchange))
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[GraftedCall]:
         """Walk over the ops for calls in forwards."""
-        yield from (entry for entry in self.entries if isinstance(entry, Call))
+        yield from (entry for entry in self.entries if isinstance(entry, GraftedCall))
 
     def report(self, applied: bool) -> GraftReport:
         """Put the plan in words, before or after the plan is ``applied``."""
         exchanges = [entry for entry in self.entries if isinstance(entry, Exchange)]
         replaced = []
-        changes: list[Exchange | Call] = [*exchanges, *self.calls()]
+        changes: list[Exchange | GraftedCall] = [*exchanges, *self.calls()]
         for change in changes:
             path, source = _labels(change)
             row = replaced_by(change.op, path, source, change.adapter, change.provider)
@@ -150,7 +150,7 @@ class GraftPlan:
     def _notes(self) -> Iterator[str]:
         exchanges = list(self.exchanges())
         calls = list(self.calls())
-        changes: list[Exchange | Call] = [*exchanges, *calls]
+        changes: list[Exchange | GraftedCall] = [*exchanges, *calls]
         ops: list[Any] = [change.op for change in changes]
         counts = {
             _PASSED_OVER: sum(type(exchange.module) is nn.Linear for exchange in exchanges),
@@ -299,7 +299,7 @@ class _Planner:
             return _call_left_alone(call, path, adapter, str(verdict))
 
         substitution = Substitution(call.name, child, adapter.substitute)
-        return Call(path, call.module, label, adapter.name, provider, op, substitution)
+        return GraftedCall(path, call.module, label, adapter.name, provider, op, substitution)
 
     def _entries_of_op(self, op: CustomOp, path: str) -> list[Entry]:
         entries: list[Entry] = [_left_alone(path, op, "already an op")]
@@ -332,7 +332,7 @@ class _Planner:
         self.becomes[module] = exchange.op
         # Children that the op does not take over lose their calls.
         remaining = set(exchange.op.modules())
-        calls = [row for row in below if isinstance(row, Call) and row.module in remaining]
+        calls = [row for row in below if isinstance(row, GraftedCall) and row.module in remaining]
         return [*calls, exchange]
 
     def _exchange(self, module: nn.Module, path: str, below: list[Entry]) -> Exchange | None:
@@ -428,9 +428,9 @@ def _flat(exchanges: Iterator[Exchange]) -> Iterator[Exchange]:
         yield exchange
 
 
-def _labels(change: Exchange | Call) -> tuple[str, str]:
+def _labels(change: Exchange | GraftedCall) -> tuple[str, str]:
     """Return the path for the report, and the name of the replaced module or function."""
-    if isinstance(change, Call) and change.function:
+    if isinstance(change, GraftedCall) and change.function:
         return joined_path(change.path, change.function), change.function
     return change.path, type(change.module).__name__
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from opgraft.grafting.scan_forms import Arguments, Form, Options, Random
+from opgraft.grafting.scan_forms import Arguments, Options, Random, ScanForm
 from opgraft.ops import (
     CausalConv1d,
     CausalConv1dUpdate,
@@ -329,7 +329,7 @@ def _softplus(options: Options) -> dict[str, Any]:
 _CONVOLUTION = {"activation": (None, "silu")}
 
 FORMS = (
-    Form(
+    ScanForm(
         "causal_conv1d",
         "conv1d_fn",
         CausalConv1d,
@@ -339,7 +339,7 @@ FORMS = (
         _CONVOLUTION,
         ("bias",),
     ),
-    Form(
+    ScanForm(
         "causal_conv1d_update",
         "conv1d_update",
         CausalConv1dUpdate,
@@ -349,7 +349,7 @@ FORMS = (
         {**_CONVOLUTION, "state": (WIDTH - 1, WIDTH)},
         ("bias",),
     ),
-    Form(
+    ScanForm(
         "selective_scan",
         "selective_scan",
         SelectiveScan,
@@ -360,7 +360,7 @@ FORMS = (
         ("D", "z", "delta_bias", "return_last_state"),
     ),
     *(
-        Form(
+        ScanForm(
             "selective_state_update",
             "state_update",
             SelectiveStateUpdate,
@@ -372,7 +372,7 @@ FORMS = (
         )
         for arguments in (_for_step, _for_step_of_heads)
     ),
-    Form(
+    ScanForm(
         "mamba_chunk_scan",
         "chunk_scan",
         MambaChunkScan,

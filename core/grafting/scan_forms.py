@@ -39,7 +39,7 @@ Arguments: TypeAlias = tuple[list[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Form:
+class ScanForm:
     """The computation of functions of one kind.
 
     Attributes:

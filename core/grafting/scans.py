@@ -21,7 +21,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting import plamo_calls, scan_calls
 from opgraft.grafting.forwards import expect_plain_forward
 from opgraft.grafting.scan_calls import IMPLEMENTATIONS
-from opgraft.grafting.scan_forms import Form, Options
+from opgraft.grafting.scan_forms import Options, ScanForm
 from opgraft.grafting.traced import once_per_function
 from opgraft.registry.adapter import CallAdapter, FunctionCall, LeaveAlone
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ _FORMS = (*scan_calls.FORMS, *plamo_calls.FORMS)
 _Function = Callable[..., Any]
 
 
-def _recognise(form: Form, call: FunctionCall) -> Mapping[str, Any] | None:
+def _recognise(form: ScanForm, call: FunctionCall) -> Mapping[str, Any] | None:
     """Accept a function of this form, and return the settings of the mixer."""
     if form.hint not in call.name or not isinstance(call.found, FunctionType):
         return None
@@ -50,7 +50,7 @@ def _refuse(call: FunctionCall) -> None:
         raise LeaveAlone(f"{call.name} computes something else than {forms[0].op_name}")
 
 
-def _forms(name: str) -> list[Form]:
+def _forms(name: str) -> list[ScanForm]:
     return [form for form in _FORMS if form.hint in name]
 
 
@@ -100,13 +100,13 @@ def _other_implementation(function: FunctionType) -> str:
     return ""
 
 
-def form_of(function: _Function) -> Form | None:
+def form_of(function: _Function) -> ScanForm | None:
     """Return the form of a function; ``None`` for an unknown one."""
     return _form_by_trials(inspect.unwrap(function))
 
 
 @once_per_function
-def _form_by_trials(plain: _Function) -> Form | None:
+def _form_by_trials(plain: _Function) -> ScanForm | None:
     return next((form for form in _forms(plain.__name__) if _computes(plain, form)), None)
 
 
@@ -115,7 +115,7 @@ _SIZES = ((2, 5), (1, 1), (1, 130))
 """Rows and tokens. A function might branch on a single row, a single token, or many tokens."""
 
 
-def _computes(function: _Function, form: Form) -> bool:
+def _computes(function: _Function, form: ScanForm) -> bool:
     """Return True if results and writes equal those of the op in every trial."""
     # Trials take seconds, so names are compared first.
     names = [name for name in _arguments_in_order(function) if name not in IMPLEMENTATIONS]
@@ -143,7 +143,12 @@ def _reads_others(function: _Function) -> bool:
 
 
 def _agrees(
-    function: _Function, form: Form, dtype: torch.dtype, options: Options, batch: int, tokens: int
+    function: _Function,
+    form: ScanForm,
+    dtype: torch.dtype,
+    options: Options,
+    batch: int,
+    tokens: int,
 ) -> bool:
     """Return True if one call has the same result and the same writes as the op's definition."""
     # Two draws of the same numbers, as a call may write to its arguments.

@@ -22,7 +22,7 @@ from opgraft.models.settings_keys import (
     CROSS_ENCODER_TRANSFORMER,
     NORMALIZE_CONFIG,
     SENTENCE_BERT_CONFIG,
-    Key,
+    SettingsKey,
     refusals,
 )
 
@@ -48,8 +48,8 @@ _KNOWN_ARGUMENTS = {"model_max_length", "padding_side", "use_fast", "trust_remot
 class _Tables(NamedTuple):
     """The known settings of the module ``Transformer``, and of the whole model."""
 
-    transformer: Sequence[Key]
-    general: Sequence[Key]
+    transformer: Sequence[SettingsKey]
+    general: Sequence[SettingsKey]
 
 
 _ENCODER = _Tables(SENTENCE_BERT_CONFIG, CONFIG_SENTENCE_TRANSFORMERS)
@@ -165,7 +165,7 @@ def _steps(outer: Path) -> tuple[str, bool]:
     return rows[pooling]["path"], normalizes
 
 
-def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
+def _settings_of_module(file: Path, keys: Sequence[SettingsKey]) -> dict[str, Any]:
     """Return the settings in a file; none without a file.
 
     Raises:
@@ -182,7 +182,7 @@ def _settings_of_module(file: Path, keys: Sequence[Key]) -> dict[str, Any]:
     return found
 
 
-def _transformer_settings(folder: Path, keys: Sequence[Key]) -> dict[str, Any]:
+def _transformer_settings(folder: Path, keys: Sequence[SettingsKey]) -> dict[str, Any]:
     """Return the settings of the module ``Transformer``."""
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     file = folder / (present[0] if present else _TRANSFORMER_FILES[0])

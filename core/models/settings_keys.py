@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Key:
+class SettingsKey:
     """One key of a settings file.
 
     Attributes:
@@ -31,22 +31,24 @@ class Key:
 
 def _rows_of_keys(
     fate: str, why: str, names: Sequence[str], harmless: Sequence[object] = ()
-) -> tuple[Key, ...]:
+) -> tuple[SettingsKey, ...]:
     rows = []
     for name in names:
-        rows.append(Key(name, fate, why, tuple(harmless)))
+        rows.append(SettingsKey(name, fate, why, tuple(harmless)))
     return tuple(rows)
 
 
-def _keys(why: str, *names: str) -> tuple[Key, ...]:
+def _keys(why: str, *names: str) -> tuple[SettingsKey, ...]:
     return _rows_of_keys("read", why, names)
 
 
-def _irrelevant(why: str, *names: str) -> tuple[Key, ...]:
+def _irrelevant(why: str, *names: str) -> tuple[SettingsKey, ...]:
     return _rows_of_keys("irrelevant", why, names)
 
 
-def _refused_keys(why: str, *names: str, harmless: Sequence[object] = ()) -> tuple[Key, ...]:
+def _refused_keys(
+    why: str, *names: str, harmless: Sequence[object] = ()
+) -> tuple[SettingsKey, ...]:
     return _rows_of_keys("refused", why, names, harmless)
 
 
@@ -83,7 +85,7 @@ _PAIRS = "it is for documents with boxes, labels or entities, and prompts are pl
 _SAVED = "it records how the tokenizer was saved or found"
 _PARSING = "it is for reading answers or for texts that opgraft does not check"
 
-TOKENIZER_CONFIG: tuple[Key, ...] = (
+TOKENIZER_CONFIG: tuple[SettingsKey, ...] = (
     *_keys(
         "a special token",
         "bos_token",
@@ -233,7 +235,7 @@ _OF_TASKS = (
     "sentence-transformers applies it to encode_query and encode_document, and not to encode"
 )
 
-_TRANSFORMER: tuple[Key, ...] = (
+_TRANSFORMER: tuple[SettingsKey, ...] = (
     *_keys("the longest text, in the place of the tokenizer's", "max_seq_length"),
     *_keys("texts are put in lower case", "do_lower_case"),
     *_keys("model_max_length in it is the longest text", "tokenizer_args", "processor_kwargs"),
@@ -254,7 +256,7 @@ _TRANSFORMER: tuple[Key, ...] = (
     *_refused_keys(_TEXT_ONLY, "processing_kwargs", harmless=(None, {})),
 )
 
-SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
+SENTENCE_BERT_CONFIG: tuple[SettingsKey, ...] = (
     *_TRANSFORMER,
     *_refused_keys(_TEXT_ONLY, "transformer_task", harmless=(None, "feature-extraction")),
     *_refused_keys(
@@ -266,7 +268,7 @@ SENTENCE_BERT_CONFIG: tuple[Key, ...] = (
 )
 """``sentence_bert_config.json``, and the files with this purpose in older versions."""
 
-CROSS_ENCODER_TRANSFORMER: tuple[Key, ...] = (
+CROSS_ENCODER_TRANSFORMER: tuple[SettingsKey, ...] = (
     *_TRANSFORMER,
     *_refused_keys(_TEXT_ONLY, "transformer_task", harmless=(None, "sequence-classification")),
     *_refused_keys(
@@ -278,7 +280,7 @@ CROSS_ENCODER_TRANSFORMER: tuple[Key, ...] = (
 )
 """The same file of a cross-encoder."""
 
-NORMALIZE_CONFIG: tuple[Key, ...] = (
+NORMALIZE_CONFIG: tuple[SettingsKey, ...] = (
     *_refused_keys(
         "opgraft normalizes the vector of a text and nothing else",
         "module_input_name",
@@ -288,7 +290,7 @@ NORMALIZE_CONFIG: tuple[Key, ...] = (
 )
 """``config.json`` in the folder of a module ``Normalize``."""
 
-CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
+CONFIG_SENTENCE_TRANSFORMERS: tuple[SettingsKey, ...] = (
     *_keys("texts that are put before a text, by name", "prompts"),
     *_keys("the prompt that is put before a text", "default_prompt_name"),
     *_keys("the numbers of a vector that are returned", "truncate_dim"),
@@ -300,7 +302,7 @@ CONFIG_SENTENCE_TRANSFORMERS: tuple[Key, ...] = (
 )
 """``config_sentence_transformers.json``."""
 
-CROSS_ENCODER_CONFIG: tuple[Key, ...] = (
+CROSS_ENCODER_CONFIG: tuple[SettingsKey, ...] = (
     *_keys("the function from scores to probabilities", "activation_fn"),
     *_refused_keys("opgraft puts no prompt before a pair", "default_prompt_name", harmless=(None,)),
     *_refused_keys("the model has scores of labels", "model_type", harmless=(None, "CrossEncoder")),
@@ -311,7 +313,7 @@ CROSS_ENCODER_CONFIG: tuple[Key, ...] = (
 
 _ID = "the id of a special token"
 
-GGUF_TOKENIZER: tuple[Key, ...] = (
+GGUF_TOKENIZER: tuple[SettingsKey, ...] = (
     *_keys("the kind of vocabulary", "tokenizer.ggml.model"),
     *_keys("where a text is cut before pieces are merged", "tokenizer.ggml.pre"),
     *_keys(
@@ -396,7 +398,7 @@ GGUF_NO_MODELS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Contents and next step by ``general.type``, ``general.architecture`` or the start of keys."""
 
-GGUF_GENERAL: tuple[Key, ...] = (
+GGUF_GENERAL: tuple[SettingsKey, ...] = (
     *_keys("the family of the model", "general.architecture"),
     *_keys("where tensors may begin", "general.alignment"),
     *_keys(
@@ -414,7 +416,7 @@ GGUF_GENERAL: tuple[Key, ...] = (
 """GGUF metadata about the file."""
 
 
-def row_of(keys: Sequence[Key], name: str) -> Key | None:
+def row_of(keys: Sequence[SettingsKey], name: str) -> SettingsKey | None:
     """Return the first row for a key; ``None`` if nobody reads the key."""
     for row in keys:
         if fnmatchcase(name, row.name):
@@ -422,7 +424,7 @@ def row_of(keys: Sequence[Key], name: str) -> Key | None:
     return None
 
 
-def refusals(keys: Sequence[Key], settings: Mapping[str, Any]) -> list[str]:
+def refusals(keys: Sequence[SettingsKey], settings: Mapping[str, Any]) -> list[str]:
     """Return a message for each setting that is refused, with name, value and reason."""
     problems = []
     for name, value in settings.items():

@@ -34,7 +34,7 @@ from opgraft.models.transformers_experts import ExpertLayers, ExpertsRecorder
 from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
 from opgraft.models.transformers_names import TransformersNames
 from opgraft.models.transformers_report import TransformersReport
-from opgraft.models.transformers_stages import Gate, LayerChain, LayerRecorder, leave_out
+from opgraft.models.transformers_stages import LayerChain, LayerRecorder, StageEnds, leave_out
 from opgraft.models.trial_texts import fault_of, trial_texts
 from opgraft.ops.attention import AttentionBatch, attending, current_batch
 from opgraft.ops.attention.decoder import attention_layers
@@ -253,7 +253,7 @@ class TransformersModel(Model):
     packs: bool = False
     """A call may have several whole texts. ``try_texts`` finds out."""
     stage: Stage
-    gate: Gate | None = None
+    gate: StageEnds | None = None
     _elsewhere: Sequence[str] = ()
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:

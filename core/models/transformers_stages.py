@@ -120,7 +120,7 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-class Gate:
+class StageEnds:
     """The two ends of a stage: the input from the stage before, and the output for the next stage.
 
     A later stage calls the code before the layers with zeros. An earlier stage calls the code
@@ -168,7 +168,7 @@ class _Elsewhere(nn.Module):
         place: "before" is right before the stage, "behind" right behind the stage.
     """
 
-    def __init__(self, layer: nn.Module, gate: Gate, results: int, place: str) -> None:
+    def __init__(self, layer: nn.Module, gate: StageEnds, results: int, place: str) -> None:
         super().__init__()
         # Parameters and children, which take memory, are in attributes with an underscore.
         for name, value in vars(layer).items():
@@ -189,7 +189,7 @@ class _Elsewhere(nn.Module):
         return (hidden_states, *[None] * (self.results - 1))
 
 
-def leave_out(layers: nn.ModuleList, stage: Stage, results: int, embedding_dim: int) -> Gate:
+def leave_out(layers: nn.ModuleList, stage: Stage, results: int, embedding_dim: int) -> StageEnds:
     """Replace the layers of other stages, and return the ends of this stage.
 
     Args:
@@ -198,7 +198,7 @@ def leave_out(layers: nn.ModuleList, stage: Stage, results: int, embedding_dim: 
         results: see ``LayerChain``.
         embedding_dim: elements of an embedding.
     """
-    gate = Gate(stage, embedding_dim)
+    gate = StageEnds(stage, embedding_dim)
     places = {stage.layers.start - 1: "before", stage.layers.stop: "behind"}
     for number, layer in enumerate(layers):
         if number not in stage.layers:

@@ -37,7 +37,7 @@ GROUP = 128
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """Settings of a quantized weight.
 
     Attributes:
@@ -56,7 +56,7 @@ class Form:
     symmetric: bool | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Form:
+    def of(cls, config: Mapping[str, Any]) -> WeightForm:
         """Read the form from a checkpoint's settings.
 
         Raises:
@@ -97,15 +97,15 @@ class Rules:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.form = Form.of(config)
-        self._forms: list[tuple[re.Pattern[str], Form | None]] = []
+        self.form = WeightForm.of(config)
+        self._forms: list[tuple[re.Pattern[str], WeightForm | None]] = []
         for pattern, settings in _dynamic(config).items():
             form = _dynamic_form(config, pattern, settings)
             self._forms.append((_expression(pattern), form))
         listed = config.get("modules_in_block_to_quantize") or []
         self._listed = list(_names_in(listed))
 
-    def form_of(self, name: str) -> Form | None:
+    def form_of(self, name: str) -> WeightForm | None:
         """Return the form of a layer, ``None`` if the layer is plain."""
         for expression, form in self._forms:
             if expression.match(name):
@@ -142,12 +142,12 @@ def _expression(pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-def _dynamic_form(config: Mapping[str, Any], pattern: str, settings: object) -> Form | None:
+def _dynamic_form(config: Mapping[str, Any], pattern: str, settings: object) -> WeightForm | None:
     """Return the form from a pattern of ``dynamic``; ``None`` for a plain layer."""
     if pattern.startswith("-:"):
         return None
     others = settings if isinstance(settings, Mapping) else {}
-    return Form.of({**config, **others})
+    return WeightForm.of({**config, **others})
 
 
 def _names_in(listed: object) -> Iterator[str]:
@@ -192,7 +192,7 @@ class GPTQConfig(CheckpointConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make the config from a checkpoint's settings, see ``Form`` and ``Rules``.
+        """Make the config from a checkpoint's settings, see ``WeightForm`` and ``Rules``.
 
         Raises:
             QuantizationError: a setting cannot be read.
@@ -210,7 +210,7 @@ class GPTQConfig(CheckpointConfig):
         method: QuantizeMethodBase = GPTQLinearMethod(self._form(prefix) or self.rules.form)
         return method
 
-    def _form(self, prefix: str) -> Form | None:
+    def _form(self, prefix: str) -> WeightForm | None:
         """Return the form of a layer; ``None`` for a plain layer.
 
         Raises:
@@ -240,7 +240,7 @@ class GPTQLinearMethod(GroupLinearMethod):
         form: the form of the quantized weight.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: WeightForm) -> None:
         self.form = form
         self.bits = form.bits
         self.group_size = form.group_size

@@ -140,6 +140,7 @@ class Registry:
     Attributes:
         ops: the op classes by name.
         classes: the other replaceable classes by name. No setting disables these.
+        forms: the functional forms by name.
         replacements: the replacements of ops and classes.
         owned: by owner, the named declarations of plugins and platforms. These stay if the owner is
             left out: a module is imported once, and would not declare again.
@@ -148,6 +149,7 @@ class Registry:
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
     classes: dict[str, OpRecord] = field(default_factory=dict)
+    forms: dict[str, Any] = field(default_factory=dict)
     replacements: list[Replacement] = field(default_factory=list)
     owned: dict[Owner, dict[str, Declaration]] = field(default_factory=dict)
     unapplied: dict[str, str] = field(default_factory=dict)

@@ -19,8 +19,8 @@ from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.arguments import expect_params, placed, text_messages
-from opgraft.serving.embedding_engine import EmbeddingRequest
-from opgraft.serving.engine_thread import Mailbox, Stream
+from opgraft.serving.embedding_engine import VectorRequest
+from opgraft.serving.engine_thread import AsyncNewsReader, Mailbox
 from opgraft.serving.front_end import FrontEnd
 from opgraft.serving.llm import Message
 from opgraft.serving.open_request import OpenRequest
@@ -247,7 +247,7 @@ class AsyncLLM(FrontEnd):
         expect_params(params)
         await self.compile(params)
         prepared = await self.prepare(prepare)
-        stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
+        stream = AsyncNewsReader(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
         metrics: RequestMetrics | None = None
         timeline = current_timeline()
@@ -299,7 +299,7 @@ class AsyncLLM(FrontEnd):
 
     async def labelled(
         self, texts: Sequence[Prompt | Pair], *, most: int | None = None
-    ) -> list[EmbeddingRequest]:
+    ) -> list[VectorRequest]:
         """Return requests for the probabilities of labels, to be passed to ``computed``.
 
         Args:
@@ -312,13 +312,13 @@ class AsyncLLM(FrontEnd):
         """
         encoder = self.encoder
 
-        def prepare(text: Prompt | Pair, name: str) -> EmbeddingRequest:
+        def prepare(text: Prompt | Pair, name: str) -> VectorRequest:
             first, second = text if isinstance(text, tuple) else (text, None)
             return encoder.prepare_labels(uuid4().hex, first, name, second=second, most=most)
 
         return await self._prepared_by(prepare, texts)
 
-    async def computed(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
+    async def computed(self, requests: Sequence[VectorRequest]) -> list[EmbeddingOutput]:
         """Return the vectors of prepared requests, in their order.
 
         Raises:
@@ -326,7 +326,7 @@ class AsyncLLM(FrontEnd):
             EngineError: the engine has ended.
         """
         mailbox = self._mailbox_of(asyncio.get_running_loop())
-        streams = [Stream(request.output.request_id, mailbox) for request in requests]
+        streams = [AsyncNewsReader(request.output.request_id, mailbox) for request in requests]
         waiting = dict(zip(streams, requests, strict=True))
         try:
             with phase("embed"):
@@ -341,7 +341,7 @@ class AsyncLLM(FrontEnd):
 
     async def embedded(
         self, texts: Sequence[Prompt], *, most: int | None = None
-    ) -> list[EmbeddingRequest]:
+    ) -> list[VectorRequest]:
         """Return requests for the embeddings of texts, to be passed to ``computed``.
 
         Args:
@@ -354,14 +354,14 @@ class AsyncLLM(FrontEnd):
         """
         encoder = self.encoder
 
-        def prepare(text: Prompt, name: str) -> EmbeddingRequest:
+        def prepare(text: Prompt, name: str) -> VectorRequest:
             return encoder.prepare(uuid4().hex, text, name, most=most)
 
         return await self._prepared_by(prepare, texts)
 
     async def _prepared_by(
-        self, prepare: Callable[[Any, str], EmbeddingRequest], texts: Sequence[Any]
-    ) -> list[EmbeddingRequest]:
+        self, prepare: Callable[[Any, str], VectorRequest], texts: Sequence[Any]
+    ) -> list[VectorRequest]:
         """Prepare each text, with its name for errors, in a thread for preparations."""
         self._replicas.check()
         named = [(text, placed("text", place, len(texts))) for place, text in enumerate(texts)]
@@ -405,7 +405,7 @@ class AsyncLLM(FrontEnd):
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    def _leave(self, streams: Iterable[Stream]) -> None:
+    def _leave(self, streams: Iterable[AsyncNewsReader]) -> None:
         """Abort requests that nobody reads any more."""
         for stream in streams:
             # If the engine has ended, so has the request.

@@ -43,7 +43,7 @@ _NAMED = 3
 
 
 @dataclass
-class EmbeddingRequest(OpenRequest):
+class VectorRequest(OpenRequest):
     """A request for the vector of a text, without answers.
 
     Attributes:
@@ -122,7 +122,7 @@ class EmbeddingEngine(RequestEngine):
         self.counters = Counters()
         self._shut_down = False
         self._running = 0
-        self._waiting: dict[str, EmbeddingRequest] = {}
+        self._waiting: dict[str, VectorRequest] = {}
         self._reports = StepReports(self.stats, on_step)
 
     def _longest(self) -> int:
@@ -163,7 +163,7 @@ class EmbeddingEngine(RequestEngine):
         *,
         most: int | None = None,
         advice: str = "",
-    ) -> EmbeddingRequest:
+    ) -> VectorRequest:
         """Check and tokenize a text for ``submit``. Any thread may call this.
 
         Args:
@@ -177,7 +177,7 @@ class EmbeddingEngine(RequestEngine):
             RequestError: the text is empty, too long, or of a wrong type.
         """
         shown, ids = self._tokenized(text, name, most, advice)
-        return EmbeddingRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
+        return VectorRequest(RequestOutput(request_id, shown, ids, []), {}, name=name)
 
     def prepare_labels(
         self,
@@ -187,7 +187,7 @@ class EmbeddingEngine(RequestEngine):
         *,
         second: str | None = None,
         most: int | None = None,
-    ) -> EmbeddingRequest:
+    ) -> VectorRequest:
         """Check and tokenize a text, or a pair of texts, for the probabilities of labels.
 
         Args:
@@ -224,7 +224,7 @@ class EmbeddingEngine(RequestEngine):
                 "RobertaForSequenceClassification or XLMRobertaForSequenceClassification"
             )
 
-    def results(self, requests: Sequence[EmbeddingRequest]) -> list[EmbeddingOutput]:
+    def results(self, requests: Sequence[VectorRequest]) -> list[EmbeddingOutput]:
         """Return the vectors of ended requests.
 
         Raises:
@@ -252,7 +252,7 @@ class EmbeddingEngine(RequestEngine):
         self._expect_going()
         if request_id in self._waiting:
             raise id_in_use(request_id)
-        if not isinstance(prepared, EmbeddingRequest):
+        if not isinstance(prepared, VectorRequest):
             raise EngineError(f"request {request_id!r} asks an encoder for text: use LLM.embed")
         self._waiting[request_id] = prepared
         return prepared.output
@@ -276,7 +276,7 @@ class EmbeddingEngine(RequestEngine):
             request.output.finished = True
         return [request.output for request in batch]
 
-    def _next(self) -> list[EmbeddingRequest]:
+    def _next(self) -> list[VectorRequest]:
         """Take the texts of the next batch off the waiting ones: all for vectors, or for labels."""
         waiting = list(self._waiting.values())
         # Text 0 has waited longest.
@@ -289,7 +289,7 @@ class EmbeddingEngine(RequestEngine):
             del self._waiting[request.output.request_id]
         return batch
 
-    def _settle(self, batch: Sequence[EmbeddingRequest]) -> None:
+    def _settle(self, batch: Sequence[VectorRequest]) -> None:
         """Give each text of a batch a vector or an error."""
         try:
             self._compute(batch)
@@ -301,7 +301,7 @@ class EmbeddingEngine(RequestEngine):
             for request in batch:
                 self._settle([request])
 
-    def _compute(self, batch: Sequence[EmbeddingRequest]) -> None:
+    def _compute(self, batch: Sequence[VectorRequest]) -> None:
         """Compute the vectors of a batch, check them, and count the batch."""
         self._expect_going()
         self.revive()
@@ -321,7 +321,7 @@ class EmbeddingEngine(RequestEngine):
                 self.counters.finished["stop"] += len(batch)
             self._reports.send()
 
-    def _vectors(self, batch: Sequence[EmbeddingRequest]) -> list[list[float]]:
+    def _vectors(self, batch: Sequence[VectorRequest]) -> list[list[float]]:
         """Return an embedding for each text of a batch, or the probabilities of the labels."""
         ids = [request.ids for request in batch]
         places = [request.second for request in batch if request.second is not None]
@@ -345,7 +345,7 @@ class EmbeddingEngine(RequestEngine):
         if self._shut_down:
             raise EngineError("the encoder was shut down: make a new one")
 
-    def _take(self, batch: Sequence[EmbeddingRequest], vectors: Sequence[list[float]]) -> None:
+    def _take(self, batch: Sequence[VectorRequest], vectors: Sequence[list[float]]) -> None:
         """Give each text of a batch the vector, and the fault if the vector has NaN or infinity."""
         wrong = []
         for request, vector in zip(batch, vectors, strict=True):

@@ -2,7 +2,7 @@
 
 Only the thread touches the engine. Other threads hand it calls, such as ``EngineThread.open`` for a
 new request. The thread makes the calls, computes a step, and gives the news of each request to the
-reader of the request: a ``QueuedReader`` for ``LLM``, or a ``Stream`` of an event loop for
+reader of the request: a ``QueuedReader`` for ``LLM``, or an ``AsyncNewsReader`` of an event loop for
 ``AsyncLLM``.
 """
 
@@ -43,9 +43,9 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._news: dict[Stream, News] = {}
+        self._news: dict[AsyncNewsReader, News] = {}
 
-    def put(self, stream: Stream, news: News) -> bool:
+    def put(self, stream: AsyncNewsReader, news: News) -> bool:
         """Leave news for a stream. The engine's thread calls this.
 
         Returns:
@@ -72,7 +72,7 @@ class Mailbox:
             stream.take(news)
 
 
-class Reader(ABC):
+class NewsReader(ABC):
     """A reader of the news of one request.
 
     Attributes:
@@ -100,7 +100,7 @@ class Reader(ABC):
         """Leave an error that ends the request. The engine's thread calls this."""
 
 
-class Stream(Reader):
+class AsyncNewsReader(NewsReader):
     """The news of one request, in the event loop that reads it."""
 
     def __init__(self, request_id: str, mailbox: Mailbox) -> None:
@@ -133,7 +133,7 @@ class Stream(Reader):
         return news()
 
 
-class QueuedReader(Reader):
+class QueuedReader(NewsReader):
     """The news of one request, in a queue for the requests of one call of ``LLM``.
 
     Args:
@@ -208,7 +208,7 @@ class EngineThread:
     def __init__(self, make: Callable[[], RequestEngine]) -> None:
         self._wake = threading.Condition()
         self._calls: list[_Call[Any]] = []
-        self._streams: dict[str, Reader] = {}
+        self._streams: dict[str, NewsReader] = {}
         self._stopping = False
         self._looks = False
         self._ended: EngineError | None = None
@@ -294,7 +294,9 @@ class EngineThread:
         if self._ended is not None:
             raise _again(self._ended)
 
-    def open(self, stream: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()) -> bool:
+    def open(
+        self, stream: NewsReader, prepared: OpenRequest, beside: Sequence[NewsReader] = ()
+    ) -> bool:
         """Add a request, and send its news to a reader. Only the thread itself calls this.
 
         If the request is refused, all requests of the same call of the front end are aborted.
@@ -323,7 +325,7 @@ class EngineThread:
         self._streams[stream.request_id] = stream
         return True
 
-    def close(self, stream: Reader) -> None:
+    def close(self, stream: NewsReader) -> None:
         """Abort the request of a reader that has left. Only the thread itself calls this."""
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]

@@ -22,7 +22,7 @@ _ENDED = frozenset({"stop", "length"})
 """The reasons of answers that came to their end."""
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """Metrics of one name.
 
     Attributes:
@@ -38,41 +38,43 @@ class Family(NamedTuple):
 
 FAMILIES = MappingProxyType(
     {
-        "prompt_tokens": Family(
+        "prompt_tokens": MetricFamily(
             "Counter",
             "Tokens computed of prompts, also anew after a preemption, without those of the cache.",
         ),
-        "generation_tokens": Family(
+        "generation_tokens": MetricFamily(
             "Counter", "Tokens that were sampled, also behind a stop string."
         ),
-        "prefix_cache_queries": Family(
+        "prefix_cache_queries": MetricFamily(
             "Counter", "Tokens of admitted sequences, each looked up in the cache."
         ),
-        "prefix_cache_hits": Family(
+        "prefix_cache_hits": MetricFamily(
             "Counter", "Tokens of admitted sequences that were found in the cache."
         ),
-        "num_preemptions": Family(
+        "num_preemptions": MetricFamily(
             "Counter", "Sequences that gave their blocks of the cache to others."
         ),
-        "spec_decode_num_drafts": Family(
+        "spec_decode_num_drafts": MetricFamily(
             "Counter", "Drafts of requests, one for each request and step."
         ),
-        "spec_decode_num_draft_tokens": Family(
+        "spec_decode_num_draft_tokens": MetricFamily(
             "Counter", "Tokens that were drafted, accepted or not."
         ),
-        "spec_decode_num_accepted_tokens": Family(
+        "spec_decode_num_accepted_tokens": MetricFamily(
             "Counter", "Drafted tokens that were accepted, also behind a stop string."
         ),
-        "engine_steps": Family("Counter", "Steps that the engine computed."),
-        "engine_step_errors": Family("Counter", "Steps that failed."),
-        "request_success": Family(
+        "engine_steps": MetricFamily("Counter", "Steps that the engine computed."),
+        "engine_step_errors": MetricFamily("Counter", "Steps that failed."),
+        "request_success": MetricFamily(
             "Counter", "Ended sequences, by reason.", (*_ENGINE, "finished_reason")
         ),
-        "engine_step_seconds": Family("Counter", "Time of steps, by part.", (*_ENGINE, "part")),
-        "num_requests_running": Family("Gauge", "Sequences that hold blocks of the cache."),
-        "num_requests_waiting": Family("Gauge", "Sequences that wait."),
-        "kv_cache_usage_perc": Family("Gauge", "Share of the cache's blocks in use, 0 to 1."),
-        "cache_config_info": Family(
+        "engine_step_seconds": MetricFamily(
+            "Counter", "Time of steps, by part.", (*_ENGINE, "part")
+        ),
+        "num_requests_running": MetricFamily("Gauge", "Sequences that hold blocks of the cache."),
+        "num_requests_waiting": MetricFamily("Gauge", "Sequences that wait."),
+        "kv_cache_usage_perc": MetricFamily("Gauge", "Share of the cache's blocks in use, 0 to 1."),
+        "cache_config_info": MetricFamily(
             "Gauge",
             "The sizes and settings of the cache as labels, 1 for each engine.",
             (
@@ -83,40 +85,44 @@ FAMILIES = MappingProxyType(
                 "num_gpu_blocks",
             ),
         ),
-        "kernel_info": Family("Gauge", "Kernels that run, 1 each.", ("op", "kernel", "provider")),
-        "time_to_first_token_seconds": Family(
+        "kernel_info": MetricFamily(
+            "Gauge", "Kernels that run, 1 each.", ("op", "kernel", "provider")
+        ),
+        "time_to_first_token_seconds": MetricFamily(
             "Histogram", "From the arrival of a request to its first token."
         ),
-        "inter_token_latency_seconds": Family(
+        "inter_token_latency_seconds": MetricFamily(
             "Histogram", "From a step with tokens of a request to the next such step."
         ),
-        "request_queue_time_seconds": Family(
+        "request_queue_time_seconds": MetricFamily(
             "Histogram", "From the arrival of a request to its first step."
         ),
-        "request_time_per_output_token_seconds": Family(
+        "request_time_per_output_token_seconds": MetricFamily(
             "Histogram", "Of a finished request: per token after the first."
         ),
-        "e2e_request_latency_seconds": Family(
+        "e2e_request_latency_seconds": MetricFamily(
             "Histogram", "From the arrival of a request to its last token."
         ),
-        "request_prefill_time_seconds": Family(
+        "request_prefill_time_seconds": MetricFamily(
             "Histogram", "From the first step of a request to its first token."
         ),
-        "request_decode_time_seconds": Family(
+        "request_decode_time_seconds": MetricFamily(
             "Histogram", "From the first token of a request to its last."
         ),
-        "request_prompt_tokens": Family("Histogram", "Tokens of the prompt of a finished request."),
-        "request_generation_tokens": Family(
+        "request_prompt_tokens": MetricFamily(
+            "Histogram", "Tokens of the prompt of a finished request."
+        ),
+        "request_generation_tokens": MetricFamily(
             "Histogram", "Tokens of each answer of a finished request."
         ),
-        "request_max_num_generation_tokens": Family(
+        "request_max_num_generation_tokens": MetricFamily(
             "Histogram", "Tokens of the longest answer of a finished request."
         ),
-        "request_params_n": Family("Histogram", "Answers that a finished request asked for."),
-        "request_params_max_tokens": Family(
+        "request_params_n": MetricFamily("Histogram", "Answers that a finished request asked for."),
+        "request_params_max_tokens": MetricFamily(
             "Histogram", "The max_tokens of a finished request, if the request has one."
         ),
-        "iteration_tokens_total": Family("Histogram", "Tokens of a step."),
+        "iteration_tokens_total": MetricFamily("Histogram", "Tokens of a step."),
     }
 )
 """The metrics by name, without the prefix. ``engine_*`` and ``kernel_info`` are not vLLM's."""

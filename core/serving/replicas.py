@@ -31,7 +31,7 @@ from opgraft.errors import ConfigError, EngineError
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.serving.embedding_engine import EmbeddingEngine
-from opgraft.serving.engine_thread import EngineThread, Reader
+from opgraft.serving.engine_thread import EngineThread, NewsReader
 from opgraft.serving.input_processor import InputProcessor
 from opgraft.serving.open_request import OpenRequest, id_in_use, none_open
 from opgraft.serving.outputs import RequestOutput
@@ -244,7 +244,7 @@ class Replica(EngineThread):
         self.engine.report_failed(failed, answers)
 
     def begin(
-        self, reader: Reader, prepared: OpenRequest, beside: Sequence[Reader] = ()
+        self, reader: NewsReader, prepared: OpenRequest, beside: Sequence[NewsReader] = ()
     ) -> Future[bool]:
         """Let the engine begin with a request.
 
@@ -420,7 +420,7 @@ class Replicas:
         return self.each[0].engine
 
     def open(
-        self, asked: Sequence[tuple[Reader, OpenRequest]], only: Replica | None = None
+        self, asked: Sequence[tuple[NewsReader, OpenRequest]], only: Replica | None = None
     ) -> list[Future[None]]:
         """Let replicas begin with requests. All requests of one replica begin in the same step.
 
@@ -449,10 +449,10 @@ class Replicas:
 
     def _opened(
         self,
-        reader: Reader,
+        reader: NewsReader,
         prepared: OpenRequest,
         choices: Iterator[Replica],
-        beside: Sequence[Reader] = (),
+        beside: Sequence[NewsReader] = (),
     ) -> Future[None]:
         """Return the future of a request, and let the first of its choices begin."""
         result: Future[None] = Future()
@@ -572,7 +572,7 @@ class Replicas:
             if other is not lost:
                 other.kill(f"replica {number}, whose experts it shares, was lost: {reason}")
 
-    def move(self, lost: Replica, reader: Reader, opened: OpenRequest, reason: str) -> bool:
+    def move(self, lost: Replica, reader: NewsReader, opened: OpenRequest, reason: str) -> bool:
         """Move a request of a lost replica to another one, or fail the request.
 
         The thread of the lost replica calls this.
@@ -629,7 +629,7 @@ class Replicas:
                 told += f"; replica {replica.number}: {loss}"
         return told
 
-    def close(self, reader: Reader) -> Future[None] | None:
+    def close(self, reader: NewsReader) -> Future[None] | None:
         """Abort a request that nobody reads any more.
 
         Returns:
@@ -858,7 +858,7 @@ def _settle(result: Future[None], error: BaseException | None) -> None:
         result.set_exception(error)
 
 
-def _fail(reader: Reader, opened: OpenRequest, message: str) -> None:
+def _fail(reader: NewsReader, opened: OpenRequest, message: str) -> None:
     opened.fail(message)
     reader.put(opened.output)
 

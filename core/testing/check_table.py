@@ -25,7 +25,7 @@ REPLAYED = 17
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckAnswer:
     """The answer of a check that did not fail.
 
     Attributes:
@@ -41,12 +41,12 @@ class Answer:
     left_out: str = ""
 
     @classmethod
-    def of(cls, answer: Answer | str | None) -> Answer:
+    def of(cls, answer: CheckAnswer | str | None) -> CheckAnswer:
         """Return the answer of a check's function: a text is the reason to skip."""
-        return answer if isinstance(answer, Answer) else cls(skipped=answer or "")
+        return answer if isinstance(answer, CheckAnswer) else cls(skipped=answer or "")
 
 
-def together(answers: Sequence[Answer]) -> Answer:
+def together(answers: Sequence[CheckAnswer]) -> CheckAnswer:
     """Return one answer for all variants: skipped only if the check applies to no variant."""
     errors = [each.error for each in answers if each.error is not None]
     speeds = [each.speed for each in answers if each.speed is not None]
@@ -54,7 +54,7 @@ def together(answers: Sequence[Answer]) -> Answer:
     # The check applies if it applies to one variant.
     skipped = reasons[0] if reasons and all(reasons) else ""
     left_out = "; ".join(dict.fromkeys(each.left_out for each in answers if each.left_out))
-    return Answer(max(errors, default=None), max(speeds, default=None), skipped, left_out)
+    return CheckAnswer(max(errors, default=None), max(speeds, default=None), skipped, left_out)
 
 
 def _no_form(subject: Subject) -> str | None:
@@ -117,14 +117,14 @@ def _no_variant(subject: Subject) -> tuple[str, ...]:
     return ("",)
 
 
-def _values(trial: Trial) -> Answer:
+def _values(trial: Trial) -> CheckAnswer:
     thorough, *others = trial.calls
     given = trial.spec, trial.variant, trial.dtype
     shares = [checks.check_values(*given, thorough)]
     for call in others:
         # The other implementations share the arithmetic of the first one.
         shares.append(checks.check_values(*given, call, brief=True))
-    return Answer(max(shares))
+    return CheckAnswer(max(shares))
 
 
 def _no_recorded_call(subject: Subject) -> str | None:
@@ -136,10 +136,10 @@ def _no_recorded_call(subject: Subject) -> str | None:
     return f"no model of the record {subject.record.name} calls {subject.name}"
 
 
-def _shapes(trial: Trial) -> Answer:
+def _shapes(trial: Trial) -> CheckAnswer:
     subject = trial.subject
     if trial.dtype == torch.float64 or subject.record is None:
-        return Answer(skipped="models compute in narrower dtypes")
+        return CheckAnswer(skipped="models compute in narrower dtypes")
     counts = (REPLAYED,) if subject.brief else (1, REPLAYED)
     by_module = subject.function is None
     shares = []
@@ -154,8 +154,8 @@ def _shapes(trial: Trial) -> Answer:
         for tokens in counts if replayed.is_per_token else counts[:1]:
             shares.append(replayed.check_values(trial.dtype, tokens, by_module=by_module))
     if not shares:
-        return Answer(skipped="; ".join(left_out))
-    return Answer(max(shares), left_out="; ".join(left_out))
+        return CheckAnswer(skipped="; ".join(left_out))
+    return CheckAnswer(max(shares), left_out="; ".join(left_out))
 
 
 def _strides(trial: Trial) -> None:
@@ -168,8 +168,8 @@ def _effects(trial: Trial) -> None:
         checks.check_effects(trial.spec, trial.variant, trial.dtype, call)
 
 
-def _speed(trial: Trial) -> Answer:
-    return Answer(speed=kernel_checks.speed_of(trial))
+def _speed(trial: Trial) -> CheckAnswer:
+    return CheckAnswer(speed=kernel_checks.speed_of(trial))
 
 
 def _contract(trial: Trial) -> None:
@@ -197,7 +197,7 @@ class Check:
     name: str
     of: str
     summary: str
-    run: Callable[[Any], Answer | str | None]
+    run: Callable[[Any], CheckAnswer | str | None]
     brief: bool = False
     timed: bool = False
     replays: bool = False

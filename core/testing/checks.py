@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 Implementation = Callable[..., Any]
 
+_Reference: Any = StorageWeakRef  # which has no types
+
 
 def registered(spec: OpSpec) -> Any:
     """Return the form as ``torch.ops.opgraft.<name>``."""
@@ -148,7 +150,7 @@ def _known_by(storage: torch.UntypedStorage) -> object:
         return storage.data_ptr()
     except RuntimeError:
         # XLA tells no addresses.
-        return StorageWeakRef(storage)
+        return _Reference(storage)
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:

@@ -30,8 +30,8 @@ from opgraft.testing.check_table import (
     PLATFORM,
     PLUGIN,
     SUMMARIES,
-    Answer,
     Check,
+    CheckAnswer,
     together,
 )
 from opgraft.testing.shapes import ShapeRecord
@@ -201,7 +201,7 @@ class Conformance:
     def judge(self, case: Case) -> CheckOutcome:
         """Answer a question. Any exception of the plugin's code is an outcome."""
         start = time.perf_counter()
-        answer = Answer()
+        answer = CheckAnswer()
         status = FAILED
         try:
             with exits_as_errors():
@@ -218,18 +218,18 @@ class Conformance:
         question = case.op, case.check, case.dtype
         return CheckOutcome(*question, status, reason, answer.error, answer.speed, seconds)
 
-    def _answer(self, case: Case) -> Answer:
+    def _answer(self, case: Case) -> CheckAnswer:
         if case.check == LOADING:
             if self.refused:
                 raise AssertionError(self.refused)
-            return Answer()
+            return CheckAnswer()
         check = _BY_NAME[case.check]
         if check.of == PLATFORM:
-            return Answer.of(check.run(current_platform()))
+            return CheckAnswer.of(check.run(current_platform()))
         if check.of == OP:
             return _answer_of(self._subjects[case.op], check, case.dtype)
         try:
-            return Answer.of(check.run(self.plugin))
+            return CheckAnswer.of(check.run(self.plugin))
         finally:
             # The check may have reset the host, and the plugin may have made its classes anew.
             self._find_subjects()
@@ -244,11 +244,11 @@ def _cases_of(subject: Subject, check: Check) -> Iterator[Case]:
         yield Case(subject.name, check.name, _text(dtype))
 
 
-def _answer_of(subject: Subject, check: Check, named: str | None) -> Answer:
+def _answer_of(subject: Subject, check: Check, named: str | None) -> CheckAnswer:
     """Ask a check of an op in all variants, in the dtype of that name if there is one."""
     reason = check.against(subject)
     if reason:
-        return Answer(skipped=reason)
+        return CheckAnswer(skipped=reason)
     dtypes = check.dtypes or ()
     if named:
         dtypes = (getattr(torch, named),)
@@ -256,16 +256,16 @@ def _answer_of(subject: Subject, check: Check, named: str | None) -> Answer:
     if subject.spec:
         missing = [_text(dtype) for dtype in dtypes if dtype not in subject.dtypes]
         if missing:
-            return Answer(skipped=f"platform or form takes no {' or '.join(missing)}")
+            return CheckAnswer(skipped=f"platform or form takes no {' or '.join(missing)}")
     # A part without a form has one trial without a variant.
     trials = [Trial(subject, variant, dtypes[0]) for variant in check.variants(subject)]
     return together([_tried(check, trial) for trial in trials])
 
 
-def _tried(check: Check, trial: Trial) -> Answer:
+def _tried(check: Check, trial: Trial) -> CheckAnswer:
     """Ask a check of an op in one variant; a failure names the variant."""
     try:
-        return Answer.of(check.run(trial))
+        return CheckAnswer.of(check.run(trial))
     except Exception as error:
         if not trial.variant:
             raise

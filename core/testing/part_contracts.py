@@ -18,9 +18,9 @@ from opgraft.engine.runner.cache_layout import CacheSizes
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.step_program import StepGraph
-from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch
+from opgraft.engine.sampling import SampledTokens, Sampler, SamplingBatch
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
+from opgraft.engine.step import NewSequence, ScheduledPart, Step, StepResult
 from opgraft.engine.workers.executors import executor_of
 from opgraft.engine.workers.worker import Worker
 from opgraft.errors import ConfigError, EngineError, RequestError
@@ -81,15 +81,15 @@ def check_sampler(
     _check_failures(sampler, logits, likeliest)
 
 
-def _sampled(sampler: Sampler, logits: Tensor, params: Sequence[SamplingParams]) -> Sampled:
+def _sampled(sampler: Sampler, logits: Tensor, params: Sequence[SamplingParams]) -> SampledTokens:
     batch = SamplingBatch()
     for key, each in enumerate(params):
         batch.add(key, each, (1, 2), arrival=key)
-    found: Sampled = sampler(logits, batch)
+    found: SampledTokens = sampler(logits, batch)
     return found
 
 
-def _check_logprobs(found: Sampled, logits: Tensor) -> None:
+def _check_logprobs(found: SampledTokens, logits: Tensor) -> None:
     expected = logits.float().log_softmax(-1)
     for row, token in enumerate(found.tokens.tolist()):
         told = found.logprobs[row]
@@ -243,9 +243,9 @@ class _Hand:
 
     def _scheduled(
         self, name: str, start: int, count: int, samples: bool = True, token: int | None = None
-    ) -> Scheduled:
+    ) -> ScheduledPart:
         """Schedule tokens of a sequence that needs no new blocks."""
-        return Scheduled(name, start, count, ((),) * self._kinds, samples, token)
+        return ScheduledPart(name, start, count, ((),) * self._kinds, samples, token)
 
     def _computed(self, step: Step) -> dict[str, int]:
         result = self._execute(step)
@@ -290,7 +290,7 @@ class _Hand:
 
     def _part(
         self, name: str, prompt: int, done: int, chunk: int, output: Sequence[int]
-    ) -> Scheduled:
+    ) -> ScheduledPart:
         """Schedule the next chunk of a prompt, or the last token of the output."""
         # Behind the prompt, a step computes the token of the step before.
         left = max(1, prompt - done)

@@ -11,7 +11,7 @@ from opgraft.binding.functional import binding_of
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
-from opgraft.testing.proof_records import Record
+from opgraft.testing.proof_records import ProofRecord
 from opgraft.testing.sources import digest_of
 
 Check = Callable[[OpSpec, str], None]
@@ -87,7 +87,7 @@ def checks_of(spec: OpSpec) -> list[str]:
     return [name for name in CHECKS if name != "gradients" or differentiable]
 
 
-def prove(spec: OpSpec, family: ModuleType | str) -> Record:
+def prove(spec: OpSpec, family: ModuleType | str) -> ProofRecord:
     """Run every check of a form on the native definition, and return the record.
 
     Args:
@@ -113,7 +113,7 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
         raise AssertionError(f"{spec.functional.name}: never compared with {missing}")
     home = family if isinstance(family, str) else family.__name__
     sources = (spec.functional.native.__module__, home)
-    return Record(
+    return ProofRecord(
         sources=sources,
         digest=digest_of(sources) or "",
         checks=(*names, "outside") if outside else tuple(names),

@@ -26,7 +26,7 @@ FILE = "proof.json"
 
 
 @dataclass(frozen=True)
-class Record:
+class ProofRecord:
     """The record of the proof of one form.
 
     Attributes:
@@ -54,7 +54,7 @@ class State(enum.Enum):
     MISSING = "not checked"
 
 
-def read(file: Path) -> dict[str, Record]:
+def read(file: Path) -> dict[str, ProofRecord]:
     """Read the records in a file, by the name of the form; none without a file."""
     if not file.is_file():
         return {}
@@ -62,7 +62,7 @@ def read(file: Path) -> dict[str, Record]:
     return {name: _record(row) for name, row in forms.items()}
 
 
-def written(records: Mapping[str, Record]) -> str:
+def written(records: Mapping[str, ProofRecord]) -> str:
     """Return the text of a file with records: a line per form, in the order of the names."""
     # One line for each form: to renew one form changes one line.
     rows = []
@@ -81,12 +81,12 @@ def written(records: Mapping[str, Record]) -> str:
 
 
 @functools.cache
-def recorded() -> Mapping[str, Record]:
+def recorded() -> Mapping[str, ProofRecord]:
     """Return the records of this installation."""
     modules = {form.native.__module__ for form in FUNCTIONALS.values()}
     # Forms of plugins have no records here.
     files = {file_of(module) for module in modules if module.startswith("opgraft.")}
-    found: dict[str, Record] = {}
+    found: dict[str, ProofRecord] = {}
     for file in files:
         found |= read(file)
     return found
@@ -107,9 +107,9 @@ def state_of(form: str) -> State:
     return State.CURRENT if is_current else State.CHANGED
 
 
-def _record(row: Mapping[str, Any]) -> Record:
+def _record(row: Mapping[str, Any]) -> ProofRecord:
     fields: dict[str, Any] = dict(row)
     for key, value in row.items():
         if isinstance(value, list):
             fields[key] = tuple(value)
-    return Record(**fields)
+    return ProofRecord(**fields)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Step:
+class VerifiedStep:
     """One call of a model. ``batch`` has the sequences of the call, and the model's own caches."""
 
     call: Callable[[nn.Module], Any]
@@ -55,7 +55,7 @@ def _attending(batch: AttentionBatch | None) -> AbstractContextManager[None]:
     return nullcontext() if batch is None else attending(batch)
 
 
-Steps = Callable[[nn.Module], Sequence[Step]]
+Steps = Callable[[nn.Module], Sequence[VerifiedStep]]
 """Makes the calls of a model, with caches of the model's own."""
 
 
@@ -97,7 +97,7 @@ class ComparedModule:
 
 
 @dataclass(frozen=True)
-class Call:
+class RepeatableCall:
     """A call of a module, with everything needed to make the call again and compare the results.
 
     Attributes:
@@ -150,7 +150,7 @@ class Departure:
     """
 
     place: ComparedModule
-    call: Call
+    call: RepeatableCall
     inputs: Sequence[str]
 
 
@@ -341,12 +341,12 @@ class _Comparer:
         # The call writes to the batch. A departure needs the batch as it was.
         before = None if current is None or self.found else _batch_of(twin, current)
         taken, named = copied((args, kwargs), {})
-        found = Call(twin, taken, named, current, expected, allowed).differences()
+        found = RepeatableCall(twin, taken, named, current, expected, allowed).differences()
         place.add(found)
         if found.reasons and self.found is None:
             # The rest of the model may write to the tensors.
             kept = [each.clone() for each in expected]
-            call = Call(twin, args, kwargs, before, kept, allowed)
+            call = RepeatableCall(twin, args, kwargs, before, kept, allowed)
             self.found = Departure(place, call, _inputs(module, args, kwargs))
 
 

@@ -32,7 +32,7 @@ CPU_CLIENT = "XLA's CPU client, for tests"
 
 
 @dataclass(frozen=True)
-class Generation:
+class ChipGeneration:
     """A generation of chips. ``memory`` is the GiB of a chip.
 
     Source: the pages cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e,tpu7x}.
@@ -44,13 +44,13 @@ class Generation:
 
 GENERATIONS = {
     # v2 and v3 share a device id, and differ in the subsystem.
-    (0x0027, 0x004E): Generation("v2", 16),
-    (0x0027, 0x004F): Generation("v3", 32),
-    (0x005E, None): Generation("v4", 32),
-    (0x0062, None): Generation("v5p", 95),
-    (0x0063, None): Generation("v5e", 16),
-    (0x006F, None): Generation("v6e", 32),
-    (0x0076, None): Generation("v7x", 192),
+    (0x0027, 0x004E): ChipGeneration("v2", 16),
+    (0x0027, 0x004F): ChipGeneration("v3", 32),
+    (0x005E, None): ChipGeneration("v4", 32),
+    (0x0062, None): ChipGeneration("v5p", 95),
+    (0x0063, None): ChipGeneration("v5e", 16),
+    (0x006F, None): ChipGeneration("v6e", 32),
+    (0x0076, None): ChipGeneration("v7x", 192),
 }
 
 
@@ -97,7 +97,7 @@ def _neither(machine: Machine, choice: Choice, facts: Sequence[Fact]) -> Evidenc
     return Evidence(False, reason, facts=all_facts)
 
 
-def _generation(function: PciFunction) -> Generation | None:
+def _generation(function: PciFunction) -> ChipGeneration | None:
     by_device = GENERATIONS.get((function.device, None))
     if by_device:
         return by_device
@@ -105,7 +105,7 @@ def _generation(function: PciFunction) -> Generation | None:
 
 
 def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> FoundDevice:
-    generation = _generation(function) or Generation("?", 0)
+    generation = _generation(function) or ChipGeneration("?", 0)
     device = Device(
         name="Google TPU",
         capability=generation.name,

@@ -43,7 +43,7 @@ def index_of_sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     INDEX.clear()
 
 
-def key_of(model: nn.Module, example: Example, settings: Any) -> keys.Key:
+def key_of(model: nn.Module, example: Example, settings: Any) -> keys.ModelKey:
     found = Sources(INDEX[0])
     key = keys.key_of(model.eval(), example, settings, found)
     found.keep()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from opgraft import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
+from opgraft.engine.step import NewSequence, ScheduledPart, Step, step_of
 from opgraft.engine.workers.remote_executor import encoded_step
 from opgraft.engine.workers.worker_link import EXECUTE_PARTS
 from opgraft.machine.channel import Channel, PipeSender, ReadAhead, encoded, encoded_plain
@@ -19,8 +19,10 @@ NEW = NewSequence("b", (5, 6), 2, 64, SamplingParams(), ((4,), ()), 0)
 
 @pytest.mark.parametrize("added", [(), (NEW,)], ids=["plain", "with a new sequence"])
 def test_a_step_comes_as_it_was_sent(added: tuple[NewSequence, ...]) -> None:
-    """Its batch, which is sent as plain tuples, is one of ``Scheduled`` again; the call tells the form of the step."""
-    step = Step(("a",), added, ((1, 2),), (Scheduled("b", 3, 1, ((4,), ()), True),), ((None, 1),))
+    """Its batch, which is sent as plain tuples, is one of ``ScheduledPart`` again, and has the form of the step."""
+    step = Step(
+        ("a",), added, ((1, 2),), (ScheduledPart("b", 3, 1, ((4,), ()), True),), ((None, 1),)
+    )
     ours, theirs = map(Channel, socket.socketpair())
     ours.send_encoded(encoded_step(step))
     method, arguments, everyone = theirs.receive()

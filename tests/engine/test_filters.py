@@ -14,7 +14,7 @@ from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
 from opgraft.engine.sampling.greatest_values import BLOCK
 from opgraft.engine.sampling.penalties import Penalties
 from opgraft.engine.sampling.random_numbers import noise_key
-from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.row import SamplingRow
 from opgraft.engine.sampling.token_counts import TokenCounts
 from opgraft.engine.sampling_params import SamplingParams
 from torch import Tensor
@@ -210,7 +210,7 @@ def test_penalties(output: list[int]) -> None:
     assert adjusted(logits, params, prompt, output).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def penalised(logits: Tensor, row: Row) -> Tensor:
+def penalised(logits: Tensor, row: SamplingRow) -> Tensor:
     """The logits of a row, one token after the other."""
     params, found = row.params, logits.double().tolist()
     for token in range(len(found)):

@@ -12,7 +12,7 @@ from opgraft.engine.runner import staging
 from opgraft.engine.runner.input_batch import InputBatch, Inputs
 from opgraft.engine.runner.staging import Sender, Staging
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE, ROWS, TOKENS, BLOCKS = 4, 8, 64, 40
@@ -48,7 +48,7 @@ def batch_of(
     return batch
 
 
-def expect_right(batch: InputBatch, inputs: Inputs, scheduled: list[Scheduled]) -> None:
+def expect_right(batch: InputBatch, inputs: Inputs, scheduled: list[ScheduledPart]) -> None:
     """See that the tensors of a step are those that a loop over tokens makes."""
     ids, positions, rows, bounds, lengths = [], [], [], [0], []
     slots: list[list[int]] = [[] for _ in batch.groups]
@@ -89,7 +89,9 @@ def test_decodes_and_chunks() -> None:
             start = draw.randrange(lengths[name])
             most = 1 if number % 3 == 0 else min(lengths[name] - start, TOKENS // ROWS)
             scheduled.append(
-                Scheduled(str(name), start, draw.randint(1, most), ((), ()), draw.random() < 0.6)
+                ScheduledPart(
+                    str(name), start, draw.randint(1, most), ((), ()), draw.random() < 0.6
+                )
             )
         expect_right(batch, batch.inputs(scheduled), scheduled)
 
@@ -97,21 +99,26 @@ def test_decodes_and_chunks() -> None:
 def test_contexts_that_tokens_are_rotated_for() -> None:
     """Tokens of a prompt are rotated for its length, later ones for the length that the sequence has with them."""
     batch = batch_of([6, 3], has_context_ropes=True)
-    scheduled = Scheduled("0", 1, 3, ((), ()), False), Scheduled("1", 3, 1, ((), ()), True, 7)
+    scheduled = (
+        ScheduledPart("0", 1, 3, ((), ()), False),
+        ScheduledPart("1", 3, 1, ((), ()), True, 7),
+    )
     batch.apply(Step((), (), (), scheduled))
     inputs = batch.inputs(scheduled)
     assert inputs.input_ids[-1] == 7
     assert inputs.batch.context_lens.tolist() == [6, 6, 6, 4]  # type: ignore[union-attr]
-    assert batch_of([6]).inputs([Scheduled("0", 0, 1, ((), ()), True)]).batch.context_lens is None
+    assert (
+        batch_of([6]).inputs([ScheduledPart("0", 0, 1, ((), ()), True)]).batch.context_lens is None
+    )
 
 
 def test_rows_of_drafts_come_last() -> None:
     """A row of each sequence, then the drafted ones; the next step drops the tokens that were not accepted."""
     batch = batch_of([10, 6, 9])
     scheduled = [
-        Scheduled("0", 4, 3, ((), ()), True, 7, (8, 9)),
-        Scheduled("1", 2, 4, ((), ()), True),
-        Scheduled("2", 3, 2, ((), ()), True, 5, (6,)),
+        ScheduledPart("0", 4, 3, ((), ()), True, 7, (8, 9)),
+        ScheduledPart("1", 2, 4, ((), ()), True),
+        ScheduledPart("2", 3, 2, ((), ()), True, 5, (6,)),
     ]
     batch.apply(Step((), (), (), tuple(scheduled)))
     inputs = batch.inputs(scheduled)
@@ -120,15 +127,18 @@ def test_rows_of_drafts_come_last() -> None:
     assert inputs.sampling == ("0", "1", "2")
     assert inputs.drafts == {"0": (0, (8, 9)), "2": (2, (6,))}
     # Of the first draft one token was accepted, of the second none.
-    accepted = [Scheduled("0", 6, 1, ((), ()), True, 3), Scheduled("2", 4, 1, ((), ()), True, 4)]
+    accepted = [
+        ScheduledPart("0", 6, 1, ((), ()), True, 3),
+        ScheduledPart("2", 4, 1, ((), ()), True, 4),
+    ]
     batch.apply(Step((), (), (), tuple(accepted)))
     assert list(batch.tokens("0")[4:]) == [7, 8, 3]
     assert list(batch.tokens("2")[3:]) == [5, 4]
     expect_right(batch, batch.inputs(accepted), accepted)
 
 
-def decodes(count: int, length: int) -> list[Scheduled]:
-    return [Scheduled(str(number), length - 1, 1, ((), ()), True) for number in range(count)]
+def decodes(count: int, length: int) -> list[ScheduledPart]:
+    return [ScheduledPart(str(number), length - 1, 1, ((), ()), True) for number in range(count)]
 
 
 def test_operations_do_not_grow_with_the_batch() -> None:
@@ -136,7 +146,7 @@ def test_operations_do_not_grow_with_the_batch() -> None:
     counted = []
     for count in (1, 64):
         batch = batch_of([40] * count)
-        for scheduled in (decodes(count, 40), [Scheduled("0", 3, 30, ((), ()), False)]):
+        for scheduled in (decodes(count, 40), [ScheduledPart("0", 3, 30, ((), ()), False)]):
             with Operations() as operations:
                 batch.inputs(scheduled)
             counted.append(operations.count)
@@ -147,7 +157,7 @@ def test_operations_do_not_grow_with_the_batch() -> None:
         (5, 0),
     ):  # of the shape of the step before, whose views are there
         with Operations() as operations:
-            batch.inputs([Scheduled("0", start, 30, ((), ()), False)])
+            batch.inputs([ScheduledPart("0", start, 30, ((), ()), False)])
         assert operations.count == expected
 
 
@@ -156,7 +166,7 @@ def test_steps_are_written_to_the_same_memory() -> None:
     batch = batch_of([40] * 4)
     found = []
     for start in (0, 20):
-        scheduled = [Scheduled(str(number), start, 5, ((), ()), True) for number in range(4)]
+        scheduled = [ScheduledPart(str(number), start, 5, ((), ()), True) for number in range(4)]
         inputs = batch.inputs(scheduled)
         expect_right(batch, inputs, scheduled)
         pages = inputs.batch.pages["1.0"]
@@ -174,7 +184,7 @@ def test_steps_are_written_to_the_same_memory() -> None:
 def test_a_chunk_does_not_copy_the_rest_of_its_prompt() -> None:
     """A chunk at the beginning of a prompt of 200,000 tokens takes memory for the chunk alone."""
     batch = batch_of([200_000], groups=1)
-    scheduled = [Scheduled("0", 0, 8, ((),), False)]
+    scheduled = [ScheduledPart("0", 0, 8, ((),), False)]
     batch.inputs(scheduled)
     tracemalloc.start()
     batch.inputs(scheduled)

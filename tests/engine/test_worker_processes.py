@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engine.test_worker_process import IN_ITS_PROCESS, executor, folder, process_of
 from opgraft import LLM, SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 
 __all__ = ["folder"]
 
@@ -65,8 +65,8 @@ def test_one_rank_samples(two: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
     new = NewSequence("one", (5, 6, 7), 3, 64, params, ((0,),), 0)
     steps = [
-        Step((), (new,), (), (Scheduled("one", 0, 3, ((),), True),)),
-        Step((), (), (), (Scheduled("one", 3, 1, ((),), True, 9),)),
+        Step((), (new,), (), (ScheduledPart("one", 0, 3, ((),), True),)),
+        Step((), (), (), (ScheduledPart("one", 3, 1, ((),), True, 9),)),
         Step(("one",), (), (), ()),
     ]
     answers = [executor(two).call_all("execute", step) for step in steps]

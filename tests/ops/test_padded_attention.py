@@ -9,7 +9,7 @@ import torch
 from opgraft.engine.runner.input_batch import InputBatch
 from opgraft.engine.runner.step_program import StepShape
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
 from opgraft.ops.attention.padded import PaddedAttention
@@ -115,7 +115,7 @@ def test_a_step_is_padded_to_its_shape() -> None:
     cache = torch.zeros(BLOCKS + 1, 2, 2, BLOCK, 8)
     batch = InputBatch([{"a": cache, "b": cache}], 4, 16, 4, BLOCK, torch.device("cpu"))
     new = NewSequence("x", (5, 6, 7), 3, 3, SamplingParams(), ((9,),), 0)
-    scheduled = Scheduled("x", 0, 3, ((),), True)
+    scheduled = ScheduledPart("x", 0, 3, ((),), True)
     batch.apply(Step((), (new,), (), (scheduled,)))
     shape = StepShape(1, 8, 4, 1)
     packed = shape.padded(batch.inputs([scheduled]), ["a"], SCRATCH, BLOCK)

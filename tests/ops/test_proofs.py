@@ -14,13 +14,13 @@ from opgraft.ops.spec import Outside
 from opgraft.testing import proof_records, sources
 from opgraft.testing.catalogue import FAMILIES, SPECS
 from opgraft.testing.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
-from opgraft.testing.proof_records import Record, State
+from opgraft.testing.proof_records import ProofRecord, State
 
-RECORD = Record(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), ())
+RECORD = ProofRecord(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), ())
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProofRecord]:
     """The records of this installation, which the test may change."""
     records = dict(proof_records.recorded())
     monkeypatch.setattr(proof_records, "recorded", lambda: records)

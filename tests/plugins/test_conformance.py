@@ -15,7 +15,15 @@ from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
 from opgraft.registry.state import host_state
 from opgraft.testing import isolated_host
-from opgraft.testing.check_table import CHECKS, OP, PLATFORM, PLUGIN, SUMMARIES, Answer, together
+from opgraft.testing.check_table import (
+    CHECKS,
+    OP,
+    PLATFORM,
+    PLUGIN,
+    SUMMARIES,
+    CheckAnswer,
+    together,
+)
 from opgraft.testing.conformance import CheckOutcome, Conformance, alone
 from support.own_tests import PLUGINS, own_tests
 
@@ -309,13 +317,18 @@ def test_the_table_of_checks() -> None:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([Answer(error=0.1), Answer(error=0.3)], Answer(error=0.3)),
-        ([Answer.of(None), Answer.of("no operator")], Answer()),
-        ([Answer.of("one reason"), Answer.of("another")], Answer(skipped="one reason")),
-        ([], Answer()),
+        ([CheckAnswer(error=0.1), CheckAnswer(error=0.3)], CheckAnswer(error=0.3)),
+        ([CheckAnswer.of(None), CheckAnswer.of("no operator")], CheckAnswer()),
+        (
+            [CheckAnswer.of("one reason"), CheckAnswer.of("another")],
+            CheckAnswer(skipped="one reason"),
+        ),
+        ([], CheckAnswer()),
     ],
 )
-def test_variants_have_one_answer_together(answers: list[Answer], expected: Answer) -> None:
+def test_variants_have_one_answer_together(
+    answers: list[CheckAnswer], expected: CheckAnswer
+) -> None:
     """The largest error counts, and a check is skipped if no variant can be asked."""
     assert together(answers) == expected
 

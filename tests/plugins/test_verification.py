@@ -15,7 +15,7 @@ from opgraft.binding.comparison import Differences
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.testing.reproduction import write_case
-from opgraft.testing.verification import Call, Step, Verification, verify
+from opgraft.testing.verification import RepeatableCall, Verification, VerifiedStep, verify
 from torch import nn
 
 PLUGIN = """
@@ -44,7 +44,7 @@ def verified(site, wrong: str) -> Verification:
     grafted = copy.deepcopy(model)
     graft(grafted)
     inputs = torch.randn(7, 8)
-    return verify(model, grafted, lambda _: [Step(lambda each: each(inputs))])
+    return verify(model, grafted, lambda _: [VerifiedStep(lambda each: each(inputs))])
 
 
 def test_each_op_is_called_with_the_native_inputs(site) -> None:
@@ -106,7 +106,9 @@ def whole(model: Whole, wrong: str = "") -> Verification:
     graft(grafted)
     grafted.wrong = wrong
     x = torch.rand(4, 32) * torch.logspace(0, 2, 32)
-    return verify(model, grafted, lambda _: [Step(lambda each: each(x, SimpleNamespace(kept=[x])))])
+    return verify(
+        model, grafted, lambda _: [VerifiedStep(lambda each: each(x, SimpleNamespace(kept=[x])))]
+    )
 
 
 def test_what_a_model_keeps_is_its_own(site) -> None:
@@ -153,7 +155,7 @@ def test_a_deep_model_may_not_be_off_by_anything(site, factor: float, departs: b
     grafted = copy.deepcopy(model)
     graft(grafted)
     grafted.factor = factor
-    found = verify(model, grafted, lambda _: [Step(lambda each: each(x))])
+    found = verify(model, grafted, lambda _: [VerifiedStep(lambda each: each(x))])
     assert (found.departure is not None) == departs
 
 
@@ -168,7 +170,7 @@ def test_a_call_that_raises_outside_of_the_model(site) -> None:
             raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        verify(model, grafted, lambda _: [Step(call)])
+        verify(model, grafted, lambda _: [VerifiedStep(call)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -178,7 +180,7 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
     assert whole(Whole(dtype)).places[-1].reason
     near = torch.tensor([1.0, 448.0]).to(dtype)
     step = torch.tensor([1 + torch.finfo(dtype).eps, 448.0]).to(dtype)
-    found = Call(nn.Identity(), (step,), {}, None, [near], [(0.0, 0.0)]).differences()
+    found = RepeatableCall(nn.Identity(), (step,), {}, None, [near], [(0.0, 0.0)]).differences()
     assert (0.9 < (found.error or 0) <= 1, found.reasons) == (True, ())
 
 
@@ -198,9 +200,11 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
 def test_numbers_of_every_dtype(ours: torch.Tensor, theirs: torch.Tensor, told: str) -> None:
     """Imaginary parts count, and integers beyond what double precision holds, and truth."""
     allowed = [(1e-5, 1e-5)]
-    found = Call(nn.Identity(), (ours,), {}, None, [theirs], allowed).differences()
+    found = RepeatableCall(nn.Identity(), (ours,), {}, None, [theirs], allowed).differences()
     assert told in found.reasons[0]
-    equal = Call(nn.Identity(), (theirs,), {}, None, [theirs.clone()], allowed).differences()
+    equal = RepeatableCall(
+        nn.Identity(), (theirs,), {}, None, [theirs.clone()], allowed
+    ).differences()
     assert equal == Differences(0.0, ())
 
 
@@ -208,7 +212,9 @@ def test_a_model_without_ops(site) -> None:
     """Where nothing is grafted there is nothing to compare, which is an error."""
     model = nn.Sequential(nn.Tanh())
     with pytest.raises(InputError, match="calls no op of opgraft"):
-        verify(model, copy.deepcopy(model), lambda _: [Step(lambda each: each(torch.randn(2)))])
+        verify(
+            model, copy.deepcopy(model), lambda _: [VerifiedStep(lambda each: each(torch.randn(2)))]
+        )
 
 
 def test_a_departure_is_made_again_alone(site, tmp_path: Path, warm_python: str) -> None:

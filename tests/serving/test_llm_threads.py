@@ -17,7 +17,7 @@ from opgraft import SamplingParams
 from opgraft.cli.answer import expect_answers
 from opgraft.engine.core import EngineCore
 from opgraft.errors import EngineError, RequestError
-from opgraft.serving.embedding_engine import EmbeddingRequest
+from opgraft.serving.embedding_engine import VectorRequest
 from opgraft.serving.engine_thread import QueuedReader
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.open_request import OpenRequest
@@ -208,7 +208,7 @@ def test_an_interrupt_ends_a_with_block(folder: Path, monkeypatch: pytest.Monkey
 def test_an_interrupt_counts_texts_with_vectors() -> None:
     """A text that was aborted has ended without a vector, and is not counted as answered."""
     done, aborted = (
-        EmbeddingRequest(RequestOutput(name, None, [5], []), {}, name=name) for name in "ab"
+        VectorRequest(RequestOutput(name, None, [5], []), {}, name=name) for name in "ab"
     )
     done.output.finished = True
     aborted.abort()

@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 from opgraft.serving.detokenizer import Detokenizer
-from opgraft.serving.engine_thread import Mailbox, Stream
+from opgraft.serving.engine_thread import AsyncNewsReader, Mailbox
 from opgraft.serving.outputs import (
     CompletionOutput,
     GrowingOutput,
@@ -124,7 +124,7 @@ def test_only_what_is_fetched_is_put_together() -> None:
 
     async def read() -> None:
         mailbox = Mailbox(asyncio.get_running_loop())
-        stream = Stream("a", mailbox)
+        stream = AsyncNewsReader("a", mailbox)
         for number in range(3):
             mailbox.put(stream, news(number))
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ import pytest
 from opgraft import SamplingParams
 from opgraft.engine.request import Request
 from opgraft.errors import EngineError, RequestError
-from opgraft.serving.engine_thread import QueuedReader, Reader
+from opgraft.serving.engine_thread import NewsReader, QueuedReader
 from opgraft.serving.llm import LLM
 from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.replicas import Replica
@@ -37,7 +37,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-class Gone(Reader):
+class Gone(NewsReader):
     """A reader that has left."""
 
     def __init__(self, request_id: str) -> None:

@@ -18,7 +18,7 @@ from opgraft.engine.drafting.proposer import Proposer
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager, LayerKind
 from opgraft.engine.schedule.scheduler import Scheduler
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 
 VOCABULARY = 3
 EOS = 0
@@ -99,7 +99,7 @@ class Runner:
         tables = [list(blocks) for blocks in new.blocks]
         self.sequences[new.request_id] = Known(new, list(new.tokens), tables, states[1:], -1)
 
-    def _write(self, scheduled: Scheduled) -> None:
+    def _write(self, scheduled: ScheduledPart) -> None:
         sequence = self.sequences[scheduled.request_id]
         assert sequence.computed in (-1, scheduled.start)
         end = scheduled.start + scheduled.count
@@ -118,7 +118,7 @@ class Runner:
                 cell = kind, table[position // self.block_size], position % self.block_size
                 self.cells[cell] = states[position]
 
-    def _attend(self, scheduled: Scheduled) -> int | None:
+    def _attend(self, scheduled: ScheduledPart) -> int | None:
         sequence = self.sequences[scheduled.request_id]
         for kind, table in enumerate(sequence.tables):
             window = self.kinds[kind].sliding_window
@@ -156,7 +156,7 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
     return output
 
 
-def _sequences(request: Request) -> Sequence[Scheduled]:
+def _sequences(request: Request) -> Sequence[ScheduledPart]:
     return request.computing.sequences if request.computing else ()
 
 

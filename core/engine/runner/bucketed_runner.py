@@ -22,9 +22,9 @@ from opgraft.engine.runner.step_program import (
     exported,
     peak_bytes,
 )
-from opgraft.engine.sampling import Sampled
+from opgraft.engine.sampling import SampledTokens
 from opgraft.engine.sampling.replaced import sampled_by
-from opgraft.engine.step import NewSequence, Scheduled, StepResult
+from opgraft.engine.step import NewSequence, ScheduledPart, StepResult
 from opgraft.errors import ConfigError, RecompilationError, RequestError
 from opgraft.models.bucketing import decode_buckets, prefill_buckets
 from opgraft.platform import HOST
@@ -301,7 +301,7 @@ class BucketedModelRunner(ModelRunner):
 
     @_as_compiled
     def _compute(
-        self, sequences: Sequence[Scheduled], started: float, *, continues: bool
+        self, sequences: Sequence[ScheduledPart], started: float, *, continues: bool
     ) -> StepResult:
         """Start the programs of a step one after another, and take the tokens of all."""
         launched = [self._launch(part) for part in self._parts(sequences)]
@@ -314,7 +314,7 @@ class BucketedModelRunner(ModelRunner):
             self.sampling.select(request_ids)
             vocabulary = launched[0].logits.shape[1]
             if self._takes_likeliest(vocabulary) and bool((tokens >= 0).all()):
-                sampled = Sampled(tokens)
+                sampled = SampledTokens(tokens)
             else:
                 sampled = self._sampled([(len(each.sampling), each.logits) for each in launched])
             result = self._append_sampled(sampled, request_ids)
@@ -326,7 +326,7 @@ class BucketedModelRunner(ModelRunner):
         }
         return dataclasses.replace(result, seconds=seconds)
 
-    def _parts(self, sequences: Sequence[Scheduled]) -> list[list[Scheduled]]:
+    def _parts(self, sequences: Sequence[ScheduledPart]) -> list[list[ScheduledPart]]:
         """Divide a step into parts: each prompt alone, and all single tokens together."""
         parts = [[each] for each in sequences if each.count > 1]
         single = [each for each in sequences if each.count == 1]
@@ -334,7 +334,7 @@ class BucketedModelRunner(ModelRunner):
             parts.append(single)
         return parts
 
-    def _launch(self, part: list[Scheduled]) -> _PendingResults:
+    def _launch(self, part: list[ScheduledPart]) -> _PendingResults:
         """Start the program of a part, and return its results without waiting for them."""
         # The rows of sampling sequences come first, so that the others can be cut off.
         part = sorted(part, key=lambda each: not each.samples)
@@ -352,7 +352,7 @@ class BucketedModelRunner(ModelRunner):
         plan = self.sampling.plan(vocabulary, torch.device(HOST))
         return not (plan.drawn or plan.adjustments.any or plan.logprobs)
 
-    def _sampled(self, logits: Sequence[tuple[int, Tensor]]) -> Sampled:
+    def _sampled(self, logits: Sequence[tuple[int, Tensor]]) -> SampledTokens:
         return sampled_by(self.sampler, _on_host(logits), self.sampling)
 
     def _expect_known_programs(self) -> None:

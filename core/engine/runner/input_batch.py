@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from opgraft.engine.runner.staging import Sender, Staging
-from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
+from opgraft.engine.step import Blocks, NewSequence, ScheduledPart, Step
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, LayerStates
 from torch import Tensor
 
@@ -238,7 +238,7 @@ class InputBatch:
                     torch.frombuffer(written, dtype=torch.int32),
                 )
 
-    def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
+    def inputs(self, scheduled: Sequence[ScheduledPart], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
         columns = zip(*scheduled, strict=True)
         request_ids, starts, counts, _blocks, samples, _tokens, drafted = columns

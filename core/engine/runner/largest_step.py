@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.latent import MLAAttention
@@ -81,7 +81,7 @@ def largest_step(
         added.append(
             NewSequence(name, tokens, length, length, _PARAMS, blocks, number, state=number)
         )
-        sequences.append(Scheduled(name, 0, length, ((),) * kinds, True))
+        sequences.append(ScheduledPart(name, 0, length, ((),) * kinds, True))
     return Step((), tuple(added), (), tuple(sequences))
 
 

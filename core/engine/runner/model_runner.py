@@ -47,11 +47,17 @@ from opgraft.engine.runner.recorded_steps import (
     without_recording,
 )
 from opgraft.engine.runner.replay import blocks_of, steps_again
-from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
+from opgraft.engine.sampling import (
+    SampledTokens,
+    Sampler,
+    SamplingBatch,
+    TokenLogprobs,
+    prompt_logprobs,
+)
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.sampling.replaced import sampled_by
 from opgraft.engine.sampling.sampler import NO_NUMBERS
-from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
+from opgraft.engine.step import NewSequence, ScheduledPart, Step, StepResult
 from opgraft.engine.workers.stage_link import StageLink
 from opgraft.errors import ConfigError, PluginError, RequestError
 from opgraft.models import TransformersModel, load_model
@@ -323,7 +329,7 @@ class ModelRunner(PluggableClass):
     def _result(self, step: Step) -> StepResult:
         started = perf_counter()
         errors = self._apply(step)
-        sequences: Sequence[Scheduled] = step.sequences
+        sequences: Sequence[ScheduledPart] = step.sequences
         if not sequences:
             # Other replicas compute a step now, and their tokens need the experts of this one.
             if self.opgraft_config.parallel.in_rounds:
@@ -356,7 +362,7 @@ class ModelRunner(PluggableClass):
             self.balancer.after_step(started)
 
     def _compute(
-        self, sequences: Sequence[Scheduled], started: float, *, continues: bool
+        self, sequences: Sequence[ScheduledPart], started: float, *, continues: bool
     ) -> StepResult:
         """Run the model on the sequences of a step, and sample on the last stage of a pipeline.
 
@@ -409,7 +415,7 @@ class ModelRunner(PluggableClass):
             hidden: Tensor = model(inputs.input_ids, inputs.positions, *further)
         return hidden
 
-    def _by_slot(self, sequences: Sequence[Scheduled]) -> Sequence[Scheduled]:
+    def _by_slot(self, sequences: Sequence[ScheduledPart]) -> Sequence[ScheduledPart]:
         """Return the sequences of a step, those without an adapter first, then by adapter."""
         numbers = [self.batch.lora(each.request_id) for each in sequences]
         if self.adapters is not None:
@@ -443,7 +449,7 @@ class ModelRunner(PluggableClass):
         return nn.ModuleList([self.model, *self.adapters.ops.values()])
 
     def _logits_of(
-        self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]
+        self, hidden: Tensor, inputs: Inputs, sequences: Sequence[ScheduledPart]
     ) -> Tensor | None:
         if self._prompt_logprobs:
             self._compute_prompt_logprobs(hidden, sequences)
@@ -661,7 +667,7 @@ class ModelRunner(PluggableClass):
                 accepting.append(request_id)
         return tuple(accepting)
 
-    def _append_sampled(self, sampled: Sampled, request_ids: tuple[str, ...]) -> StepResult:
+    def _append_sampled(self, sampled: SampledTokens, request_ids: tuple[str, ...]) -> StepResult:
         """Append tokens to the sequences of the sampler, and return the result of the step."""
         tokens = dict(zip(request_ids, sampled.tokens.tolist(), strict=True))
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
@@ -772,7 +778,7 @@ class ModelRunner(PluggableClass):
                 yield self._compute_logits_again(batch, step.sequences)
 
     def _compute_logits_again(
-        self, batch: InputBatch, sequences: Sequence[Scheduled]
+        self, batch: InputBatch, sequences: Sequence[ScheduledPart]
     ) -> tuple[Tensor, Tensor | None]:
         inputs = batch.inputs(sequences)
         rows = [(each.request_id, each.count) for each in sequences]
@@ -795,7 +801,7 @@ class ModelRunner(PluggableClass):
         ended = [request_id for request_id in request_ids if request_id in self._prompt_logprobs]
         return {request_id: self._prompt_logprobs.pop(request_id)[1] for request_id in ended}
 
-    def _compute_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
+    def _compute_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[ScheduledPart]) -> None:
         """Compute the log-probabilities of chunks of prompts, for requests that ask for them."""
         first = 0
         for each in sequences:
@@ -804,7 +810,7 @@ class ModelRunner(PluggableClass):
                 self._compute_logprobs_of_chunk(rows_of_chunk, each)
             first += each.count
 
-    def _compute_logprobs_of_chunk(self, hidden: Tensor, chunk: Scheduled) -> None:
+    def _compute_logprobs_of_chunk(self, hidden: Tensor, chunk: ScheduledPart) -> None:
         count, known = self._prompt_logprobs[chunk.request_id]
         prompt = self.batch.tokens(chunk.request_id)
         # A few rows at a time: logits are larger than hidden states.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, ScheduledPart, Step
 
 _PARAMS = SamplingParams()
 """Settings of sequences without sampling."""
@@ -100,10 +100,11 @@ def _prompts(
         yield parts
 
 
-def _scheduled(parts: Sequence[tuple[int, int, int]], groups: int) -> tuple[Scheduled, ...]:
+def _scheduled(parts: Sequence[tuple[int, int, int]], groups: int) -> tuple[ScheduledPart, ...]:
     no_blocks: tuple[tuple[int, ...], ...] = ((),) * groups
     return tuple(
-        Scheduled(_name(number), start, taken, no_blocks, True) for number, start, taken in parts
+        ScheduledPart(_name(number), start, taken, no_blocks, True)
+        for number, start, taken in parts
     )
 
 

@@ -3,14 +3,14 @@
 from opgraft.engine.sampling.bad_words import bad_word_tokens
 from opgraft.engine.sampling.batch import SamplingBatch
 from opgraft.engine.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from opgraft.engine.sampling.sampler import Sampled, Sampler
+from opgraft.engine.sampling.sampler import SampledTokens, Sampler
 from opgraft.engine.sampling.structured import Grammar, GrammarState, GrammarTokens, try_to_compile
 
 __all__ = [
     "Grammar",
     "GrammarState",
     "GrammarTokens",
-    "Sampled",
+    "SampledTokens",
     "Sampler",
     "SamplingBatch",
     "TokenLogprobs",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from opgraft.base.text import described
 from opgraft.engine.sampling.penalties import Penalties
-from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.row import SamplingRow
 from opgraft.errors import RequestError
 from torch import Tensor
 
@@ -32,14 +32,14 @@ class Adjustments:
         any: True if any request asks for a change.
     """
 
-    def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[SamplingRow], vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._device = device
         self._grammars = [(index, row.grammar) for index, row in enumerate(rows) if row.grammar]
         self._allowed: list[tuple[int, Tensor]] = []
-        self._restricted: list[tuple[int, Row]] = []
-        self._processed: list[tuple[int, Row]] = []
-        penalised: list[tuple[int, Row]] = []
+        self._restricted: list[tuple[int, SamplingRow]] = []
+        self._processed: list[tuple[int, SamplingRow]] = []
+        penalised: list[tuple[int, SamplingRow]] = []
         for place in enumerate(rows):
             index, row = place
             if row.params.allowed_token_ids is not None:
@@ -55,7 +55,7 @@ class Adjustments:
         listed = (self._grammars, self._allowed, self._restricted, self._processed, penalised)
         self.any = self._bias is not None or any(listed)
 
-    def _bias_of(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor] | None:
+    def _bias_of(self, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor] | None:
         """Return places in the logits as one flat tensor, and the numbers to add there."""
         biases: dict[int, float] = {}
         for index, row in enumerate(rows):
@@ -142,7 +142,7 @@ class Adjustments:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _process(logits: Tensor, row: Row) -> str | None:
+def _process(logits: Tensor, row: SamplingRow) -> str | None:
     """Let the processors of a request change its logits. Return an error, or ``None``."""
     for processor in row.params.logits_processors:
         name = f"{processor!r:.80}"
@@ -161,7 +161,7 @@ def _process(logits: Tensor, row: Row) -> str | None:
     return None
 
 
-def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]:
+def _arguments(processor: Callable[..., Any], row: SamplingRow) -> tuple[list[int], ...]:
     """Return the arguments of a processor before the logits: the output, or prompt and output.
 
     A processor with three required parameters receives the prompt, too.

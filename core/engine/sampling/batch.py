@@ -9,7 +9,7 @@ import torch
 from opgraft.engine.sampling.adjustments import Adjustments
 from opgraft.engine.sampling.drawing import Filters
 from opgraft.engine.sampling.random_numbers import noise_key, stream_of
-from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.row import SamplingRow
 from opgraft.engine.sampling.structured import Grammar
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -50,11 +50,11 @@ class SamplingBatch:
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
-        self._all: dict[Hashable, Row] = {}
+        self._all: dict[Hashable, SamplingRow] = {}
         self._stale = False
         self._keys: tuple[Hashable, ...] = ()
         self._places: dict[Hashable, int] = {}
-        self._rows: list[Row] = []
+        self._rows: list[SamplingRow] = []
         self._plan: SamplingPlan | None = None
         self._plan_for: tuple[int, torch.device] | None = None
 
@@ -71,7 +71,7 @@ class SamplingBatch:
         return self._keys
 
     @property
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Sequence[SamplingRow]:
         """Return the request of each row of the logits."""
         self._refresh()
         return self._rows
@@ -125,7 +125,7 @@ class SamplingBatch:
             stop += tuple(eos)
         state = grammar.start(tokens) if grammar else None
         stream = stream_of(params.seed, arrival, self._seed)
-        self._all[key] = Row(params, prompt, tokens, stream, stop, words, state)
+        self._all[key] = SamplingRow(params, prompt, tokens, stream, stop, words, state)
         self._stale = True
 
     def remove(self, key: Hashable) -> None:
@@ -212,7 +212,7 @@ class SamplingBatch:
             self._plan_for = (vocabulary, device)
         return self._plan
 
-    def _row(self, key: Hashable) -> Row:
+    def _row(self, key: Hashable) -> SamplingRow:
         if key not in self._all:
             raise RequestError(f"the batch has no request {key!r}: add it first")
         return self._all[key]
@@ -229,7 +229,7 @@ class SamplingBatch:
         self._plan = None
 
 
-def _plan(rows: Sequence[Row], vocabulary: int, device: torch.device) -> SamplingPlan:
+def _plan(rows: Sequence[SamplingRow], vocabulary: int, device: torch.device) -> SamplingPlan:
     unfiltered = []
     filtered = []
     logprobs = []

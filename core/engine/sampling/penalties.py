@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
-from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.row import SamplingRow
 from opgraft.engine.sampling.token_counts import TokenCounts
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class Penalties:
     """
 
     def __init__(
-        self, rows: Sequence[tuple[int, Row]], vocabulary: int, device: torch.device
+        self, rows: Sequence[tuple[int, SamplingRow]], vocabulary: int, device: torch.device
     ) -> None:
         self._vocabulary = vocabulary
         self._device = device

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from opgraft.binding.blame import fault_of_class
 from opgraft.engine.sampling.batch import SamplingBatch
-from opgraft.engine.sampling.sampler import Sampled, Sampler
+from opgraft.engine.sampling.sampler import SampledTokens, Sampler
 from torch import Tensor
 
 
-def sampled_by(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> Sampled:
+def sampled_by(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Return the tokens that a sampler chooses.
 
     Args:
@@ -23,7 +23,7 @@ def sampled_by(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> Sample
         PluginError: the sampler of a plugin returns something else than ``n`` tokens of the
             vocabulary.
     """
-    sampled: Sampled = sampler(logits, batch)
+    sampled: SampledTokens = sampler(logits, batch)
     if type(sampler) is not Sampler:
         fault = _fault_of(sampled, *logits.shape)
         if fault:
@@ -32,7 +32,7 @@ def sampled_by(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> Sample
 
 
 def _fault_of(sampled: Any, number: int, vocabulary: int) -> str:
-    if not isinstance(sampled, Sampled):
+    if not isinstance(sampled, SampledTokens):
         return f"returned a {type(sampled).__name__}, expected opgraft's Sampled"
     tokens: Any = sampled.tokens
     if not isinstance(tokens, Tensor):

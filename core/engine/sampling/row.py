@@ -11,7 +11,7 @@ from opgraft.engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
-class Row:
+class SamplingRow:
     """One request: settings, tokens so far, and the state of the grammar.
 
     Attributes:

@@ -31,7 +31,7 @@ NO_NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """Tokens of a step, log-probabilities and failures.
 
     Attributes:
@@ -70,7 +70,7 @@ class Sampler(PluggableClass):
         self._computes_float64 = functools.cache(_computes_float64)
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample a token for each row of the logits.
 
         Args:
@@ -87,12 +87,12 @@ class Sampler(PluggableClass):
                 "vocabulary], or select the requests that the rows stand for"
             )
         if not len(batch):
-            return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
+            return SampledTokens(torch.empty(0, dtype=torch.int64, device=logits.device))
         if not self._computes_float64(logits.device):
             logits = logits.to(HOST)
         return self._sample(logits, batch)
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+    def _sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample a token for each row of the logits, on their device."""
         plan = batch.plan(logits.shape[1], logits.device)
         working, own = _adjusted(logits, plan)
@@ -237,7 +237,7 @@ def _result(
     plan: SamplingPlan,
     batch: SamplingBatch,
     errors: Mapping[int, str],
-) -> Sampled:
+) -> SampledTokens:
     keys = batch.keys
     if errors:
         tokens[list(errors)] = -1
@@ -249,4 +249,4 @@ def _result(
         # Of the logits before adjustments, as the model gave them.
         given = token_logprobs(logits[rows], tokens[rows], counts)
         found = {keys[row]: logprobs for row, logprobs in zip(rows, given, strict=True)}
-    return Sampled(tokens, found, {keys[row]: error for row, error in errors.items()})
+    return SampledTokens(tokens, found, {keys[row]: error for row, error in errors.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from opgraft.engine.request import Request
-from opgraft.engine.step import Blocks, NewSequence, Scheduled, StateMove, Step
+from opgraft.engine.step import Blocks, NewSequence, ScheduledPart, StateMove, Step
 from opgraft.errors import RequestError
 
 
@@ -41,7 +41,7 @@ class PendingStep:
         self.prompt_tokens = 0
         self.batch: list[Request | None] = []
         self.left: set[str] = set()
-        self.sequences: list[Scheduled] = []
+        self.sequences: list[ScheduledPart] = []
         self.added: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
         self.ended_before: dict[str, int] | None = None
@@ -64,7 +64,7 @@ class PendingStep:
         # The fields of Scheduled, in their order.
         fields = request.request_id, start, count, new_blocks, samples, token, draft
         # Half the time of a call of the class.
-        self.sequences.append(tuple.__new__(Scheduled, fields))
+        self.sequences.append(tuple.__new__(ScheduledPart, fields))
         self.budget -= count
 
     def admit(self, request: Request, count: int, blocks: Blocks, state: int) -> None:

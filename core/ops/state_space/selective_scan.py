@@ -13,7 +13,7 @@ from opgraft.ops.checks import values_are_known
 from opgraft.ops.fakes import nothing
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.state_space.causal_conv import expect_slots
-from opgraft.ops.state_space.sequences import Places, expect_sequences, expect_shape, places
+from opgraft.ops.state_space.sequences import TokenPlaces, expect_sequences, expect_shape, places
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -195,7 +195,7 @@ class _Chunks(NamedTuple):
 def _scan(
     inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     A: Tensor,  # noqa: N803
-    where: Places,
+    where: TokenPlaces,
     initial: Tensor,
     known: bool,
 ) -> tuple[Tensor, Tensor]:

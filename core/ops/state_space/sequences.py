@@ -17,7 +17,7 @@ from opgraft.ops.checks import (
 from torch import Tensor
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """The places of tokens in their sequences.
 
     Attributes:
@@ -31,13 +31,13 @@ class Places(NamedTuple):
     lengths: Tensor
 
 
-def places(tokens: int, query_start_loc: Tensor) -> Places:
+def places(tokens: int, query_start_loc: Tensor) -> TokenPlaces:
     """Return the places of so many tokens, in sequences with the bounds ``query_start_loc``."""
     bounds = query_start_loc.long()
     numbers = torch.arange(tokens, device=bounds.device)
     # To the right: an empty sequence has the same bound as the next one, and no token.
     sequence = torch.searchsorted(bounds, numbers, right=True) - 1
-    return Places(sequence, numbers - bounds[sequence], bounds.diff())
+    return TokenPlaces(sequence, numbers - bounds[sequence], bounds.diff())
 
 
 def expect_sequences(op: str, x: Tensor, query_start_loc: Tensor, initial_states: Tensor) -> None:

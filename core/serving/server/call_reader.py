@@ -23,7 +23,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass
-class Call:
+class WrittenCall:
     """A call of a function, with arguments as JSON, perhaps cut."""
 
     name: str
@@ -54,7 +54,7 @@ class CallReader:
     """
 
     def __init__(self, form: CallForm, known: Set[str], most: int | None = None) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[WrittenCall] = []
         self._form = form
         self._known = known
         self._most = _MOST_CALLS if most is None else most
@@ -225,7 +225,7 @@ class CallReader:
             return False
         if self._begun is None:
             self._begun = self._marked
-        self.calls.append(Call(name, arguments))
+        self.calls.append(WrittenCall(name, arguments))
         return True
 
     def _skip_space(self, text: str) -> None:

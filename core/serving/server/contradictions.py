@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from opgraft.errors import HTTPError
-from opgraft.serving.server.protocol import ChatRequest, Generation, TokenizeRequest
+from opgraft.serving.server.protocol import ChatRequest, GenerationFields, TokenizeRequest
 
 _Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 """A field, a test for a request with a useless field, and the advice."""
@@ -60,7 +60,7 @@ _TOKENIZE: Sequence[_Rule] = (
 )
 
 
-def expect_no_contradiction(body: Generation | TokenizeRequest) -> None:
+def expect_no_contradiction(body: GenerationFields | TokenizeRequest) -> None:
     """Check that no field would be ignored.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.serving.arguments import placed
-from opgraft.serving.embedding_engine import EmbeddingRequest
+from opgraft.serving.embedding_engine import VectorRequest
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt, expect_unicode
 from opgraft.serving.server import protocol
@@ -90,7 +90,7 @@ def expect_texts(
 
 
 async def admitted(
-    requests: Sequence[EmbeddingRequest], service: Service, passing: Passing
+    requests: Sequence[VectorRequest], service: Service, passing: Passing
 ) -> tuple[Sequence[EmbeddingOutput], int]:
     """Return the vectors of prepared texts, and the number of their tokens.
 

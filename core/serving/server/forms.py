@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from opgraft.engine.structured_form import expect_form
 from opgraft.errors import HTTPError
 from opgraft.serving.server.faults import at
-from opgraft.serving.server.protocol import Generation, ResponseFormat, StructuredOutputs
+from opgraft.serving.server.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 
 OF_OPENAI = "response_format"
 """The field of OpenAI with the form of an answer."""
@@ -17,7 +17,7 @@ OF_OPENAI = "response_format"
 _ANY_OBJECT = {"type": "object"}
 
 
-class Form(NamedTuple):
+class AnswerForm(NamedTuple):
     """The form of an answer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Form(NamedTuple):
     spec: dict[str, Any]
 
 
-def form_of(body: Generation) -> Form | None:
+def form_of(body: GenerationFields) -> AnswerForm | None:
     """Return the form of an answer, or None if any text is an answer.
 
     Raises:
@@ -47,7 +47,7 @@ def form_of(body: Generation) -> Form | None:
     return form
 
 
-def _forms(body: Generation) -> Iterator[Form]:
+def _forms(body: GenerationFields) -> Iterator[AnswerForm]:
     if body.response_format is not None:
         yield from _of_openai(body.response_format)
     if body.structured_outputs is not None:
@@ -61,10 +61,10 @@ def _forms(body: Generation) -> Iterator[Form]:
     yield from _given_kind(older, "guided_")
 
 
-def _of_openai(given: ResponseFormat) -> Iterator[Form]:
+def _of_openai(given: ResponseFormat) -> Iterator[AnswerForm]:
     field = OF_OPENAI
     if given.type == "json_object":
-        yield Form(field, {"json": _ANY_OBJECT})
+        yield AnswerForm(field, {"json": _ANY_OBJECT})
     if given.type != "json_schema":
         return
     described = given.json_schema
@@ -72,13 +72,13 @@ def _of_openai(given: ResponseFormat) -> Iterator[Form]:
         raise _missing(f"{field}.json_schema")
     if described.schema_ is None:
         raise _missing(f"{field}.json_schema.schema")
-    yield Form(field, {"json": described.schema_})
+    yield AnswerForm(field, {"json": described.schema_})
 
 
-def _of_vllm(given: StructuredOutputs) -> Iterator[Form]:
+def _of_vllm(given: StructuredOutputs) -> Iterator[AnswerForm]:
     prefix = "structured_outputs."
     if given.json_object:
-        yield Form(f"{prefix}json_object", {"json": _ANY_OBJECT})
+        yield AnswerForm(f"{prefix}json_object", {"json": _ANY_OBJECT})
     kinds = {
         "json": given.json_,
         "regex": given.regex,
@@ -88,12 +88,12 @@ def _of_vllm(given: StructuredOutputs) -> Iterator[Form]:
     yield from _given_kind(kinds, prefix)
 
 
-def _given_kind(kinds: Mapping[str, Any], prefix: str) -> Iterator[Form]:
+def _given_kind(kinds: Mapping[str, Any], prefix: str) -> Iterator[AnswerForm]:
     for kind, value in kinds.items():
         if value is None:
             continue
         field = prefix + kind
-        yield Form(field, {kind: _schema(value, field) if kind == "json" else value})
+        yield AnswerForm(field, {kind: _schema(value, field) if kind == "json" else value})
 
 
 def _schema(given: str | dict[str, Any], field: str) -> dict[str, Any]:

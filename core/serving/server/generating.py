@@ -18,20 +18,20 @@ from opgraft.serving.server.contradictions import expect_no_contradiction
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.forms import form_of
 from opgraft.serving.server.passing import Passing
-from opgraft.serving.server.protocol import Generation
+from opgraft.serving.server.protocol import GenerationFields
 from opgraft.serving.server.service import Job, Service
 from opgraft.serving.server.streams import (
     DONE,
-    Answer,
     EventStream,
+    JSONAnswer,
     News,
-    Reader,
+    SentParts,
     event,
     of_place,
     usage,
 )
 
-_B = TypeVar("_B", bound=Generation)
+_B = TypeVar("_B", bound=GenerationFields)
 
 
 class Generating(ABC, Generic[_B]):
@@ -217,7 +217,7 @@ class Generating(ABC, Generic[_B]):
         first: tuple[int, RequestOutput],
         news: AsyncGenerator[tuple[int, RequestOutput], None],
     ) -> AsyncGenerator[bytes, None]:
-        reader = Reader()
+        reader = SentParts()
         for written in self.beginning():
             yield written
         for written in self._chunks(first, reader):
@@ -254,7 +254,7 @@ class Generating(ABC, Generic[_B]):
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> Iterator[bytes]:
+    def _chunks(self, found: tuple[int, RequestOutput], reader: SentParts) -> Iterator[bytes]:
         number, output = found
         for answer in output.outputs:
             news = reader.news(number, answer)
@@ -282,7 +282,7 @@ class Generating(ABC, Generic[_B]):
         return {"usage": self._usage() if options.continuous_usage_stats else None}
 
     def _respond(self, outputs: Sequence[RequestOutput]) -> Response:
-        return Answer(self.whole(outputs))
+        return JSONAnswer(self.whole(outputs))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the whole answer."""

@@ -328,7 +328,7 @@ class SamplingFields(Body):
     ) = None
 
 
-class Generation(SamplingFields):
+class GenerationFields(SamplingFields):
     """Fields of every request for generated text, with the names of chats and completions."""
 
     n: Whole | None = None
@@ -354,7 +354,7 @@ class Generation(SamplingFields):
     prompt_embeds: Annotated[Any, only()] = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     """The body of ``/v1/completions``."""
 
     prompt: Prompts
@@ -402,7 +402,7 @@ Content: TypeAlias = Annotated[
 """The text of a message, whole or in parts."""
 
 
-class FunctionCall(Body):
+class CalledFunction(Body):
     """A function with its arguments: JSON as text, as a rule.
 
     In a history the arguments may be an object, absent, or cut off.
@@ -422,7 +422,7 @@ class ToolCall(Body):
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: CalledFunction
 
 
 class SystemMessage(Body):
@@ -459,7 +459,7 @@ class AssistantMessage(Body):
     content: Content | None = None
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
-    function_call: FunctionCall | None = None
+    function_call: CalledFunction | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -550,7 +550,7 @@ ToolChoice: TypeAlias = Annotated[
 """Choice of no tool, any, or one."""
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationFields):
     """The body of ``/v1/chat/completions``."""
 
     messages: Items[ChatMessage]

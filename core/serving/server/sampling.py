@@ -7,11 +7,11 @@ from typing import Any
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import HTTPError
-from opgraft.serving.server.forms import Form
+from opgraft.serving.server.forms import AnswerForm
 from opgraft.serving.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationFields,
 )
 from opgraft.serving.server.service import Service
 
@@ -46,7 +46,7 @@ _STOP_CHARACTERS = 256
 """Most characters of a text to stop at, or of a bad word."""
 
 
-def expect_answers(body: Generation, prompts: int, service: Service) -> None:
+def expect_answers(body: GenerationFields, prompts: int, service: Service) -> None:
     """Check the number of answers, before any work for them.
 
     Raises:
@@ -59,7 +59,9 @@ def expect_answers(body: Generation, prompts: int, service: Service) -> None:
         raise _too_many("answers (prompts times n)", answers, limit, field)
 
 
-def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
+def expect_prompts(
+    body: GenerationFields, prompts: Sequence[Sequence[int]], service: Service
+) -> None:
     """Check the length of the prompts.
 
     Raises:
@@ -72,7 +74,7 @@ def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: 
         raise _too_many("tokens of a prompt", longest, limit, field)
 
 
-def kept_tokens(body: Generation, service: Service) -> int | None:
+def kept_tokens(body: GenerationFields, service: Service) -> int | None:
     """Return the most tokens of a prompt, counted from its end, or None to keep all.
 
     The number -1 stands for the longest prompt that leaves room for the answer.
@@ -101,7 +103,7 @@ def expect_kept(wanted: int | None) -> int | None:
     return wanted
 
 
-def scores_only(body: Generation) -> bool:
+def scores_only(body: GenerationFields) -> bool:
     """Return True if the request wants only the prompt with its log-probabilities."""
     if not isinstance(body, CompletionRequest):
         return False
@@ -109,10 +111,10 @@ def scores_only(body: Generation) -> bool:
 
 
 def params_of(
-    body: Generation,
+    body: GenerationFields,
     prompts: Sequence[Sequence[int]],
     service: Service,
-    form: Form | None,
+    form: AnswerForm | None,
     settled: Mapping[str, Any],
 ) -> SamplingParams:
     """Return the sampling settings of a request.
@@ -149,7 +151,7 @@ def params_of(
     return SamplingParams(**given)
 
 
-def certain_tokens(body: Generation, params: SamplingParams) -> int:
+def certain_tokens(body: GenerationFields, params: SamplingParams) -> int:
     """Return the least number of tokens of an answer."""
     if scores_only(body):
         return 0
@@ -198,14 +200,14 @@ def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
 
 
-def _asked_tokens(body: Generation) -> tuple[str, int | None]:
+def _asked_tokens(body: GenerationFields) -> tuple[str, int | None]:
     """Return the field with the most tokens of an answer, and the number, None by default."""
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
     return "max_tokens", body.max_tokens
 
 
-def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
+def _max_tokens(body: GenerationFields, prompts: Sequence[Sequence[int]], service: Service) -> int:
     field, wanted = _asked_tokens(body)
     longest = max(map(len, prompts))
     room = service.llm.engine.core.max_model_len - longest
@@ -251,7 +253,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     return bias
 
 
-def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
+def _logprobs(body: GenerationFields, limit: int) -> dict[str, Any]:
     """Return the number of log-probabilities for each token of the answer, and of the prompt."""
     of_answer: int | None = None
     echoed: int | None = None

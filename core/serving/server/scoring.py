@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from opgraft.errors import HTTPError
-from opgraft.serving.embedding_engine import EmbeddingRequest
+from opgraft.serving.embedding_engine import VectorRequest
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.server.embeddings import admitted, expect_texts
 from opgraft.serving.server.faults import at
@@ -183,7 +183,7 @@ class Scoring:
         outputs = await self._computed(requests)
         return await self._service.prepare(_cosines, outputs, len(first.texts))
 
-    async def _computed(self, requests: Sequence[EmbeddingRequest]) -> Sequence[EmbeddingOutput]:
+    async def _computed(self, requests: Sequence[VectorRequest]) -> Sequence[EmbeddingOutput]:
         outputs, self._tokens = await admitted(requests, self._service, self._passing)
         return outputs
 

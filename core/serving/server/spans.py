@@ -28,7 +28,7 @@ _UNSET = Status()
 _NONE: Mapping[str, Any] = {}
 
 
-class Step(NamedTuple):
+class StepSpan(NamedTuple):
     """A step of an engine.
 
     Attributes:
@@ -88,7 +88,7 @@ class SpansOfTrace:
         self,
         timeline: Trace,
         end: float,
-        steps: Sequence[Step],
+        steps: Sequence[StepSpan],
         resource: Resource,
         ids: IdGenerator,
     ) -> None:
@@ -222,7 +222,7 @@ class SpansOfTrace:
         self.made.append(span)
 
 
-def phases_of(timeline: Timeline, steps: Sequence[Step]) -> list[Phase]:
+def phases_of(timeline: Timeline, steps: Sequence[StepSpan]) -> list[Phase]:
     """Return the phases in their order. One phase stands for several of one name in a row.
 
     Between its first and its last step, a request is in the phase ``STEPS`` only, also while the
@@ -261,7 +261,7 @@ def time_of_steps(timeline: Timeline) -> tuple[float, float]:
     return min(begins), max(ends)
 
 
-def _of_all(steps: Sequence[Step]) -> dict[str, Any]:
+def _of_all(steps: Sequence[StepSpan]) -> dict[str, Any]:
     """Return the attributes of a span for several steps."""
     samples = sum(step.seconds["sample"] for step in steps)
     texts = sum(step.seconds["text"] for step in steps)

@@ -23,7 +23,7 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
-class Answer(JSONResponse):
+class JSONAnswer(JSONResponse):
     """A whole answer of JSON."""
 
     def render(self, content: Any) -> bytes:
@@ -89,7 +89,7 @@ class News(NamedTuple):
     first: bool
 
 
-class Reader:
+class SentParts:
     """Keeps the sent part of each answer of a stream, to find the news."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from opgraft.engine.sampling.structured import WHITESPACE
 from opgraft.errors import HTTPError
 from opgraft.serving.server.call_forms import PLAIN, form_of_template, literal
-from opgraft.serving.server.call_reader import Call, CallReader
+from opgraft.serving.server.call_reader import CallReader, WrittenCall
 from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
 
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
@@ -171,13 +171,13 @@ class Tools:
             return text
         return "" if self.forced is not None else reader.plain(text)
 
-    def calls(self, reader: CallReader | None, ended: bool) -> list[Call]:
+    def calls(self, reader: CallReader | None, ended: bool) -> list[WrittenCall]:
         """Return the calls that a reader has found."""
         if reader is None:
             return []
         # The answer was cut before the name, but only one function was possible.
         if ended and not reader.calls and self._only is not None:
-            return [Call(self._only, "")]
+            return [WrittenCall(self._only, "")]
         return reader.calls
 
 

@@ -36,7 +36,7 @@ from opgraft.serving.server.spans import (
     RECEIVE,
     SPANS_OF_STEP,
     SpansOfTrace,
-    Step,
+    StepSpan,
     Trace,
     new_context,
     time_of_steps,
@@ -166,7 +166,7 @@ class Tracing:
         # asyncio's own threads are for the work of requests.
         self._thread = ThreadPoolExecutor(1, "opgraft-spans")
         self._free = threading.Semaphore(_MOST_WAITING)
-        self._steps: dict[int, list[Step]] = {}
+        self._steps: dict[int, list[StepSpan]] = {}
         self.start = Trace("prepare", new_context(self._ids, self._ids.generate_trace_id()))
         self._digest = decisions().digest
 
@@ -182,7 +182,7 @@ class Tracing:
         # The begin of the very first step is not known. Spans begin with the request then.
         begin = steps[-1].end if steps else 0.0
         tokens = counted.prompt_tokens + counted.decode_tokens
-        steps.append(Step(begin, now, counted.seconds, stats.running, tokens))
+        steps.append(StepSpan(begin, now, counted.seconds, stats.running, tokens))
         if len(steps) > 2 * _MOST_STEPS:
             # A new list, because another thread may read the former one.
             self._steps[stats.replica] = steps[_MOST_STEPS:]
@@ -280,7 +280,7 @@ class Tracing:
             self._sending.on_end(span)
         self._budget.spend(time.thread_time() - begun, len(spans.made))
 
-    def _steps_of(self, timeline: Trace) -> Sequence[Step]:
+    def _steps_of(self, timeline: Trace) -> Sequence[StepSpan]:
         """Return the steps of the engine from the first one with the request to the last."""
         if not timeline.computed:
             return ()

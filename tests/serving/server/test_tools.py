@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import RequestError
-from opgraft.serving.server.call_reader import Call
+from opgraft.serving.server.call_reader import WrittenCall
 from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.tools import Tools
 from opgraft.serving.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def tools(template: str, **body: Any) -> Tools:
     return Tools(ChatRequest.model_validate(given), template)
 
 
-def read(found: Tools, text: str) -> tuple[list[Call], str]:
+def read(found: Tools, text: str) -> tuple[list[WrittenCall], str]:
     """Return the calls and the text of a whole answer."""
     reader = found.reader()
     if reader is not None:
@@ -109,7 +109,7 @@ def of_mistral(*cities: str) -> str:
 def test_calls_and_text(template: str, text: str, cities: list[str], plain: str) -> None:
     """What is a call becomes one, all else stays text; a stream of the text has the same, and takes nothing back."""
     found = tools(template)
-    calls = [Call("weather", json.dumps({"city": city})) for city in cities]
+    calls = [WrittenCall("weather", json.dumps({"city": city})) for city in cities]
     assert read(found, text) == (calls, plain)
     told, reader = "", found.reader()
     assert reader is not None
@@ -225,7 +225,7 @@ def test_one_call_at_a_time() -> None:
     """Without parallel calls the first one counts."""
     text = wrapped(ROME) + wrapped(OSLO)
     calls, _ = read(tools(HERMES, parallel_tool_calls=False), text)
-    assert calls == [Call("weather", '{"city": "Rome"}')]
+    assert calls == [WrittenCall("weather", '{"city": "Rome"}')]
 
 
 @pytest.mark.parametrize(
@@ -256,13 +256,13 @@ def test_a_call_or_an_answer_of_a_form(template: str, call: str) -> None:
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ('{"name": "weat', [Call("weather", "")]),
-        ('{"name": "weather", "argu', [Call("weather", "")]),
-        ('{"name": "weather", "arguments": {"city": "Ro', [Call("weather", '{"city": "Ro')]),
-        (json.dumps(ROME), [Call("weather", '{"city": "Rome"}')]),
+        ('{"name": "weat', [WrittenCall("weather", "")]),
+        ('{"name": "weather", "argu', [WrittenCall("weather", "")]),
+        ('{"name": "weather", "arguments": {"city": "Ro', [WrittenCall("weather", '{"city": "Ro')]),
+        (json.dumps(ROME), [WrittenCall("weather", '{"city": "Rome"}')]),
     ],
 )
-def test_a_forced_call_that_is_cut_stays_a_call(text: str, calls: list[Call]) -> None:
+def test_a_forced_call_that_is_cut_stays_a_call(text: str, calls: list[WrittenCall]) -> None:
     """The arguments are those so far, and no text shows how the model writes a call."""
     named = {"type": "function", "function": {"name": "weather"}}
     found = tools(PLAIN, tool_choice=named)
@@ -283,7 +283,7 @@ def test_arguments_keep_the_words_of_the_model() -> None:
         ('{"name": "weather", "arguments": {"a": "}\\"{"}, "id": [{}]}', '{"a": "}\\"{"}'),
         ('{"arguments": {"city": 1}, "name": "weather"}', '{"city": 1}'),
     ):
-        assert read(found, written) == ([Call("weather", arguments)], "")
+        assert read(found, written) == ([WrittenCall("weather", arguments)], "")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,14 @@ from opgraft.base.timeline import (
 from opgraft.config import ServerConfig
 from opgraft.errors import ConfigError, InputError
 from opgraft.serving.server import run
-from opgraft.serving.server.spans import STEPS, SpansOfTrace, Step, Trace, new_context, phases_of
+from opgraft.serving.server.spans import (
+    STEPS,
+    SpansOfTrace,
+    StepSpan,
+    Trace,
+    new_context,
+    phases_of,
+)
 from opgraft.serving.server.tracing import SHARE, Budget, Tracing, url_of_traces
 from support.otlp import Receiver, Span, covered, receiving
 
@@ -220,7 +227,7 @@ def test_steps_without_detail(detailed: bool) -> None:
     moments = ((1.0, QUEUE), (2.5, NETWORK), (2.6, QUEUE), (4.1, QUEUE), (4.2, RESPOND))
     timeline.phases += [Phase(begin + at, name) for at, name in moments]
     timeline.computed.append((begin + 2.0, begin + 3.95))
-    steps = [Step(begin + at, begin + at + 1, SECONDS, 2, 3) for at in (2.0, 3.0)]
+    steps = [StepSpan(begin + at, begin + at + 1, SECONDS, 2, 3) for at in (2.0, 3.0)]
     spans = SpansOfTrace(timeline, begin + 5, steps, Resource.get_empty(), ids)
     spans.make("POST", SpanKind.SERVER, {}, Status(), detailed)
     *_, root = spans.made

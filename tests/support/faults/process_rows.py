@@ -127,7 +127,7 @@ AT_EVERY_LOAD = {
     "t = opgraft.registry.state.host_state().registry.ops; t['gelu'] = t['silu']": (
         "the op registered as gelu while"
     ),
-    "t = opgraft.binding.functional._functionals; t['gelu_new'] = t['rms_norm']": (
+    "t = opgraft.registry.state.host_state().registry.forms; t['gelu_new'] = t['rms_norm']": (
         "the functional form gelu_new while"
     ),
     "torch.nn.functional.__class__ = type('Other', (types.ModuleType,), {})": (
