@@ -176,7 +176,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _MODULES = ("errors", "functional", "kernels", "ops", "testing")
 """Public modules, imported at the first use."""
 
-# The names stand once, in _HOME.
+# At run time the names stand once, in _HOME.
 __all__ = ["__version__", *_MODULE_OF]
 
 

@@ -641,7 +641,7 @@ def _alike(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _described(thing: Any, known: _Owner | None) -> tuple[str, str]:
     """Return the module of a thing, and words. An emptied module has no name."""
-    return (known.home, known.place) if known else (_home_of(thing), _place_of(thing))
+    return (known.home, known.place) if known else (_home_of(thing), _place_of_definition(thing))
 
 
 def _home_of(thing: Any) -> str:
@@ -651,7 +651,7 @@ def _home_of(thing: Any) -> str:
     return str(thing.__module__ if isinstance(thing, type) else type(thing).__module__)
 
 
-def _place_of(thing: Any) -> str:
+def _place_of_definition(thing: Any) -> str:
     home = _home_of(thing)
     if isinstance(thing, ModuleType):
         return home

@@ -64,18 +64,18 @@ def _read(platform: Platform, name: str) -> Any:
         raise ValueError(f"its property {name} raised {described(error)}") from error
 
 
-def _text(name: str, value: Any) -> str:
+def _expect_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _unexpected(name, value, "a string that is not empty")
     return str.__str__(value)
 
 
 def _text_or_none(name: str, value: Any) -> str | None:
-    return None if value is None else _text(name, value)
+    return None if value is None else _expect_text(name, value)
 
 
 def _device_type(name: str, value: Any) -> str:
-    device = _text(name, value)
+    device = _expect_text(name, value)
     if device == _WITHOUT_VALUES:
         raise ValueError(f"its {name} is {device!r}, whose tensors hold no numbers to compute with")
     if ":" in device:
@@ -87,7 +87,7 @@ def _device_type(name: str, value: Any) -> str:
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
         raise _unexpected(name, value, "a tuple of strings")
-    return tuple(_text(f"entry of {name}", each) for each in value)
+    return tuple(_expect_text(f"entry of {name}", each) for each in value)
 
 
 def _packages(name: str, value: Any) -> Mapping[str, Collection[str]]:
@@ -95,7 +95,7 @@ def _packages(name: str, value: Any) -> Mapping[str, Collection[str]]:
         raise _unexpected(name, value, "a mapping from distributions to names of ops")
     rows = dict(value)
     return MappingProxyType(
-        {_text(f"key of {name}", key): _texts(f"{name}[{key!r}]", rows[key]) for key in rows}
+        {_expect_text(f"key of {name}", key): _texts(f"{name}[{key!r}]", rows[key]) for key in rows}
     )
 
 
@@ -121,12 +121,12 @@ def _unexpected(name: str, value: Any, expected: str) -> TypeError:
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "name": _text,
+    "name": _expect_text,
     "device_type": _device_type,
     "dispatch_chain": _texts,
     "runs_cpu_kernels": _flag,
-    "distributed_backend": _text,
-    "compile_backend": _text,
+    "distributed_backend": _expect_text,
+    "compile_backend": _expect_text,
     "visibility_variable": _text_or_none,
     "ray_device_key": _text_or_none,
     "graph_class": _class_or_none,

@@ -285,7 +285,7 @@ def as_installed(distribution: Distribution) -> LockedPackage:
             read.add(SETTINGS_GROUP)
         # Groups of other hosts may change without harm.
         points = [point for point in distribution.entry_points if point.group in read]
-        files = digest_of_wheel(_rows(distribution))
+        files = digest_of_wheel(_record_rows(distribution))
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise PluginError(f"its metadata cannot be read: {described(error)}") from error
     offers = sorted(f"{point.group}: {point.name} = {point.value}" for point in points)
@@ -303,7 +303,7 @@ def provider_of(distribution: Distribution) -> Provider:
     return Provider(fields["name"][0], fields["version"][0])
 
 
-def _rows(distribution: Distribution) -> Sequence[tuple[str, str, str]]:
+def _record_rows(distribution: Distribution) -> Sequence[tuple[str, str, str]]:
     """Return the rows of the RECORD of a distribution.
 
     Raises:
@@ -365,7 +365,7 @@ def hashed_files(distribution: Distribution) -> list[str]:
         PluginError: there is no RECORD, or the RECORD is malformed.
         ValueError, OSError: the RECORD cannot be read.
     """
-    return [path for path, digest, _ in _rows(distribution) if digest]
+    return [path for path, digest, _ in _record_rows(distribution) if digest]
 
 
 def damage(distribution: Distribution) -> str | None:
@@ -375,7 +375,7 @@ def damage(distribution: Distribution) -> str | None:
         PluginError: the RECORD is malformed.
     """
     # RECORD itself and compiled bytecode have no hash.
-    hashed = [row for row in _rows(distribution) if row[1]]
+    hashed = [row for row in _record_rows(distribution) if row[1]]
     places = places_of(path for path, _, _ in hashed)
     root = _root_of(distribution)
     for path, digest, size in hashed:

@@ -132,12 +132,12 @@ def _loaded(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         raise PlatformError(
             f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be "
             f"used: {described(error)}",
-            _place_of(offer, spec, cls, error),
+            _place_of_platform_error(offer, spec, cls, error),
         ) from error
     return platform, defaults
 
 
-def _place_of(offer: Offer, spec: Any, cls: Any, error: BaseException) -> str | None:
+def _place_of_platform_error(offer: Offer, spec: Any, cls: Any, error: BaseException) -> str | None:
     """Return ``file:line`` of the code of a platform that raised, or else of the class.
 
     Args:

@@ -195,7 +195,7 @@ def _probed(offer: Offer, machine: Machine) -> tuple[PlatformSpec, Evidence]:
         if not isinstance(spec, PlatformSpec):
             raise ProbeFailed(
                 f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec",
-                _place_of(spec),
+                _place_of_function(spec),
             )
         with own_interrupts_as_errors():
             evidence = spec.probe(machine)
@@ -397,10 +397,10 @@ def _place_of_probe(offer: Offer, spec: PlatformSpec) -> str:
         _, _, path = offer.value.partition("[")[0].partition(":")
         for part in path.strip().split("."):
             named = getattr(named, part, None)
-    return _place_of(named) or offer.value
+    return _place_of_function(named) or offer.value
 
 
-def _place_of(named: Any) -> str | None:
+def _place_of_function(named: Any) -> str | None:
     """Return ``file:line`` of a function, ``None`` for other objects."""
     with suppress(ValueError):  # of functions that wrap each other
         named = inspect.unwrap(named)

@@ -68,8 +68,8 @@ def _needed(file: BinaryIO, is_wide: bool, order: str) -> list[str]:
             strings = value
     if not names:
         return []
-    start = _place_of(strings, segments)
-    return [_text(file, start + name) for name in names]
+    start = _offset_of(strings, segments)
+    return [_text_at(file, start + name) for name in names]
 
 
 def _segments(file: BinaryIO, is_wide: bool, order: str) -> Iterator[tuple[int, ...]]:
@@ -104,7 +104,7 @@ def _facts(
     if begin is None:
         return []
     pair = struct.Struct(order + _PAIRS[is_wide])
-    place = _place_of(begin, segments)
+    place = _offset_of(begin, segments)
     file.seek(place)
     content = file.read(_MOST * pair.size)
     whole = len(content) // pair.size * pair.size
@@ -116,7 +116,7 @@ def _facts(
     return facts
 
 
-def _place_of(address: int, segments: Sequence[tuple[int, ...]]) -> int:
+def _offset_of(address: int, segments: Sequence[tuple[int, ...]]) -> int:
     """Return the place in the file of an address in memory.
 
     Raises:
@@ -133,6 +133,6 @@ def _place_of(address: int, segments: Sequence[tuple[int, ...]]) -> int:
     return place
 
 
-def _text(file: BinaryIO, place: int) -> str:
+def _text_at(file: BinaryIO, place: int) -> str:
     file.seek(place)
     return os.fsdecode(file.read(_LONGEST).partition(b"\0")[0])

@@ -222,7 +222,7 @@ def _modules_reached(model: nn.Module) -> set[nn.Module]:
 
 def _rows_of_op(path: str, op: CustomOp, is_reached: bool) -> Iterator[ExplainedOp]:
     """Yield the row of an op, then a row for each form that a layer calls beside its children."""
-    row = _row(path, op.op_class, op.binding, op.binding.kernel_name)
+    row = _explained_op(path, op.op_class, op.binding, op.binding.kernel_name)
     if not is_reached:
         yield replace(row, reason=_SPARED, runs=False)
         return
@@ -234,11 +234,11 @@ def _rows_of_op(path: str, op: CustomOp, is_reached: bool) -> Iterator[Explained
         return
     for form in op.forms():
         choice = choice_of(form)
-        form_row = _row(path, choice.op_class, choice.binding, choice.kernel_name)
+        form_row = _explained_op(path, choice.op_class, choice.binding, choice.kernel_name)
         yield replace(form_row, provider=choice.provider, reason=choice.reason)
 
 
-def _row(path: str, cls: type, binding: Binding, kernel: str) -> ExplainedOp:
+def _explained_op(path: str, cls: type, binding: Binding, kernel: str) -> ExplainedOp:
     name = op_name_of(binding.replacement.target, host_state()) or ""
     decision = binding.decision
     # The winner is the first candidate.

@@ -144,14 +144,14 @@ def register_functional(
         made = Functional(native, op, fake, mutates, random, differentiable)
         provider = discover().provider_of(native.__module__)
         host_state().declare(
-            f"functional form {made.name}", provider, functools.partial(_add, made)
+            f"functional form {made.name}", provider, functools.partial(_declare_form, made)
         )
         return made
 
     return decorate
 
 
-def _add(form: Functional[..., Any]) -> Callable[[], None]:
+def _declare_form(form: Functional[..., Any]) -> Callable[[], None]:
     """Register a form under its name, and return the undo."""
     forms = host_state().registry.forms
     known = forms.get(form.name)

@@ -73,7 +73,7 @@ class Setup:
     @classmethod
     def of_row(cls, row: Any) -> Setup:
         """Return the setup of plain data."""
-        return cls(**{field.name: _text(row[field.name]) for field in fields(cls)})
+        return cls(**{field.name: _expect_text(row[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,12 @@ class TimedChoice:
         Raises:
             ValueError: a time is no time.
         """
-        seconds = {_text(shape): float(value) for shape, value in row["seconds"].items()}
+        seconds = {_expect_text(shape): float(value) for shape, value in row["seconds"].items()}
         if not seconds or not all(0 < value < math.inf for value in seconds.values()):
             raise ValueError("it holds times that are none")
-        return cls(_text(row["choice"]), _provider(row), _text(row["kernel"]), seconds)
+        return cls(
+            _expect_text(row["choice"]), _provider(row), _expect_text(row["kernel"]), seconds
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class LeftOut:
     @classmethod
     def of_row(cls, row: Any) -> LeftOut:
         """Return the candidate of plain data."""
-        return cls(_text(row["choice"]), _provider(row), _text(row["reason"]))
+        return cls(_expect_text(row["choice"]), _provider(row), _expect_text(row["reason"]))
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class OpMeasurement:
         """
         chosen = row["chosen"]
         threads = int(row["threads"])
-        when = _text(row["when"])
+        when = _expect_text(row["when"])
         candidates = tuple(map(TimedChoice.of_row, row["candidates"]))
         left_out = tuple(map(LeftOut.of_row, row["left_out"]))
         ran = [each.choice for each in candidates]
@@ -471,10 +473,12 @@ def _take(lock: int) -> bool:
 def _provider(row: Any) -> Provider:
     provider = row["provider"]
     version = provider["version"]
-    return Provider(_text(provider["name"]), None if version is None else _text(version))
+    return Provider(
+        _expect_text(provider["name"]), None if version is None else _expect_text(version)
+    )
 
 
-def _text(value: Any) -> str:
+def _expect_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.80} stands for a text")
     return value

@@ -329,10 +329,10 @@ SHADOWS = StateValue[dict[object, Shadow]](dict)
 def shadow_report() -> ShadowReport:
     """List the kernels under shadow mode in this process, with their counts and differences."""
     shadows = sorted(SHADOWS.get().values(), key=lambda each: (each.op, each.kernel))
-    return ShadowReport(tuple(map(_row, shadows)))
+    return ShadowReport(tuple(map(_shadow_row, shadows)))
 
 
-def _row(shadow: Shadow) -> ShadowRow:
+def _shadow_row(shadow: Shadow) -> ShadowRow:
     _, _, remark = str(shadow).partition("; ")
     counts = shadow.calls, shadow.compared, shadow.drifted
     return ShadowRow(

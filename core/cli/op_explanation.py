@@ -79,7 +79,7 @@ class _OpExplanation:
             "decision": self.decision.to_dict(),
             "variants": variants,
             "forms": [dataclasses.asdict(form) for form in self.forms],
-            "inactive": [_as_dict(replacement) for replacement in self.inactive],
+            "inactive": [_replacement_as_dict(replacement) for replacement in self.inactive],
             "not_installed": self.packages,
         }
 
@@ -124,7 +124,7 @@ def _inactive(target: type) -> list[Replacement]:
     return [each for each in declared if each not in state.active]
 
 
-def _as_dict(replacement: Replacement) -> dict[str, Any]:
+def _replacement_as_dict(replacement: Replacement) -> dict[str, Any]:
     provider = replacement.provider.to_dict()
     return {
         "class": replacement.cls.__qualname__,

@@ -85,12 +85,12 @@ def _print_details(ops: dict[str, type]) -> None:
 def _print_as_json(ops: dict[str, type], here: dict[type, KernelHere]) -> None:
     platforms = inventory.declared_platforms()
     unknown = {platform.name: platform.unknown for platform in platforms if platform.unknown}
-    rows = [_as_dict(name, cls, here, platforms) for name, cls in ops.items()]
+    rows = [_op_as_dict(name, cls, here, platforms) for name, cls in ops.items()]
     data = {"platform": current_platform().name, "ops": rows, "unknown": unknown}
     print_json("opgraft.ops.list/2", data)
 
 
-def _as_dict(
+def _op_as_dict(
     name: str, op: type, here: dict[type, KernelHere], platforms: list[DeclaredPlatform]
 ) -> dict[str, Any]:
     def row(cls: type) -> dict[str, Any]:

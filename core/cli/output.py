@@ -232,7 +232,7 @@ def _take_settings(options: dict[str, Any]) -> dict[str, Any]:
         if text is not None:
             values[name] = parse_text(name, text)
     for option in (_EAGER, _COMPILATION):
-        _add(values, option, options.pop(_parameter_of(option)))
+        _add_option(values, option, options.pop(_parameter_of(option)))
     return values
 
 
@@ -263,7 +263,7 @@ def _with_options(
     return click.option(_EAGER, is_flag=True, help="compile nothing: -O 0")(run)
 
 
-def _add(values: dict[str, Any], option: str, given: Any) -> None:
+def _add_option(values: dict[str, Any], option: str, given: Any) -> None:
     """Add the settings of an option with vLLM's spelling.
 
     Raises:

@@ -177,14 +177,14 @@ def _print_as_json(
         "devices": wanted.devices,
         "batch": wanted.batch,
         "context": wanted.context,
-        "splits": [_as_dict(row) for row in fitting],
+        "splits": [_fitting_as_dict(row) for row in fitting],
         "refused": [{**_sizes(row), "reason": row.reason} for row in refused],
         "least_devices": least,
     }
     print_json("opgraft.plan/1", data)
 
 
-def _as_dict(row: Fitting) -> dict[str, Any]:
+def _fitting_as_dict(row: Fitting) -> dict[str, Any]:
     return {
         **_sizes(row),
         "weight_bytes": row.weight_bytes,

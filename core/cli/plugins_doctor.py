@@ -164,7 +164,7 @@ def examine() -> dict[str, Any]:
         for note in record.notes:
             notes.append(Problem(record.provider, f"plugin {record.name} {note}"))
     return {
-        "plugins": [_as_dict(record) for record in records],
+        "plugins": [_plugin_as_dict(record) for record in records],
         "findings": [finding.to_dict() for finding in findings],
         "notes": as_dicts(notes),
     }
@@ -186,7 +186,7 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     return list(dict.fromkeys(all_findings))
 
 
-def _as_dict(record: PluginRecord) -> dict[str, Any]:
+def _plugin_as_dict(record: PluginRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "provider": record.provider.to_dict(),

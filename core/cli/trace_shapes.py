@@ -82,7 +82,7 @@ def command(
     with answers_apart():
         counts = trace_model(model, tokens, on_meta=on_meta)
         _save(ModelShapes(Path(model).name, counts), file)
-        rows = [_row(call, count) for call, count in counts.items()]
+        rows = [_call_row(call, count) for call, count in counts.items()]
         print_table(("count", "form", "arguments"), rows)
 
 
@@ -93,6 +93,6 @@ def _save(shapes: ModelShapes, file: Path) -> None:
     click.echo(printable(told), err=True)
 
 
-def _row(call: FormCall, count: int) -> tuple[object, ...]:
+def _call_row(call: FormCall, count: int) -> tuple[object, ...]:
     arguments = [f"{name}={value}" for name, value in call.arguments]
     return count, call.form, ", ".join(arguments)

@@ -108,18 +108,18 @@ def _print_as_json(model: str, found: Verification, script: Path | None) -> None
     departure = None
     if found.departure:
         inputs = list(found.departure.inputs)
-        departure = {**_row(found.departure.place), "inputs": inputs, "script": str(script)}
+        departure = {**_module_row(found.departure.place), "inputs": inputs, "script": str(script)}
     data = {
         "model": model,
         "platform": selected_platform().platform.name,
-        "places": [_row(place) for place in found.places],
+        "places": [_module_row(place) for place in found.places],
         "unreached": list(found.unreached),
         "departure": departure,
     }
     print_json("opgraft.verify/1", data)
 
 
-def _row(place: ComparedModule) -> dict[str, Any]:
+def _module_row(place: ComparedModule) -> dict[str, Any]:
     served = [{**asdict(each), "provider": each.provider.to_dict()} for each in place.served]
     return {
         "path": place.path,

@@ -274,7 +274,7 @@ def _expect_fitting(x: Tensor, expected: ExpectedInput, symbols: dict[str, int])
     if x.dtype != expected.dtype or x.device.type != expected.device.type:
         wanted = f"{expected.dtype} on {expected.device}"
         raise _unfit(expected, f"{x.dtype} on {x.device}", wanted)
-    if 0 in x.shape or not _fits(x, expected, symbols):
+    if 0 in x.shape or not _has_sizes(x, expected, symbols):
         sizes = ", ".join(map(str, expected.sizes))
         raise _unfit(expected, f"the shape {tuple(x.shape)}", f"[{sizes}], none of them 0")
 
@@ -330,7 +330,7 @@ def _reaches(distance: int, places: Sequence[tuple[int, int]]) -> bool:
     return any(n < size and _reaches(abs(distance - n * stride), rest) for n in (steps, steps + 1))
 
 
-def _fits(x: Tensor, expected: ExpectedInput, symbols: dict[str, int]) -> bool:
+def _has_sizes(x: Tensor, expected: ExpectedInput, symbols: dict[str, int]) -> bool:
     """Return True if a tensor has the expected sizes.
 
     Args:

@@ -97,7 +97,7 @@ class Pieces:
 
         results = end.args[0]
         self._constants = [each for each in results if not isinstance(each, fx.Node)]
-        self._returned = [_place_of(each, places) for each in results]
+        self._returned = [_place_among(each, places) for each in results]
         kept = {*self._returned, *map(places.__getitem__, held)}
         self._parts = _parts_of(self.pieces, runs, places, kept)
 
@@ -141,6 +141,6 @@ def _parts_of(
     return parts[::-1]
 
 
-def _place_of(result: Any, places: Mapping[fx.Node, int]) -> int | None:
+def _place_among(result: Any, places: Mapping[fx.Node, int]) -> int | None:
     # A constant has no place.
     return places[result] if isinstance(result, fx.Node) else None

@@ -343,7 +343,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value)
 
 
-def _as_dict(value: Any) -> Any:
+def _as_mapping(value: Any) -> Any:
     # The spelling of the command line works in Python, too.
     if isinstance(value, str):
         return _parse_mapping(value, "a mapping")
@@ -409,10 +409,10 @@ KINDS: dict[str, SettingType] = {
         "INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple
     ),
     "Mapping[str, str]": SettingType(
-        "MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict
+        "MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_mapping
     ),
     "Mapping[str, bool]": SettingType(
-        "FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_dict
+        "FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_mapping
     ),
 }
 """By annotation, without ``| None``."""

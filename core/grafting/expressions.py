@@ -99,7 +99,7 @@ def product_form(*factors: Expression) -> Expression:
 
 def sum_form(*terms: Expression) -> Expression:
     """Return the sum of expressions."""
-    return functools.reduce(_add, terms)
+    return functools.reduce(_sum_of, terms)
 
 
 def activated_form(argument: Expression) -> dict[str, Expression]:
@@ -318,7 +318,7 @@ def _div(a: Expression, other: Expression) -> Expression:
     return _mul(a, _pow(other, -1))
 
 
-def _add(a: Expression, other: Expression) -> Expression:
+def _sum_of(a: Expression, other: Expression) -> Expression:
     constant = 0.0
     terms: list[Expression] = []
 
@@ -342,7 +342,7 @@ def _add(a: Expression, other: Expression) -> Expression:
 
 
 def _sub(a: Expression, other: Expression) -> Expression:
-    return _add(a, _mul(-1.0, other))
+    return _sum_of(a, _mul(-1.0, other))
 
 
 def _mean(a: Expression, dim: Any, keepdim: bool = False) -> Expression:
@@ -377,7 +377,7 @@ def _layer_norm(
 
     centred = _sub(input, ("mean", input))
     variance = ("mean", _pow(centred, 2))
-    normed = _mul(centred, _pow(_add(variance, eps), -0.5))
+    normed = _mul(centred, _pow(_sum_of(variance, eps), -0.5))
     if weight is None and bias is None:
         # No parameter fixes the size of a row.
         return ("rows", normalized_shape[0], normed)
@@ -385,7 +385,7 @@ def _layer_norm(
     if weight is not None:
         normed = _mul(normed, weight)
 
-    return normed if bias is None else _add(normed, bias)
+    return normed if bias is None else _sum_of(normed, bias)
 
 
 def _to(a: Expression, dtype: Any = None, other: Any = None) -> Expression:
@@ -424,7 +424,7 @@ def _function(name: str) -> Callable[[Expression], Expression]:
 
 _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..., Any], ...]]] = [
     # rule, names as a tensor method, functions
-    (_add, ("add",), (operator.add, torch.add)),
+    (_sum_of, ("add",), (operator.add, torch.add)),
     (_sub, ("sub", "subtract"), (operator.sub, torch.sub, torch.subtract)),
     (lambda a: _mul(-1.0, a), ("neg",), (operator.neg, torch.neg)),
     (_mul, ("mul", "multiply"), (operator.mul, torch.mul, torch.multiply)),

@@ -168,7 +168,7 @@ def _sound_rows(infos: Sequence[Any], start: int) -> tuple[list[Any], list[str]]
     problems = [f"tensor {name!r:.200} occurs {n} times" for name, n in times.items() if n > 1]
     for info in infos:
         try:
-            rows.append(_row(info, start, gguf))
+            rows.append(_tensor_row(info, start, gguf))
         except ValueError as error:
             problems.append(f"tensor {info[0]!r:.200}: {error}")
     return rows, problems
@@ -253,7 +253,7 @@ def _read_info(cursor: _Cursor) -> _TensorInfo:
     return name, sizes[::-1], kind, offset
 
 
-def _row(info: _TensorInfo, start: int, gguf: Any) -> TensorRow:
+def _tensor_row(info: _TensorInfo, start: int, gguf: Any) -> TensorRow:
     """Return the row of a tensor.
 
     Args:

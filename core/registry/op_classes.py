@@ -164,7 +164,7 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
         fails = _failing_call(target, native, accepted, offered)
     text = (
         f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
-        f"{target.__qualname__}.{reference} at {_place_of(target, reference)}: {fails or problem}. "
+        f"{target.__qualname__}.{reference} at {_place_of_method(target, reference)}: {fails or problem}. "
         f"Accept every call that {target.__name__} accepts; further parameters must be optional."
     )
     if fails:
@@ -232,7 +232,7 @@ def _failing_call_of_opgraft(accepted: Signature, offered: Signature) -> str | N
     return exchanged or rejected_call(Calls(by_position=names).narrowed(accepted), offered)
 
 
-def _place_of(cls: type, method: str) -> str:
+def _place_of_method(cls: type, method: str) -> str:
     """Return ``file:line`` of a method; of the class, if only a base outside of opgraft has it."""
     owner = definer(cls, method)
     return location_of(vars(owner)[method] if owner else cls)

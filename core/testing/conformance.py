@@ -241,7 +241,7 @@ def _cases_of(subject: Subject, check: Check) -> Iterator[Case]:
         yield Case(subject.name, check.name)
         return
     for dtype in subject.dtypes:
-        yield Case(subject.name, check.name, _text(dtype))
+        yield Case(subject.name, check.name, _dtype_name(dtype))
 
 
 def _answer_of(subject: Subject, check: Check, named: str | None) -> CheckAnswer:
@@ -254,7 +254,7 @@ def _answer_of(subject: Subject, check: Check, named: str | None) -> CheckAnswer
         dtypes = (getattr(torch, named),)
     # A part of the engine has no form, and takes the dtypes of its contract.
     if subject.spec:
-        missing = [_text(dtype) for dtype in dtypes if dtype not in subject.dtypes]
+        missing = [_dtype_name(dtype) for dtype in dtypes if dtype not in subject.dtypes]
         if missing:
             return CheckAnswer(skipped=f"platform or form takes no {' or '.join(missing)}")
     # A part without a form has one trial without a variant.
@@ -273,5 +273,5 @@ def _tried(check: Check, trial: Trial) -> CheckAnswer:
         raise AssertionError(f"variant {trial.variant!r}: {said}") from error
 
 
-def _text(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -135,7 +135,7 @@ def ask_suite(
 def _claims(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the claims of a manifest as plain data."""
     capabilities = [name for name, claimed in manifest["capabilities"].items() if claimed]
-    dtypes = [_text(dtype) for dtype in manifest["supported_dtypes"]]
+    dtypes = [_dtype_name(dtype) for dtype in manifest["supported_dtypes"]]
     return {"device_type": manifest["device_name"], "dtypes": dtypes, "capabilities": capabilities}
 
 
@@ -221,10 +221,10 @@ def _dtype_of(item: pytest.Item) -> str | None:
     # An item without parameters has no such attribute.
     callspec = vars(item).get("callspec")
     dtype = callspec.params.get("dtype") if callspec else None
-    return _text(dtype) if isinstance(dtype, torch.dtype) else None
+    return _dtype_name(dtype) if isinstance(dtype, torch.dtype) else None
 
 
-def _text(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

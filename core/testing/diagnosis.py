@@ -59,7 +59,7 @@ def diagnose() -> list[Finding]:
     """Find everything wrong with loaded plugins. A check that crashes is a finding, not an end."""
     found: list[Finding] = []
     # One faulty plugin must not hide the faults of others.
-    for check in CHECKS:
+    for check in DOCTOR_CHECKS:
         try:
             found += check()
         except KeyboardInterrupt:
@@ -694,7 +694,7 @@ def _target(replacement: Replacement) -> Any:
     return replacement.target
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+DOCTOR_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
     failing_methods,

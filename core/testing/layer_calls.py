@@ -19,12 +19,12 @@ Built = tuple[nn.Module, tuple[Any, ...]]
 """A layer, and the positional arguments of a call."""
 
 
-def _rows() -> torch.Tensor:
+def _example_rows() -> torch.Tensor:
     return torch.ones(_TOKENS, _SIZE)
 
 
 def _of_sizes(layer: Any) -> Callable[[], Built]:
-    return lambda: (layer(_SIZE, _SIZE), (_rows(),))
+    return lambda: (layer(_SIZE, _SIZE), (_example_rows(),))
 
 
 def _linear() -> nn.Module:
@@ -36,37 +36,37 @@ def _embedding() -> Built:
 
 
 def _linear_act() -> Built:
-    return ops.LinearAct(_linear(), nn.GELU()), (_rows(),)
+    return ops.LinearAct(_linear(), nn.GELU()), (_example_rows(),)
 
 
 def _mlp() -> Built:
-    return ops.MLP(_linear(), nn.GELU(), _linear()), (_rows(),)
+    return ops.MLP(_linear(), nn.GELU(), _linear()), (_example_rows(),)
 
 
 def _linear_add_norm() -> Built:
-    return ops.LinearAddNorm(_linear(), ops.LayerNorm(_SIZE)), (_rows(), _rows())
+    return ops.LinearAddNorm(_linear(), ops.LayerNorm(_SIZE)), (_example_rows(), _example_rows())
 
 
 def _experts() -> Built:
     chosen = torch.zeros(_TOKENS, 1, dtype=torch.int64)
-    return ops.Experts(2, _SIZE, _SIZE), (_rows(), chosen, torch.ones(_TOKENS, 1))
+    return ops.Experts(2, _SIZE, _SIZE), (_example_rows(), chosen, torch.ones(_TOKENS, 1))
 
 
 def _parts(layer: Any) -> Callable[[], Built]:
-    return lambda: (layer(_SIZE, [_SIZE, _SIZE]), (_rows(),))
+    return lambda: (layer(_SIZE, [_SIZE, _SIZE]), (_example_rows(),))
 
 
 def _heads() -> Built:
-    return ops.QKVParallelLinear(_SIZE, _SIZE // 2, 2), (_rows(),)
+    return ops.QKVParallelLinear(_SIZE, _SIZE // 2, 2), (_example_rows(),)
 
 
 def _logits() -> Built:
     head = ops.ParallelLMHead(_SIZE, _SIZE)
-    return ops.LogitsProcessor(_SIZE), (head, _rows())
+    return ops.LogitsProcessor(_SIZE), (head, _example_rows())
 
 
 def _unscaled_norm() -> Built:
-    return ops.UnscaledRMSNorm(), (_rows(),)
+    return ops.UnscaledRMSNorm(), (_example_rows(),)
 
 
 LAYERS: Mapping[type, Callable[[], Built]] = MappingProxyType(

@@ -69,7 +69,7 @@ def _gradients(spec: OpSpec, variant: str) -> None:
         checks.check_gradients(spec, variant, call)
 
 
-CHECKS: Mapping[str, Check] = {
+PROOF_CHECKS: Mapping[str, Check] = {
     "values": _values,
     "strides": _strides,
     "effects": _effects,
@@ -84,7 +84,7 @@ CHECKS: Mapping[str, Check] = {
 def checks_of(spec: OpSpec) -> list[str]:
     """Return the names of the checks for a form: gradients only if they are defined."""
     differentiable = spec.differentiable and not spec.functional.mutates
-    return [name for name in CHECKS if name != "gradients" or differentiable]
+    return [name for name in PROOF_CHECKS if name != "gradients" or differentiable]
 
 
 def prove(spec: OpSpec, family: ModuleType | str) -> ProofRecord:
@@ -103,7 +103,7 @@ def prove(spec: OpSpec, family: ModuleType | str) -> ProofRecord:
         names = checks_of(spec)
         for name in names:
             for variant in spec.variants:
-                CHECKS[name](spec, variant)
+                PROOF_CHECKS[name](spec, variant)
         compared = set()
         for variant in spec.variants:
             compared |= set(checks.check_outside(spec, variant, spec.functional))

@@ -24,7 +24,7 @@ class Card:
     memory: int | None = None
 
 
-def _rows() -> Iterable[tuple[Iterable[int], Card]]:
+def _card_rows() -> Iterable[tuple[Iterable[int], Card]]:
     yield (0x0BD5, 0x0BD6), Card("Data Center GPU Max 1550", "Xe-HPC", 2, 128)
     yield (0x0B69,), Card("Data Center GPU Max 1450", "Xe-HPC", 2, 128)
     yield (0x0BD7, 0x0BD8), Card("Data Center GPU Max 1350", "Xe-HPC", 2, 96)
@@ -42,4 +42,4 @@ def _rows() -> Iterable[tuple[Iterable[int], Card]]:
     yield range(0x674C, 0x6751), Card("Crescent Island", "Xe3P")
 
 
-CARDS = {identity: card for identities, card in _rows() for identity in identities}
+CARDS = {identity: card for identities, card in _card_rows() for identity in identities}

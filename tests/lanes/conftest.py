@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,3 +52,18 @@ def plugin(
     for name in set(sys.modules) - before:
         if name.startswith("opgraft_"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def whole_kit(built_plugin: Callable[[str], Path]) -> Callable[[str], str]:
+    """Run a plugin's own test file, where every check of the kit must pass; returns the last line."""
+
+    def run(name: str) -> str:
+        environ = {**os.environ, "PYTHONPATH": str(built_plugin(name))}
+        tests = str(REFERENCE_PLUGINS / name / "tests")
+        command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", tests]
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stdout
+        return ran.stdout.splitlines()[-1]
+
+    return run

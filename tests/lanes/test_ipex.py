@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import re
 import zlib
 from collections.abc import Callable
 from unittest.mock import Mock
@@ -88,6 +89,11 @@ def test_the_plugin_is_activated_on_the_real_extension() -> None:
     assert chosen == [
         f"Ipex{name}.forward_cpu" for name in ("RMSNorm", "RotaryEmbedding", "SiluAndMul")
     ]
+
+
+def test_the_whole_kit(whole_kit: Callable[[str], str]) -> None:
+    """The plugin's own test file passes: every check of the kit, in each dtype."""
+    assert re.search(r"\d\d+ passed", whole_kit("opgraft-ipex"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable
 from unittest.mock import Mock
@@ -248,6 +249,11 @@ ATTENTION = {  # query, key, value, arguments
     ),
     "other value size, scale": ((2, 2, 9, 8), (2, 2, 7, 8), (2, 2, 7, 5), {"scale": 0.7}),
 }
+
+
+def test_the_whole_kit_of_pallas(whole_kit: Callable[[str], str]) -> None:
+    """The plugin's own test file passes: every check of the kit, in each dtype."""
+    assert re.search(r"\d\d+ passed", whole_kit("opgraft-pallas"))
 
 
 @pytest.fixture

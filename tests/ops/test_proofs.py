@@ -13,7 +13,7 @@ from opgraft.ops import SiluAndMul
 from opgraft.ops.spec import Outside
 from opgraft.testing import proof_records, sources
 from opgraft.testing.catalogue import FAMILIES, SPECS
-from opgraft.testing.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
+from opgraft.testing.proof import PROOF_CHECKS, SETTINGS, checks_of, expect_native, prove
 from opgraft.testing.proof_records import ProofRecord, State
 
 RECORD = ProofRecord(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), ())
@@ -162,7 +162,7 @@ def test_only_native_definitions_are_proved() -> None:
 def test_proving_a_form_yields_its_record() -> None:
     """What is proved here and now is what the file says."""
     record = prove(SPECS["silu_and_mul"], "opgraft.ops.activation.spec")
-    assert record.checks == (*CHECKS, "outside")
+    assert record.checks == (*PROOF_CHECKS, "outside")
     assert record == proof_records.recorded()["silu_and_mul"]
 
 

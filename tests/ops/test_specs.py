@@ -17,7 +17,7 @@ from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import FAMILIES, SPECS
-from opgraft.testing.proof import CHECKS, checks_of
+from opgraft.testing.proof import PROOF_CHECKS, checks_of
 
 Case = tuple[OpSpec, str]
 
@@ -123,7 +123,7 @@ def made(check: str, spec: OpSpec, variant: str) -> Any:
 )
 def test_check(check: str, spec: OpSpec, variant: str) -> None:
     """What 'make prove' proves of native definitions holds for whatever is bound here."""
-    CHECKS[check](spec, variant)
+    PROOF_CHECKS[check](spec, variant)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype) -> None
 
 def test_no_check_is_left_out() -> None:
     """The list of checks is that of the proof, which says what each claims."""
-    assert SAMPLES.keys() == CHECKS.keys()
+    assert SAMPLES.keys() == PROOF_CHECKS.keys()
 
 
 @pytest.mark.parametrize(

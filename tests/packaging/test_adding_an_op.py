@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
@@ -178,6 +179,14 @@ def run(package: Path, *command: str) -> str:
     return child.stdout
 
 
+def changed_files(copy: Path) -> set[str]:
+    """Return the source files of the package that a copy has new or changed."""
+    installed = Path(opgraft.__file__).parents[1]
+    sources = {str(path.relative_to(copy)) for path in (copy / "opgraft").rglob("*.py")}
+    unchanged, *_ = filecmp.cmpfiles(installed, copy, sources, shallow=False)
+    return sources - set(unchanged)
+
+
 def test_the_lists_of_families_are_current() -> None:
     """``make op-pages`` writes these lists, so that nobody else has to."""
     for path, text in op_lists.all_lists(REPOSITORY / "core").items():
@@ -211,7 +220,11 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     new_family.mkdir()
     for name, source in NEW_FAMILY.items():
         (new_family / name).write_text(source.lstrip(), encoding="utf-8")
+    by_hand = {f"{FAMILY}/{name}" for name in ("functional.py", "modules.py", "spec.py")}
+    by_hand |= {f"opgraft/ops/powers/{name}" for name in NEW_FAMILY}
+    assert changed_files(tmp_path) == by_hand
     run(tmp_path, sys.executable, "tools/op_lists.py", "opgraft")
+    assert changed_files(tmp_path) == by_hand | {"opgraft/functional.py", "opgraft/ops/__init__.py"}
     options = [
         "-q",
         "--import-mode=importlib",

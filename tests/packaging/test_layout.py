@@ -29,6 +29,11 @@ OF_OTHERS = {
     "support": "helpers of tests",
 }
 """Folders of tests without a folder of the package, each with its subject."""
+WITHOUT_TESTS = {
+    "compat": "private parts of torch, tested where they are used",
+    "kernels": "names of other modules, held by tests/packaging/test_public_imports.py",
+}
+"""Folders of the package without a folder of tests, each with its reason."""
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +59,13 @@ def test_folders_map_to_packages(pyproject: dict[str, Any]) -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """Each folder of tests has the name of a folder of the package, or stands in the table with its subject."""
+    """Each folder of the package has a folder of tests, and the other way round, or stands in a table with a reason."""
     mirrored = {path.parent.name for path in (REPOSITORY / "core").glob("*/__init__.py")}
     mirrored |= FOLDERS.keys() - {"core"}
     folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
     assert sorted(folders - mirrored - OF_OTHERS.keys()) == []
     assert sorted(OF_OTHERS.keys() & mirrored) == []
+    assert sorted(mirrored - folders) == sorted(WITHOUT_TESTS)
 
 
 def test_helpers_of_tests_live_in_one_folder() -> None:

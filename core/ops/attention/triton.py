@@ -355,7 +355,7 @@ def write_kv_cache_kernel(
     _store_row(value, row, exists, head_size, tile_columns)
 
 
-def _fits(x: Tensor, cache: Tensor) -> bool:
+def _kernel_takes(x: Tensor, cache: Tensor) -> bool:
     """Return True if the kernels take the cache and heads like those of ``x``.
 
     Heads must be narrow enough. Each block of the cache must be contiguous, and share no memory
@@ -404,7 +404,7 @@ def tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
 @replaces(definitions.write_kv_cache)
 def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     definitions.expect_writable(key, value, cache, slots)
-    if not (_fits(key, cache) and value.dtype == key.dtype):
+    if not (_kernel_takes(key, cache) and value.dtype == key.dtype):
         definitions.write_kv_cache.native(key, value, cache, slots)
         return
     if not key.numel():
@@ -445,7 +445,7 @@ def paged_attention(
 ) -> Tensor:
     definitions.expect_pages(query, cache, block_table, query_start_loc, seq_lens)
     definitions.expect_settings(query, sliding_window, logits_soft_cap, sinks)
-    if not _fits(query, cache):
+    if not _kernel_takes(query, cache):
         return definitions.paged_attention.native(
             query,
             cache,

@@ -91,7 +91,7 @@ def linear(
     return y + residual
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _shapes_agree(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True if the arguments are right.
 
     Every call of a layer asks. The checks with messages take many times as long.
@@ -111,7 +111,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ``ValueError`` unless ``linear`` takes the arguments. Proxies of ``torch.fx`` pass."""
     # A nested tensor has no sizes to compare.
-    if not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias):
+    if not isinstance(x, Tensor) or x.is_nested or _shapes_agree(x, weight, bias):
         return
     op = "linear"
     expect_floating(op, "x", x)

@@ -193,7 +193,7 @@ def missing() -> str | None:
     """Return the reason why oneDNN computes nothing on this machine, or ``None``."""
     absent = onednn.missing()
     platform = current_platform()
-    if absent is None and not _rows(PACKED, platform):
+    if absent is None and not _row_ranges(PACKED, platform):
         stated = ", ".join(cpu_features(platform)) or "none"
         measured = ", ".join(PACKED)
         absent = (
@@ -263,7 +263,7 @@ def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
     packable = len(shape) == 2 and columns > 0 and onednn.missing(dtype) is None
     found = []
     for table in (PACKED, DIRECT):
-        row = rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER
+        row = rows_for(_row_ranges(table, platform), dtype, shape.numel()) if packable else NEVER
         found.append(ElementRange(*(rows * max(columns, 1) for rows in row[1:])))
     least = min(each.least for each in found)
     return Ranges(least, *found)
@@ -271,7 +271,7 @@ def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
 
 def pays_packed(weight: Tensor) -> bool:
     """Return True if packing pays here for the weight's size and dtype, for any number of rows."""
-    rows = _rows(PACKED, current_platform())
+    rows = _row_ranges(PACKED, current_platform())
     return rows_for(rows, weight.dtype, weight.numel()) is not NEVER
 
 
@@ -282,7 +282,7 @@ def rows_for(
     return next((row for row in rows.get(dtype, ()) if size >= row.size), NEVER)
 
 
-def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[RowRange]]:
+def _row_ranges(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[RowRange]]:
     features = cpu_features(platform)
     return next((rows for feature, rows in table.items() if feature in features), {})
 

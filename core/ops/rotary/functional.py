@@ -114,7 +114,7 @@ def rotary_embedding(
         ValueError: a position is outside the table, the tokens are not those of ``positions``, a
             last dimension is no multiple of ``head_size``, or dtypes or devices do not fit.
     """
-    cos_sin = _rows("rotary_embedding", positions, cos_sin_cache)
+    cos_sin = _table_rows("rotary_embedding", positions, cos_sin_cache)
     return _rotated_pair("rotary_embedding", query, key, cos_sin, head_size, is_neox_style)
 
 
@@ -170,7 +170,7 @@ def mrope(
         raise ValueError(
             f"mrope: positions have shape {tuple(positions.shape)}, expected [3, num_tokens]"
         )
-    rows = _rows("mrope", positions, cos_sin_cache)
+    rows = _table_rows("mrope", positions, cos_sin_cache)
     expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
     cos_sin = _by_section(rows, mrope_section, interleaved)
     return _rotated_pair("mrope", query, key, cos_sin, head_size, is_neox_style)
@@ -247,11 +247,11 @@ def dual_chunk_rotary_embedding(
     before = place + length
     further = torch.full_like(place, min(2 * length - 1, chunk_size))
     other_places = (before.clamp(max=chunk_size), further, before, place + chunk_size)
-    own_rows = _rows(op, place, cos_sin_cache)
+    own_rows = _table_rows(op, place, cos_sin_cache)
     first, rotated_key = _rotated_pair(op, query, key, own_rows, head_size, is_neox_style)
     queries = [first]
     for other in other_places:
-        rows = _rows(op, other, cos_sin_cache)
+        rows = _table_rows(op, other, cos_sin_cache)
         queries.append(_rotated_heads(op, "query", query, rows, head_size, is_neox_style))
     return torch.cat(queries, dim=-1), rotated_key
 
@@ -270,7 +270,7 @@ def chunk_length(chunk_size: int, local_size: int) -> int:
     return chunk_size - local_size
 
 
-def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+def _table_rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
     """Return the table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
     expect_integers(op, "positions", positions)
     expect_floating(op, "cos_sin_cache", cos_sin_cache)

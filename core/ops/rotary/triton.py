@@ -327,7 +327,7 @@ def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
     return viewed if viewed.stride(-1) == 1 else viewed.contiguous()
 
 
-def _fits(
+def _kernel_takes(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor
 ) -> bool:
     """Return True if the kernel takes these; else the native definition runs or raises."""
@@ -407,7 +407,7 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    if not _fits(positions, query, key, head_size, cos_sin_cache):
+    if not _kernel_takes(positions, query, key, head_size, cos_sin_cache):
         return definitions.rotary_embedding.native(
             positions, query, key, head_size, cos_sin_cache, is_neox_style
         )
@@ -425,7 +425,7 @@ def rotary_embedding_(
     cos_sin_cache: Tensor,
     is_neox_style: bool = True,
 ) -> None:
-    fits = _fits(positions, query, key, head_size, cos_sin_cache)
+    fits = _kernel_takes(positions, query, key, head_size, cos_sin_cache)
     if not (fits and writable(query) and writable(key) and apart(query, key)):
         rotated = rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
         query.copy_(rotated[0])
@@ -451,7 +451,7 @@ def mrope(
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     of_three = positions.dim() >= 2 and positions.shape[0] == 3
-    if not (of_three and _fits(positions[0], query, key, head_size, cos_sin_cache)):
+    if not (of_three and _kernel_takes(positions[0], query, key, head_size, cos_sin_cache)):
         return definitions.mrope.native(
             positions,
             query,
@@ -488,7 +488,7 @@ def dual_chunk_rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     op = "dual_chunk_rotary_embedding"
     length = definitions.chunk_length(chunk_size, local_size)
-    fits = _fits(positions, query, key, head_size, cos_sin_cache)
+    fits = _kernel_takes(positions, query, key, head_size, cos_sin_cache)
     if not fits or cos_sin_cache.shape[0] < length + chunk_size:
         return definitions.dual_chunk_rotary_embedding.native(
             positions, query, key, head_size, cos_sin_cache, chunk_size, local_size, is_neox_style

@@ -83,10 +83,10 @@ def note_answer(output: RequestOutput) -> None:
     tokens = sum(len(answer.token_ids) for answer in answers)
     reasons = [answer.finish_reason or "none" for answer in answers]
     # A request may have several prompts.
-    _add(facts, OUTPUT_TOKENS, tokens)
-    _add(facts, CACHED_TOKENS, output.num_cached_tokens)
-    _add(facts, FINISH_REASONS, reasons)
+    _add_fact(facts, OUTPUT_TOKENS, tokens)
+    _add_fact(facts, CACHED_TOKENS, output.num_cached_tokens)
+    _add_fact(facts, FINISH_REASONS, reasons)
 
 
-def _add(facts: dict[str, Any], name: str, value: Any) -> None:
+def _add_fact(facts: dict[str, Any], name: str, value: Any) -> None:
     facts[name] = facts[name] + value if name in facts else value

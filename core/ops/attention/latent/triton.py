@@ -195,7 +195,7 @@ def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tenso
     )
 
 
-def _fits(query: Tensor, cache: Tensor, rank: int) -> bool:
+def _kernel_takes(query: Tensor, cache: Tensor, rank: int) -> bool:
     """Return True if the kernel takes the cache and the queries; else the native form runs."""
     if cache.dtype != query.dtype or rank * query.element_size() > WIDEST_LATENT:
         return False
@@ -213,7 +213,7 @@ def mla_paged_attention(
     scale: float,
 ) -> Tensor:
     definitions.expect_latents(query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank)
-    if not _fits(query, cache, kv_lora_rank):
+    if not _kernel_takes(query, cache, kv_lora_rank):
         return definitions.mla_paged_attention.native(
             query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank, scale
         )

@@ -141,7 +141,7 @@ def attention_quant_kernel(
     store_quantized(q + column, attended.to(dtype), by, highest_code, inside)
 
 
-def _fits(
+def _kernel_takes(
     query: Tensor, key: Tensor, value: Tensor, output_scale: Tensor, dtype: torch.dtype
 ) -> bool:
     """Return True if the kernel takes the tensors. Otherwise the separate kernels run."""
@@ -178,7 +178,7 @@ def scaled_dot_product_attention_quant_fp8_static(
     enable_gqa: bool = False,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
-    if attn_mask is None and _fits(query, key, value, output_scale, dtype):
+    if attn_mask is None and _kernel_takes(query, key, value, output_scale, dtype):
         heads, key_heads = query.shape[-3], key.shape[-3]
         shares_heads = enable_gqa and heads % key_heads == 0
         if heads == key_heads or shares_heads:

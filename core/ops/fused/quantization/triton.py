@@ -277,7 +277,7 @@ def _norm(
     return q, scale, total
 
 
-def _fits(x: Tensor, *others: tuple[Tensor | None, Sequence[int]]) -> bool:
+def _kernel_takes(x: Tensor, *others: tuple[Tensor | None, Sequence[int]]) -> bool:
     """Return True if tensors have the wanted shapes, and the device and a dtype of kernels."""
     for tensor, shape in others:
         if tensor is None:
@@ -292,7 +292,7 @@ def _fits(x: Tensor, *others: tuple[Tensor | None, Sequence[int]]) -> bool:
 def _fits_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool:
     if residual is not None and residual.dtype != x.dtype:
         return False
-    return bool(x.dim()) and _fits(x, (residual, x.shape), (weight, x.shape[-1:]))
+    return bool(x.dim()) and _kernel_takes(x, (residual, x.shape), (weight, x.shape[-1:]))
 
 
 @replaces(definitions.rms_norm_quant_fp8_static)

@@ -105,7 +105,7 @@ def expect_fitting(
     op = "lora"
     wanted = _shapes(y, x, a, b, sizes)
     # Every call of a layer asks. The checks with messages take many times as long.
-    if _fits(y, x, a, b, bounds, wanted):
+    if _shapes_agree(y, x, a, b, bounds, wanted):
         return
     expect_floating(op, "y", y)
     if not x.is_floating_point():
@@ -123,7 +123,7 @@ def expect_fitting(
             expect_same_dtype(op, name, tensor, "y", y)
 
 
-def _fits(
+def _shapes_agree(
     y: Tensor,
     x: Tensor,
     a: Tensor,

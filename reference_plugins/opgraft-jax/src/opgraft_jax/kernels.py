@@ -20,7 +20,7 @@ def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> Tensor:
     """Compute ``opgraft.functional.rms_norm``."""
-    if variance_size is not None or not _taken(x) or not _fits(x.shape[-1:], weight):
+    if variance_size is not None or not _taken(x) or not _kernel_takes(x.shape[-1:], weight):
         return functional.rms_norm.native(x, weight, eps, variance_size)
     out: Tensor = torch.ops.opgraft.jax_rms_norm(x, weight, eps)
     return out
@@ -34,7 +34,7 @@ def fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``opgraft.functional.fused_add_rms_norm``."""
-    taken = _taken(x) and _alike(x, residual) and _fits(x.shape[-1:], weight)
+    taken = _taken(x) and _alike(x, residual) and _kernel_takes(x.shape[-1:], weight)
     if variance_size is not None or not taken:
         return functional.fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
     out, total = torch.ops.opgraft.jax_fused_add_rms_norm(x, residual, weight, eps)
@@ -43,7 +43,7 @@ def fused_add_rms_norm(
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Compute ``opgraft.functional.gemma_rms_norm``."""
-    if not _taken(x) or not _fits(x.shape[-1:], weight):
+    if not _taken(x) or not _kernel_takes(x.shape[-1:], weight):
         return functional.gemma_rms_norm.native(x, weight, eps)
     out: Tensor = torch.ops.opgraft.jax_gemma_rms_norm(x, weight, eps)
     return out
@@ -53,7 +53,7 @@ def fused_add_gemma_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """Compute ``opgraft.functional.fused_add_gemma_rms_norm``."""
-    if not _taken(x) or not _alike(x, residual) or not _fits(x.shape[-1:], weight):
+    if not _taken(x) or not _alike(x, residual) or not _kernel_takes(x.shape[-1:], weight):
         return functional.fused_add_gemma_rms_norm.native(x, residual, weight, eps)
     out, total = torch.ops.opgraft.jax_fused_add_gemma_rms_norm(x, residual, weight, eps)
     return out, total
@@ -69,7 +69,7 @@ def layer_norm(
     """Compute ``opgraft.functional.layer_norm``."""
     sizes = tuple(normalized_shape)
     taken = sizes and _taken(x) and x.shape[-len(sizes) :] == sizes
-    if not taken or not _fits(sizes, weight) or not _fits(sizes, bias):
+    if not taken or not _kernel_takes(sizes, weight) or not _kernel_takes(sizes, bias):
         return functional.layer_norm.native(x, normalized_shape, weight, bias, eps)
     out: Tensor = torch.ops.opgraft.jax_layer_norm(x, len(sizes), weight, bias, eps)
     return out
@@ -110,7 +110,7 @@ def _alike(x: Tensor, residual: Tensor) -> bool:
     return _taken(residual) and residual.shape == x.shape and residual.dtype == x.dtype
 
 
-def _fits(sizes: Sequence[int], weight: Tensor | None) -> bool:
+def _kernel_takes(sizes: Sequence[int], weight: Tensor | None) -> bool:
     """Return True if there is no weight, or JAX can take the weight, and it has these sizes."""
     if weight is None:
         return True

@@ -60,7 +60,7 @@ class PallasAttention(ScaledDotProductAttention):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return ``[..., heads, queries, value_size]``, as ``torch``'s function of this name."""
-        if attn_mask is not None or dropout_p or not _fits(query, key, value, enable_gqa):
+        if attn_mask is not None or dropout_p or not _kernel_takes(query, key, value, enable_gqa):
             return self.forward_native(
                 query,
                 key,
@@ -76,7 +76,7 @@ class PallasAttention(ScaledDotProductAttention):
         return attended
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+def _kernel_takes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """Return True if the kernel takes these dtypes and shapes."""
     if query.dtype not in DTYPES or query.dim() < 3:
         return False

@@ -31,7 +31,7 @@ def names(plugin: str, as_json: bool) -> None:
     except OpgraftError as error:
         raise click.ClickException(printable(str(error))) from error
     if as_json:
-        click.echo(json.dumps(_as_dict(offer, found), indent=2))
+        click.echo(json.dumps(_offer_as_dict(offer, found), indent=2))
         return
     answered = len(found.answered)
     missing = len(found.missing)
@@ -62,7 +62,7 @@ def _listed(plugin: str) -> tuple[Offer, Listing]:
     return meant, listing_of(*sorted(packages))
 
 
-def _as_dict(offer: Offer, found: Listing) -> dict[str, object]:
+def _offer_as_dict(offer: Offer, found: Listing) -> dict[str, object]:
     return {
         "distribution": offer.provider.to_dict(),
         "answered": {row.name: row.place for row in found.answered},

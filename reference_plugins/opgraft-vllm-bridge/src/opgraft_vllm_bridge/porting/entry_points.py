@@ -268,7 +268,7 @@ class _Setup(cst.CSTTransformer):
         if keyword == "entry_points":
             return argument.with_changes(value=self._moved(cst.ensure_type(value, cst.Dict)))
         if keyword == "install_requires" and isinstance(value, cst.List):
-            kept = [one for one in value.elements if not needs_vllm(_text(one.value) or "")]
+            kept = [one for one in value.elements if not needs_vllm(_literal_text(one.value) or "")]
             added = cst.Element(_quoted(requirement()))
             return argument.with_changes(value=value.with_changes(elements=[*kept, added]))
         return argument
@@ -299,7 +299,7 @@ def _group_of(element: cst.BaseDictElement) -> str | None:
     """Return the key of a dictionary's element, or None if the key is no text."""
     if not isinstance(element, cst.DictElement):
         return None
-    return _text(element.key)
+    return _literal_text(element.key)
 
 
 def _entries(group: str, value: cst.BaseExpression) -> Iterable[tuple[str, str]]:
@@ -307,7 +307,7 @@ def _entries(group: str, value: cst.BaseExpression) -> Iterable[tuple[str, str]]
     nodes = [value]
     if isinstance(value, (cst.List, cst.Tuple)):
         nodes = [one.value for one in value.elements]
-    for line in map(_text, nodes):
+    for line in map(_literal_text, nodes):
         if line is None or "=" not in line:
             raise InputError(
                 f"setup.py: the entry points of {group} are no texts such as "
@@ -321,7 +321,7 @@ def _quoted(text: str) -> cst.SimpleString:
     return cst.SimpleString(f'"{text}"')
 
 
-def _text(node: cst.CSTNode | None) -> str | None:
+def _literal_text(node: cst.CSTNode | None) -> str | None:
     """Return the text of a string literal, or None for another node."""
     if not isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
         return None

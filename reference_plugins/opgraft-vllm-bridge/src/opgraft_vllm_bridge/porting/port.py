@@ -129,14 +129,14 @@ def _groups(
             )
             made.uncovered.append(Uncovered(file, 1, f"vllm.platform_plugins {name}", advice))
             continue
-        _add(made, f"{folder}opgraft_device.py", device_module(module, function, classes[0]))
+        _add_file(made, f"{folder}opgraft_device.py", device_module(module, function, classes[0]))
         groups["opgraft.platforms"] = {name: f"{package}.opgraft_device:SPEC"}
     functions = [_target(name, target) for name, target in points.general.items()]
     packages = [_package(source, module) for module, _ in functions]
     if functions:
         package, folder = packages[0]
         text = plugin_module(functions, scoped=bool(points.platforms))
-        _add(made, f"{folder}opgraft_plugin.py", text)
+        _add_file(made, f"{folder}opgraft_plugin.py", text)
         groups["opgraft.plugins"] = {next(iter(points.general)): f"{package}.opgraft_plugin"}
     return groups
 
@@ -209,7 +209,7 @@ def _left_in_lines(content: bytes) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _add(made: Ported, path: str, text: str) -> None:
+def _add_file(made: Ported, path: str, text: str) -> None:
     """Add a file to the port.
 
     Raises:
