@@ -176,6 +176,8 @@ def _expect(what: str, found: Tensor, expected: Tensor) -> None:
         )
 
 
+# A view of an ordinary tensor in inference mode is an error of XLA: all tensors are made in it.
+@torch.inference_mode()
 def check_attention_layout(
     make: Callable[..., Attention] = Attention,
     dtype: torch.dtype = torch.float32,
@@ -254,7 +256,7 @@ def _in_chunks(
             device=cache.device,
         )
         inputs = _inputs_between(sequences, done, so_far)
-        with torch.inference_mode(), attending(batch):
+        with attending(batch):
             attended = layer(*inputs)
         parts = attended.split(chunks)
         for result, part in zip(results, parts, strict=True):

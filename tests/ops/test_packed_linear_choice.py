@@ -185,11 +185,11 @@ BF16 = ("avx2", "avx512_bf16")
         (BF16, (1024, 1024), torch.float32, "none", (1, 2048)),
         (BF16, (384, 384), torch.float32, "none", (16, 2048)),
         (BF16, (128, 128), torch.float32, "none", None),
-        (("avx2",), (1024, 1024), torch.float32, "none", (2, 24)),
-        (("avx2",), (1024, 1024), torch.float32, "silu", (2, 8)),
-        (("avx2",), (4096, 2048), torch.float32, "none", (2, 32)),
-        (("avx2",), (4096, 2048), torch.float32, "silu", (2, 16)),
-        (("avx2",), (512, 512), torch.float32, "none", None),
+        (("avx2",), (1024, 1024), torch.float32, "none", (2, 128)),
+        (("avx2",), (1024, 1024), torch.float32, "silu", (2, 24)),
+        (("avx2",), (4096, 2048), torch.float32, "none", (2, 256)),
+        (("avx2",), (4096, 2048), torch.float32, "silu", (2, 24)),
+        (("avx2",), (256, 256), torch.float32, "none", None),
         (("asimd", "bf16"), (1024, 1024), torch.float32, "none", None),
         *(
             [(BF16, (128, 128), torch.bfloat16, "none", (1, 2048))]

@@ -255,7 +255,9 @@ def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
 
 def _broadcast(shape: Sequence[int], other: Sequence[int]) -> bool:
     """Return True if two shapes broadcast with each other."""
-    sizes = zip(shape[::-1], other[::-1], strict=False)
+    shared = min(len(shape), len(other))
+    # Dynamo of torch 2.9 takes zip() of one length alone.
+    sizes = zip(shape[len(shape) - shared :], other[len(other) - shared :], strict=True)
     return all(size in (1, to) or to == 1 for size, to in sizes)
 
 

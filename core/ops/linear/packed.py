@@ -63,7 +63,7 @@ _FAST_PLAIN = (
 )
 _SLOW_PLAIN = (RowRange(1 << 19, 1), RowRange(1 << 17, 16))
 _ALWAYS = (RowRange(1 << 14, 1),)
-_FEW_ROWS = (RowRange(1 << 23, 2, 32, 16), RowRange(1 << 19, 2, 24, 8))
+_ON_AVX2 = (RowRange(1 << 23, 2, 256, 24), RowRange(1 << 18, 2, 128, 24))
 
 Table = Mapping[str, Mapping[torch.dtype, Sequence[RowRange]]]
 
@@ -71,7 +71,7 @@ PACKED: Table = MappingProxyType(
     {
         "avx512_fp16": MappingProxyType({torch.float32: _FAST_PLAIN, torch.bfloat16: _ALWAYS}),
         "avx512_bf16": MappingProxyType({torch.float32: _SLOW_PLAIN, torch.bfloat16: _ALWAYS}),
-        "avx2": MappingProxyType({torch.float32: _FEW_ROWS}),
+        "avx2": MappingProxyType({torch.float32: _ON_AVX2}),
     }
 )
 """Instruction set → dtype → the ranges in which a packed weight pays, large weights first.
@@ -83,10 +83,13 @@ ratios of torch's linear to the packed one. torch's float32 linear is tuned for 
 arithmetic: there torch wins for up to 3 rows (ratio 0.3 to 0.9), and for many rows of large weights
 (0.9). Between, packing wins by 1.0 to 2.8, and in bfloat16 by 1.0 to 2.5. On CPUs with bfloat16
 arithmetic only, packing wins by 1.1 to 4.1 (more on Zen 5 than on Zen 4), for one row from half a
-million weights on. On a core of Zen 3, which has AVX2 only, packing wins by 1.0 to 2.9 for 2 to 32
-rows, and torch wins for more (0.8 to 0.98). With a fused GELU packing wins for 2 to 8 rows, or to
-16 of large weights, and torch wins for more (0.6 to 0.9). CPUs with AVX-512 and without these
-bfloat16 and fp16 instructions take the row of AVX2, unmeasured. All others do not pack.
+million weights on.
+
+On Zen 3, which has AVX2 only, packing wins by 1.0 to 3.9 on two cores, and by 0.9 to 2.1 on one
+core, up to 128 rows, or 256 of large weights. For more, torch wins on one core (0.85 to 0.95). With
+a fused GELU packing wins up to 24 rows, by 0.97 to 3.1 and 0.83 to 1.75, and torch wins for many
+(0.6 to 0.9). CPUs with AVX-512 and without these bfloat16 and fp16 instructions take the row of
+AVX2, unmeasured. All others do not pack.
 """
 
 DIRECT: Table = MappingProxyType(
