@@ -110,23 +110,25 @@ class Keeping:
     code: object
     is_clean: bool = False
 
+    def step(self) -> AbstractContextManager[None]:
+        return _NOTHING if self.is_clean else self._undone()
+
     @contextmanager
-    def step(self) -> Iterator[None]:
-        if self.is_clean:
-            yield
-            return
+    def _undone(self) -> Iterator[None]:
         with kept(self.what, self.provider, self.code) as found:
             yield
         self.is_clean = not any(found)
 
 
-@contextmanager
+_NOTHING = nullcontext()
+
+
 def told_when_late(
     what: str,
     provider: Provider | None,
     time_limit: float | None = None,
     advice: str | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Log a warning if the code in this scope takes longer than ``PATIENCE``.
 
     Args:
@@ -136,8 +138,7 @@ def told_when_late(
         advice: a sentence on how to go without the code; the setting that leaves out a
             distribution otherwise.
     """
-    with _LATE.watched(_Step(what, provider, time_limit, advice)):
-        yield
+    return _Step(what, provider, time_limit, advice)
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,21 @@ def calls_told_when_late(
     Args:
         running: returns the call on a stack from its innermost frame, if there is one.
     """
-    return _LATE.watched(_Calls(running))
+    return _Calls(running)
 
 
-class _WatchedScope:
-    """A scope in a thread."""
+class _WatchedScope(AbstractContextManager[None]):
+    """A scope in a thread, from its construction on."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.began = time.monotonic()
+
+    def __enter__(self) -> None:
+        _LATE.begin(self)
+
+    def __exit__(self, *raised: object) -> None:
+        _LATE.finish(self)
 
     def look(self, now: float, is_innermost: bool) -> None:
         """Tell if code is late. An inner scope in the same thread may know more."""
@@ -196,11 +203,10 @@ class _Step(_WatchedScope):
         advice: str | None,
     ) -> None:
         super().__init__()
-        name = provider.name if provider else "<name>"
         self.what = what
         self.provider = provider
         self.time_limit = time_limit
-        self.advice = advice or f"{PLUGINS_DISABLE}={name} goes without it."
+        self.advice = advice
         self.late_from = self.began + PATIENCE
 
     def look(self, now: float, is_innermost: bool) -> None:
@@ -212,7 +218,9 @@ class _Step(_WatchedScope):
         limit = "" if self.time_limit is None else f", and stops it after {self.time_limit:g} s"
         words = f"still waiting for {self.what}: opgraft has waited for {PATIENCE:g} s{limit}."
         extra = self.provider.attributes() if self.provider else None
-        warnings.warning("%s %s", printable(words), printable(self.advice), extra=extra)
+        name = self.provider.name if self.provider else "<name>"
+        advice = self.advice or f"{PLUGINS_DISABLE}={name} goes without it."
+        warnings.warning("%s %s", printable(words), printable(advice), extra=extra)
 
 
 class _Calls(_WatchedScope):
@@ -275,16 +283,7 @@ class _Late:
         self.steps: list[_WatchedScope] = []
         self.thread: threading.Thread | None = None
 
-    @contextmanager
-    def watched(self, step: _WatchedScope) -> Iterator[None]:
-        """Look at a step while the scope lasts."""
-        self._begin(step)
-        try:
-            yield
-        finally:
-            self._end(step)
-
-    def _begin(self, step: _WatchedScope) -> None:
+    def begin(self, step: _WatchedScope) -> None:
         with self.lock:
             self.steps.append(step)
             if self.thread is None:
@@ -297,7 +296,7 @@ class _Late:
                     # Code in C that keeps Python's lock stops this thread, and not the watchdog.
                     WATCHDOG.restart(STUCK)
 
-    def _end(self, step: _WatchedScope) -> None:
+    def finish(self, step: _WatchedScope) -> None:
         with self.lock:
             if step in self.steps:
                 self.steps.remove(step)
