@@ -106,6 +106,7 @@ def sightings(machine: Machine) -> Iterator[Sighting]:
         addresses = _addresses_by_name(machine, kind)
         for name, of_name in addresses.items():
             yield Sighting(name, len(of_name), FOLDER, tuple(of_name), remedy)
+        # In a container the nodes may be there without PCI functions.
         if not addresses and kind.nodes:
             yield from _by_node(machine, kind)
     # macOS has neither PCI functions nor device nodes in files.

@@ -171,7 +171,7 @@ def same_precisions(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return not _changed(one, other)
 
 
-# At its first call in a process, torch 2.9 warns that the precision of products will have another name.
+# At the first call, torch 2.9 warns that the precision of products will have another name.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     _FIRST_PRECISIONS = precisions()

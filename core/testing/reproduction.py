@@ -34,7 +34,7 @@ import opgraft
 import torch
 from opgraft.binding.comparison import description_of
 from opgraft.config import config_from_fields, parse_text, set_config
-from opgraft.testing.verification import Call
+from opgraft.testing.verification import RepeatableCall
 
 SETTINGS = {settings}
 
@@ -42,7 +42,7 @@ sys.path[:0] = {paths}
 settings = config_from_fields({{name: parse_text(name, text) for name, text in SETTINGS.items()}})
 with set_config(settings):
     opgraft.load_plugins()
-    call = Call(**torch.load(Path(__file__).with_name("{case}"), weights_only=False))
+    call = RepeatableCall(**torch.load(Path(__file__).with_name("{case}"), weights_only=False))
     print(call.module)
     for value in (*call.args, *call.kwargs.values()):
         print("called with", description_of(value))
