@@ -60,7 +60,7 @@ class ScheduledPart(NamedTuple):
 
     A named tuple is cheap to make: each sequence and step has one.
 
-    For example, a prompt of 5 tokens is ``Scheduled(id, start=0, count=5, samples=True)``. The next
+    For example, a prompt of 5 tokens is ``ScheduledPart(id, start=0, count=5, samples=True)``. The next
     step has ``start=5, count=1`` and the sampled ``token``.
 
     Attributes:

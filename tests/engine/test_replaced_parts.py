@@ -160,10 +160,10 @@ def opgraft_register_ops():
 SAMPLED = {
     "sampled.tokens.fill_(10**6); return sampled": "the token 1000000, which no vocabulary of",
     "sampled.tokens.fill_(-2); return sampled": "the token -2, which no vocabulary of",
-    "return sampled.tokens": "returned a Tensor, expected opgraft's Sampled",
-    "return Sampled(sampled.tokens[:, None])": "returned tokens as torch.int64 [4, 1]",
-    "return Sampled(sampled.tokens.float())": "returned tokens as torch.float32 [4]",
-    "return Sampled([1])": "returned tokens as a list, expected a tensor [4]",
+    "return sampled.tokens": "returned a Tensor, expected opgraft's SampledTokens",
+    "return SampledTokens(sampled.tokens[:, None])": "returned tokens as torch.int64 [4, 1]",
+    "return SampledTokens(sampled.tokens.float())": "returned tokens as torch.float32 [4]",
+    "return SampledTokens([1])": "returned tokens as a list, expected a tensor [4]",
 }
 """By the last line of a sampler, what it returned."""
 
@@ -171,7 +171,7 @@ SAMPLED = {
 @pytest.mark.parametrize("line", SAMPLED)
 def test_a_wrong_sampler_is_named(checkpoint: Path, site: Site, line: str) -> None:
     """Its plugin, its place and the setting to go without it: no op is blamed for such a token."""
-    source = SAMPLER.format(line).replace("import Sampler", "import Sampled, Sampler")
+    source = SAMPLER.format(line).replace("import Sampler", "import SampledTokens, Sampler")
     site.plugin("odd-sampler", source)
     _, errors = served(engine(checkpoint))
     assert len(errors) == len(LENGTHS)

@@ -33,7 +33,7 @@ def sampled_by(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> Sample
 
 def _fault_of(sampled: Any, number: int, vocabulary: int) -> str:
     if not isinstance(sampled, SampledTokens):
-        return f"returned a {type(sampled).__name__}, expected opgraft's Sampled"
+        return f"returned a {type(sampled).__name__}, expected opgraft's SampledTokens"
     tokens: Any = sampled.tokens
     if not isinstance(tokens, Tensor):
         return f"returned tokens as a {type(tokens).__name__}, expected a tensor [{number}]"

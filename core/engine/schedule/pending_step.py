@@ -61,7 +61,7 @@ class PendingStep:
             token = request.output[-1]
         request.computing = self
         self.batch.append(request)
-        # The fields of Scheduled, in their order.
+        # The fields of ScheduledPart, in their order.
         fields = request.request_id, start, count, new_blocks, samples, token, draft
         # Half the time of a call of the class.
         self.sequences.append(tuple.__new__(ScheduledPart, fields))
