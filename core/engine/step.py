@@ -60,8 +60,8 @@ class ScheduledPart(NamedTuple):
 
     A named tuple is cheap to make: each sequence and step has one.
 
-    For example, a prompt of 5 tokens is ``ScheduledPart(id, start=0, count=5, samples=True)``. The next
-    step has ``start=5, count=1`` and the sampled ``token``.
+    For example, a prompt of 5 tokens is ``ScheduledPart(id, start=0, count=5, samples=True)``. The
+    next step has ``start=5, count=1`` and the sampled ``token``.
 
     Attributes:
         request_id: of its request.
