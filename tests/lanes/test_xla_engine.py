@@ -124,14 +124,6 @@ def places(core: EngineCore) -> list[int]:
     ]
 
 
-def test_the_cpu_client_joins_no_other_process(tiny: Path) -> None:
-    """The runtime itself gives the reason why ranks are refused here; on chips it has none."""
-    ranks = replaced(settings(tiny, **LIMITS), parallel={"tensor": 2})
-    reason = "XLA's CPU client joins no other process: .*devices_per_rank to 2"
-    with set_config(ranks), pytest.raises(ConfigError, match=reason):
-        EngineCore()
-
-
 def test_the_whole_engine_on_the_shape_of_smollm2(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
