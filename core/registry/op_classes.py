@@ -164,7 +164,8 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
         fails = _failing_call(target, native, accepted, offered)
     text = (
         f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
-        f"{target.__qualname__}.{reference} at {_place_of_method(target, reference)}: {fails or problem}. "
+        f"{target.__qualname__}.{reference} at {_place_of_method(target, reference)}: "
+        f"{fails or problem}. "
         f"Accept every call that {target.__name__} accepts; further parameters must be optional."
     )
     if fails:
