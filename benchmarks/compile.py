@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from unittest.mock import patch
 import torch
 from clocks import Seconds
 from compile_sides import (
+    KERNELS,
     PLAIN,
     QUANTIZED,
     SIDES,
@@ -68,6 +70,9 @@ EXCHANGES = ("all_reduce_rms_norm", "sequence_parallelism", "async_tensor_parall
 EXCHANGED_ROWS = 256
 
 SIZES = 50
+LEVELS = (0, 1, 2, 3)
+"""Of the engine."""
+
 ENGINE_BATCHES = (1, 32)
 ANSWER = 24
 """Tokens of an answer of the engine."""
@@ -251,58 +256,64 @@ def _first(side: str, shape: Shape, folder: Path) -> Seconds:
 
 
 def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare steps of engines that compile and of those that do not, each in one thread, and their starts."""
+    """Compare starts of engines that compile and of those that do not, and their steps at each level."""
     with tempfile.TemporaryDirectory() as folder:
-        compiled = {"level": 2, "cache": True, "cache_folder": folder}
         for dtype in arguments.dtypes:
-            began: list[list[Seconds]] = [[], []]
-            sides: list[tuple[Mapping[str, Any], list[Seconds]]] = [
-                ({"level": 0}, began[0]),
-                (compiled, began[1]),
-            ]
-            with Ranks(1) as filling:
-                filling.run(started, arguments.model, dtype, compiled)
-            for turn in range(arguments.rounds):
-                for settings, times in sides[:: 1 if turn % 2 else -1]:
-                    with Ranks(1) as ranks:
-                        times += ranks.run(started, arguments.model, dtype, settings)
-            yield later(f"warm start of the engine, -O2 minus -O0, {dtype}", began[1], began[0])
-            levels = [settings for settings, _ in sides]
-            yield from steps(arguments, arguments.model, dtype, levels)
-            yield from steps(
-                arguments,
-                unplanned(Path(folder) / "unplanned"),
-                dtype,
-                levels,
-                ", without a plan",
-            )
+            yield warm_starts(arguments, dtype, folder)
+            yield from steps(arguments, arguments.model, dtype, folder)
+            without_a_plan = unplanned(Path(folder) / "unplanned")
+            yield from steps(arguments, without_a_plan, dtype, folder, ", without a plan")
+            with patch.dict(os.environ, OPGRAFT_PLUGINS=""):
+                yield from steps(arguments, arguments.model, dtype, folder, f", without {KERNELS}")
+
+
+def compiled(level: int, folder: str) -> dict[str, Any]:
+    """Return the settings of an engine at this level, which keeps its code in the folder."""
+    kept = {"cache": True, "cache_folder": folder} if level else {}
+    return {"level": level, **kept}
+
+
+def warm_starts(arguments: argparse.Namespace, dtype: str, folder: str) -> Finding:
+    """Compare starts of engines at levels 0 and 2, which find their compiled code, in turns."""
+    began: dict[int, list[Seconds]] = {0: [], 2: []}
+    with Ranks(1) as filling:
+        filling.run(started, arguments.model, dtype, compiled(2, folder))
+    for turn in range(arguments.rounds):
+        for level in in_turn(began, turn):
+            with Ranks(1) as ranks:
+                began[level] += ranks.run(started, arguments.model, dtype, compiled(level, folder))
+    return later(f"warm start of the engine, -O2 minus -O0, {dtype}", began[2], began[0])
 
 
 def steps(
-    arguments: argparse.Namespace,
-    model: str,
-    dtype: str,
-    sides: Sequence[Mapping[str, Any]],
-    of: str = "",
+    arguments: argparse.Namespace, model: str, dtype: str, folder: str, of: str = ""
 ) -> Iterator[Finding]:
-    """Compare steps of two engines, one of which compiles.
+    """Compare steps of engines of all levels, each in one thread.
 
     Where a plan computes all layers in one call, the bound leaves a compiler what the other parts of the model take.
     """
-    with Ranks(1) as eager, Ranks(1) as fast:
-        for ranks, settings in zip((eager, fast), sides, strict=True):
-            ranks.run(started, model, dtype, settings)
+    with ExitStack() as stack:
+        engines = {level: stack.enter_context(Ranks(1)) for level in LEVELS}
+        for level, ranks in engines.items():
+            ranks.run(started, model, dtype, compiled(level, folder))
         for batch in ENGINE_BATCHES:
-            taken: list[list[Seconds]] = [[], []]
+            taken: dict[int, list[Seconds]] = {level: [] for level in LEVELS}
             for turn in range(arguments.rounds + 1):
-                for ranks, times in list(zip((eager, fast), taken, strict=True))[
-                    :: 1 if turn % 2 else -1
-                ]:
-                    seconds = ranks.run(decode, batch, ANSWER)[0].seconds
-                    times.append({"seconds": seconds, "cpu_seconds": seconds})
-            name = f"the engine's step{of}, -O2 / -O0, {dtype}, batch {batch}"
-            found = over(name, taken[1][1:], taken[0][1:], argparse.Namespace(cpu_time=False), 0.95)
-            yield found if of else replace(found, bound=eager.run(left_out, batch, ANSWER)[0])
+                for level in in_turn(engines, turn):
+                    seconds = engines[level].run(decode, batch, ANSWER)[0].seconds
+                    taken[level].append({"seconds": seconds, "cpu_seconds": seconds})
+            bound = None if of else engines[0].run(left_out, batch, ANSWER)[0]
+            for level in LEVELS[1:]:
+                name = f"the engine's step{of}, -O{level} / -O0, {dtype}, batch {batch}"
+                most = 0.95 if level == 2 else None
+                clock = argparse.Namespace(cpu_time=False)
+                found = over(name, taken[level][1:], taken[0][1:], clock, most)
+                yield replace(found, bound=bound)
+
+
+def in_turn(sides: Iterable[int], turn: int) -> list[int]:
+    """Return the sides in their order, and every second time in the other one."""
+    return list(sides)[:: 1 if turn % 2 else -1]
 
 
 def started(state: dict[str, Any], model: str, dtype: str, settings: Mapping[str, Any]) -> Seconds:
