@@ -268,8 +268,8 @@ def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def compiled(level: int, folder: str) -> dict[str, Any]:
-    """Return the settings of an engine at this level, which keeps its code in the folder."""
-    kept = {"cache": True, "cache_folder": folder} if level else {}
+    """Return the settings of an engine at this level. Generated code, of levels 2 and 3, is kept in the folder."""
+    kept = {"cache": True, "cache_folder": folder} if level > 1 else {}
     return {"level": level, **kept}
 
 
