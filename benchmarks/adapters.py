@@ -115,10 +115,11 @@ def main() -> None:
             f"{ROWS} requests, half of them with {half} adapters": ([*alone, *loras], BESIDE),
         }
         ratios: dict[str, list[float]] = {name: [] for name in compared}
-        for _ in range(arguments.rounds):
+        for number in range(1, arguments.rounds + 1):
             for name, (requests, _limit) in compared.items():
                 base = seconds(plain, [None] * len(requests), begin)
                 ratios[name].append(seconds(adapted, requests, begin) / base)
+            print(f"measured: round {number} of {arguments.rounds}", file=sys.stderr)
     rows = []
     for name, values in ratios.items():
         detail = f"{min(values):.3f} to {max(values):.3f} in {len(values)} rounds"

@@ -87,14 +87,23 @@ def staggered(number: int, seed: int) -> list[Prompt]:
     return [replace(prompt, max_tokens=lengths.randint(*LENGTHS)) for prompt in prompts]
 
 
-def served_cost(served: Served, work: Work, seed: int) -> Cost:
-    """Have a server answer the prompts of a seed, all at once."""
+SETTLE = 6.0
+"""Seconds in which a server makes and sends the spans of a round; OpenTelemetry sends each five seconds."""
+
+
+def served_cost(served: Served, work: Work, seed: int, settle: float = 0.0) -> Cost:
+    """Have a server answer the prompts of a seed, all at once.
+
+    The CPU time includes that of so many seconds after the answers.
+    """
     start, cpu = time.perf_counter(), process_cpu(served.pid)
     prompts = random_prompts(work.requests, WORDS, seed)
     outcomes = load(served, prompts, Load(concurrency=work.requests), tokens=work.tokens)
     if any(outcome.error or outcome.output_tokens != work.tokens for outcome in outcomes):
         raise SystemExit(f"a request to the server failed: {_failure(outcomes)}")
-    return Cost(time.perf_counter() - start, process_cpu(served.pid) - cpu)
+    seconds = time.perf_counter() - start
+    time.sleep(settle)
+    return Cost(seconds, process_cpu(served.pid) - cpu)
 
 
 def both_costs(model: str, work: Work, rounds: int) -> list[tuple[Cost, Cost]]:
@@ -128,7 +137,7 @@ def tracing(folder: Path, arguments: argparse.Namespace) -> Finding:
     ):
         # One more round, at the start, warms up.
         costs = [
-            (served_cost(plain, SHORT, seed), served_cost(traced, SHORT, seed))
+            (served_cost(plain, SHORT, seed, SETTLE), served_cost(traced, SHORT, seed, SETTLE))
             for seed in range(arguments.rounds + 1)
         ][1:]
     clock = "cpu_seconds" if arguments.cpu_time else "seconds"
