@@ -34,6 +34,7 @@ SHORT_NAMES: Mapping[str, str] = MappingProxyType(
         "max_num_seqs": "scheduler.max_num_seqs",
         "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
         "enable_chunked_prefill": "scheduler.chunked_prefill",
+        "long_prefill_token_threshold": "scheduler.long_prefill_token_threshold",
         "scheduling_policy": "scheduler.policy",
         "enable_lora": "lora.enabled",
         "max_loras": "lora.max_loras",

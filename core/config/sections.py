@@ -121,6 +121,11 @@ class SchedulerConfig(Section):
     chunked_prefill: bool = setting(
         "process long prompts in chunks beside other requests", default=True
     )
+    long_prefill_token_threshold: int | None = setting(
+        "prompts of more tokens leave room in a step for shorter requests; 0: they take all",
+        unset="a quarter of max_num_batched_tokens",
+        minimum=0,
+    )
     policy: str = setting(
         "order of requests: first come, first served, or by the priority of each",
         default="fcfs",
@@ -468,5 +473,10 @@ class ServerConfig(Section):
         "prefix of the names of metrics; under vllm, boards for vLLM show this server",
         default="opgraft",
         choices=("opgraft", "vllm"),
+    )
+    time_ops_every: int = setting(
+        "each so many steps, one step tells the time of each op for the metrics; 0: none does",
+        default=256,
+        minimum=0,
     )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

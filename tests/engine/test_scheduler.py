@@ -27,6 +27,56 @@ def test_a_prompt_comes_in_chunks_beside_decodes() -> None:
     assert last.sequences[1].samples
 
 
+def test_a_short_request_overtakes_long_prompts() -> None:
+    """Beside three prompts of 5,600 tokens, a short one has its first token in the step after its arrival."""
+    scheduler = make_scheduler(budget=2048, max_model_len=8192, num_blocks=5000)
+    for token in (1, 2, 3):
+        scheduler.add(request(f"long {token}", 5600, token=token))
+    assert counts(step(scheduler)) == {"long 1": 2048}
+    scheduler.add(request("short", 20, token=4))
+    second = step(scheduler)
+    assert counts(second) == {"long 1": 2028, "short": 20}
+    assert second.sequences[1].samples
+    # A decode gets its token, too, and the long prompts use the rest of each step.
+    assert counts(step(scheduler)) == {"long 1": 1524, "short": 1, "long 2": 523}
+
+
+def test_long_prompts_are_computed_while_short_ones_come() -> None:
+    """Each of the long prompts, in their order, is through in a bounded number of steps."""
+    scheduler = make_scheduler(budget=16, num_blocks=200)
+    for token in (1, 2):
+        scheduler.add(request(f"long {token}", 48, token=token))
+    seen: list[str] = []
+    for number in range(14):
+        # More than a step takes.
+        for short in range(6):
+            name = f"short {number} {short}"
+            scheduler.add(request(name, 4, token=3 + 6 * number + short, max_tokens=1))
+        seen += [each.request_id for each in step(scheduler).sequences if each.samples]
+    assert seen.index("long 1") < seen.index("long 2")
+    assert seen.index("short 0 0") < seen.index("long 1")
+
+
+def test_long_prompts_that_leave_no_room() -> None:
+    """With a threshold of 0, a long prompt takes the whole step, as it came first."""
+    scheduler = make_scheduler(budget=16, long_prefill_token_threshold=0)
+    scheduler.add(request("long", 40))
+    step(scheduler)
+    scheduler.add(request("short", 2, token=2))
+    assert counts(step(scheduler)) == {"long": 16}
+
+
+def test_a_long_prompt_leaves_no_room_to_less_urgent_ones() -> None:
+    """A short request of a worse priority waits, and an equal one does not."""
+    scheduler = make_scheduler(budget=16, policy="priority")
+    scheduler.add(request("long", 48))
+    step(scheduler)
+    scheduler.add(request("later", 2, token=2, priority=1))
+    assert counts(step(scheduler)) == {"long": 16}
+    scheduler.add(request("equal", 2, token=3))
+    assert counts(step(scheduler)) == {"long": 14, "equal": 2}
+
+
 def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
     """With chunked_prefill off a prompt is computed at once, and those behind it wait too."""
     scheduler = make_scheduler(budget=8, chunked=False)

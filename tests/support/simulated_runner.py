@@ -188,15 +188,17 @@ def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> 
         most = covered if scheduler.drafting is None else len(tables[request.request_id][0].blocks)
         assert most >= covered
         assert all(len(table.blocks) == most for table in tables[request.request_id])
-    if step.added:
-        last = max(
-            r.rank
-            for r in scheduler.running
-            if r.request_id in {new.request_id for new in step.added}
-        )
-        assert all(r.rank > last for r in scheduler.waiting if not scheduler._awaits_parent(r)), (
-            "somebody was overtaken"
-        )
+    names = {new.request_id for new in step.added}
+    added = [r for r in scheduler.running if r.request_id in names]
+    waiting = [r for r in scheduler.waiting if not scheduler._awaits_parent(r)]
+    short = scheduler._longest_short
+    # A short request may overtake a long prompt of its priority.
+    assert all(
+        earlier.rank > later.rank
+        or (earlier.num_tokens > short >= later.num_tokens and earlier.rank[0] == later.rank[0])
+        for earlier in waiting
+        for later in added
+    ), "somebody was overtaken"
     preempted_now = [
         r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed
     ]
@@ -357,6 +359,7 @@ def make_scheduler(
     depth: int = 1,
     drafts: int = 0,
     max_loras: int = 8,
+    long_prefill_token_threshold: int | None = None,
 ) -> Scheduler:
     """A scheduler with tables of blocks, and drafts of so many tokens at most, some of them right."""
     config = SchedulerConfig(
@@ -364,6 +367,7 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         chunked_prefill=chunked,
         policy=policy,
+        long_prefill_token_threshold=long_prefill_token_threshold,
     )
     speculation = SpeculationConfig(
         method="ngram" if drafts else None, max_tokens=drafts or 1, adaptive=False, exact=False

@@ -22,6 +22,9 @@ class PendingStep:
         reserved_tokens: tokens left that belong to a waiting request; running requests of a worse
             priority leave them alone.
         reserved_for_priority: priority of this waiting request.
+        reserved_for_short: tokens left that long prompts leave to shorter requests; ``None`` until
+            the step meets a long prompt.
+        has_long: a long prompt has had its choice of tokens.
         prompt_tokens: tokens of prompts, and tokens computed anew.
         batch: the requests of ``sequences``; ``None`` in place of a request that has left since.
         left: ids of the requests that have left: see ``drop_result_of``.
@@ -38,6 +41,8 @@ class PendingStep:
         self.places = places
         self.reserved_tokens = 0
         self.reserved_for_priority = 0
+        self.reserved_for_short: int | None = None
+        self.has_long = False
         self.prompt_tokens = 0
         self.batch: list[Request | None] = []
         self.left: set[str] = set()

@@ -11,6 +11,7 @@ with the rest of the budget. The workers compute the step, and ``update`` takes 
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from math import inf
@@ -20,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, SchedulerConfig
 from opgraft.engine.drafting.drafting import Drafting, drafting_of
 from opgraft.engine.lora.request import NO_LORA
 from opgraft.engine.request import FinishReason, Request
@@ -92,6 +93,7 @@ class Scheduler(PluggableClass):
         self.context_ropes = fits
         self.depth = depth
         self.adapters = adapters
+        self._longest_short = _longest_short(self.config)
         self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -169,6 +171,8 @@ class Scheduler(PluggableClass):
             self._rotate_outgrown()
         preempted = self._make_way(pending)
         if self._schedule_running(pending):
+            # Some of the short requests have their tokens now.
+            pending.reserved_for_short = None
             most = self._share_of_a_step(len(self._requests)) - len(pending.batch)
             # After a preemption, only the request that it was for is admitted.
             self._admit(pending, min(most, 1) if preempted else most)
@@ -344,7 +348,8 @@ class Scheduler(PluggableClass):
             count = 1
             draft: tuple[int, ...] = ()
             if missing != 1 or not budget:
-                count = self._count(request, request.num_computed, missing, budget)
+                room = self._room(request, missing, budget, pending)
+                count = self._count(request, request.num_computed, missing, room)
             elif drafting is not None:
                 draft = self._draft(drafting, request, budget)
                 count += len(draft)
@@ -433,7 +438,8 @@ class Scheduler(PluggableClass):
         """Admit waiting requests in order, at most ``most``, until the first misfit.
 
         Requests behind this one wait too, even if they would fit. Otherwise a long prompt might
-        wait for ever. A request that lacks no more than a slot for its adapter is no misfit.
+        wait for ever. A request that lacks no more than a slot for its adapter is no misfit, nor is
+        a long prompt that leaves its room to shorter requests.
         """
         while pending.budget and most:
             request = self._first_with_slot()
@@ -443,11 +449,74 @@ class Scheduler(PluggableClass):
             if prefix is None:
                 return
             missing = request.num_tokens - prefix.num_tokens
-            count = self._count(request, prefix.num_tokens, missing, pending.budget)
+            room = self._room(request, missing, pending.budget, pending)
+            if not room:
+                request = self._first_short(request.rank[0])
+                prefix = None if request is None else self._prefix_if_room(request)
+                if request is None or prefix is None:
+                    return
+                missing = request.num_tokens - prefix.num_tokens
+                room = pending.budget
+            count = self._count(request, prefix.num_tokens, missing, room)
             if not count:
                 return
             self._start(request, prefix, count, pending)
+            if pending.reserved_for_short and missing <= self._longest_short:
+                pending.reserved_for_short = max(pending.reserved_for_short - count, 0)
             most -= 1
+
+    def _room(self, request: Request, missing: int, budget: int, pending: PendingStep) -> int:
+        """Return the tokens of a step that a request may take.
+
+        A long prompt leaves to shorter requests what they want, up to the length of a short one.
+        The first long prompt of a step leaves at most half of what is left.
+
+        Args:
+            request: running, or the first waiting one.
+            missing: tokens of the request.
+            budget: tokens left for the request, if it is short.
+            pending: the step.
+        """
+        if missing <= self._longest_short or not self.config.chunked_prefill:
+            return budget
+        # Others were preempted for this one.
+        if pending.reserved_tokens and request.rank[0] <= pending.reserved_for_priority:
+            return budget
+        if pending.reserved_for_short is None:
+            pending.reserved_for_short = self._wanted_by_short(request.rank[0])
+        room = max(pending.budget - pending.reserved_for_short, 0)
+        # One long prompt gets on in each step, however many short requests come.
+        if not pending.has_long:
+            room = max(room, (pending.budget + 1) // 2)
+        pending.has_long = True
+        return min(budget, room)
+
+    def _wanted_by_short(self, priority: int) -> int:
+        """Return the tokens that short requests want and the step has not yet, up to a limit.
+
+        Args:
+            priority: requests of a worse one do not count.
+        """
+        most = self._longest_short
+        waiting = self.waiting if len(self.running) < self.config.max_num_seqs else ()
+        wanted = 0
+        for request in itertools.chain(self.running, waiting):
+            if request.rank[0] > priority:
+                continue
+            missing = request.num_tokens - request.num_computed
+            if missing <= most and request.computing is None:
+                wanted += missing
+                if wanted >= most:
+                    return most
+        return wanted
+
+    def _first_short(self, priority: int) -> Request | None:
+        """Return the first waiting request of a priority that may overtake long prompts."""
+        for request in self.waiting:
+            is_short = request.num_tokens <= self._longest_short and request.rank[0] == priority
+            if is_short and self._has_lora_place(request) and not self._awaits_parent(request):
+                return request
+        return None
 
     def _first_waiting(self) -> Request | None:
         """Return the first request that may be admitted.
@@ -628,6 +697,15 @@ class Scheduler(PluggableClass):
         """Put the requests parked for the prompt of ``parent`` back among the waiting ones."""
         for request in self._parked.pop(parent.request_id, ()):
             insort(self.waiting, request, key=_rank)
+
+
+def _longest_short(config: SchedulerConfig) -> int:
+    """Return the most missing tokens of a request that long prompts leave room for."""
+    given = config.long_prefill_token_threshold
+    if given is None:
+        return config.max_num_batched_tokens // 4
+    # With 0, no prompt is long.
+    return given or sys.maxsize
 
 
 def _shares_prompt(request: Request, parent: Request) -> bool:
