@@ -9,7 +9,11 @@ from opgraft.errors import HTTPError
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
 from opgraft.serving.server.call_reader import CallReader
-from opgraft.serving.server.chat_messages import for_template, template_values
+from opgraft.serving.server.chat_messages import (
+    THINKING_BUDGET,
+    for_template,
+    template_values,
+)
 from opgraft.serving.server.forms import OF_OPENAI
 from opgraft.serving.server.generating import Generating
 from opgraft.serving.server.passing import Passing
@@ -32,6 +36,7 @@ class Chat(Generating[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
         template = self._template(service.llm.engine.inputs.chat_template.source)
+        self._expect_budget(template)
         self.tools = Tools(body, template)
         tokenizer = service.llm.engine.inputs.expect_tokenizer()
         self._held = self._structured_output(tokenizer.special_token)
@@ -138,16 +143,33 @@ class Chat(Generating[ChatRequest]):
         )
         raise HTTPError(400, message, field="chat_template", code="unsupported_value")
 
+    def _expect_budget(self, template: str) -> None:
+        """Check that the template tells the model the most tokens of reasoning, if they are given.
+
+        Raises:
+            HTTPError: the template has no place for them.
+        """
+        if self.body.thinking_token_budget is None or THINKING_BUDGET in template:
+            return
+        message = (
+            "thinking_token_budget has a value that is not supported: the chat template of this "
+            f"model has no value {THINKING_BUDGET}, so leave it out, or lower max_tokens"
+        )
+        raise HTTPError(400, message, field="thinking_token_budget", code="unsupported_value")
+
     def _values(self) -> Mapping[str, Any]:
         """Return further values for the template."""
         given = template_values(self.body.chat_template_kwargs) or {}
+        values: dict[str, Any] = {}
         effort = self.body.reasoning_effort
-        if effort is None:
-            return given
-        values: dict[str, Any] = {"reasoning_effort": effort}
+        if effort is not None:
+            values["reasoning_effort"] = effort
         # Qwen's and other templates have a value of this name.
         if effort == "none":
             values["enable_thinking"] = False
+        budget = self.body.thinking_token_budget
+        if budget is not None:
+            values[THINKING_BUDGET] = budget
         return {**values, **given}
 
     def _reading(self) -> _SentCharacters:

@@ -20,6 +20,9 @@ _OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
 _TEMPLATE_FIELDS = {"role", "name", "tool_call_id"}
 _ROLES = {"developer": "system", "function": "tool"}
 
+THINKING_BUDGET = "thinking_budget"
+"""The name of the most tokens of reasoning in templates, such as that of Seed-OSS."""
+
 _INVALID = "invalid_json"
 """The name for arguments that are no JSON object."""
 

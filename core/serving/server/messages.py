@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opgraft.serving.server.chat import Chat
-from opgraft.serving.server.chat_messages import arguments_of
+from opgraft.serving.server.chat_messages import THINKING_BUDGET, arguments_of
 from opgraft.serving.server.messages_protocol import (
     CallBlock,
     CountRequest,
@@ -56,6 +56,9 @@ def chat_request(body: CountRequest) -> ChatRequest:
     # Qwen's and other templates have a value of this name.
     if body.thinking is not None:
         values = {"enable_thinking": body.thinking.type != "disabled", **values}
+        # Anthropic's clients have to send it, so a template without a place for it is no error.
+        if body.thinking.budget_tokens is not None:
+            values = {THINKING_BUDGET: body.thinking.budget_tokens, **values}
     return ChatRequest.model_validate(
         {
             **_sampling(body),

@@ -136,12 +136,13 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """Tells whether the model should reason."""
+    """Tells whether the model should reason, and for how many tokens."""
 
     place = "thinking."
-    without_effect = frozenset({"budget_tokens", "display"})
+    without_effect = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Whole | None = None
 
 
 class OutputFormat(Body):

@@ -559,6 +559,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Whole | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None

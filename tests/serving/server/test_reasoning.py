@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.serving.server.reasoning import ReasoningReader
-from support.servers import TEMPLATE, Server, serving
+from support.servers import TEMPLATE, Server, error_of, serving
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,10 @@ def reasoner(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A server with a template that begins each answer with reasoning. It never ends here."""
     template = tmp_path_factory.mktemp("templates") / "reasoning.jinja"
     effort = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
-    template.write_text(TEMPLATE + effort + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    budget = "{% if thinking_budget %}{{ thinking_budget }}{% endif %}"
+    template.write_text(
+        TEMPLATE + effort + budget + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    )
     with serving(checkpoint, "--chat-template", str(template)) as running:
         yield running
 
@@ -107,6 +110,22 @@ def test_the_effort_reaches_the_template(reasoner: Server) -> None:
     body = {"model": reasoner.model, "messages": messages, "output_config": {"effort": "high"}}
     counted = reasoner.post("/v1/messages/count_tokens", **body)
     assert counted.json() == {"input_tokens": chat}
+
+
+def test_the_budget_reaches_the_template(reasoner: Server, server: Server) -> None:
+    """The most tokens of reasoning are a value of the template; a template without a place for them refuses."""
+    plain = reasoner.chat().json()["usage"]["prompt_tokens"]
+    chat = reasoner.chat(thinking_token_budget=512).json()["usage"]["prompt_tokens"]
+    assert chat > plain
+    body = {
+        "messages": [{"role": "user", "content": "the cat"}],
+        "thinking": {"type": "enabled", "budget_tokens": 512},
+    }
+    counted = reasoner.post("/v1/messages/count_tokens", **body)
+    assert counted.json() == {"input_tokens": chat}
+    refused = error_of(server.chat(thinking_token_budget=512))
+    assert (refused["param"], refused["code"]) == ("thinking_token_budget", "unsupported_value")
+    assert server.post("/v1/messages/count_tokens", **body).status_code == 200
 
 
 def test_a_form_leaves_no_room_for_reasoning(reasoner: Server) -> None:
