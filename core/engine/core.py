@@ -32,7 +32,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.provenance import explain_exception
 from opgraft.config import OpgraftConfig
-from opgraft.engine.lora.held import HeldAdapters
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE, HeldAdapters
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.runner.cache_layout import CacheSizes, windows_of_all
@@ -70,6 +70,7 @@ class EngineOutput(NamedTuple):
         refused: True if the request asks for something impossible, and failed for this reason.
         logprobs: of the token, if the request asks for them.
         prompt_logprobs: of the prompt, once, if the request asks for them.
+        error_code: the kind of the failure, if it has one.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class EngineOutput(NamedTuple):
     logprobs: Any = None
     prompt_logprobs: Sequence[Any] | None = None
     refused: bool = False
+    error_code: str | None = None
 
 
 class _Failure(NamedTuple):
@@ -380,7 +382,8 @@ class EngineCore:
             return None
         for request_id in errors:
             scheduler.abort(request_id, "error")
-        return _news_of_errors(errors)
+        news = _news_of_errors(errors)
+        return [each._replace(error_code=ADAPTER_UNUSABLE) for each in news]
 
     def _schedule(self) -> _Failure | None:
         """Choose steps and send them to the workers, until ``executor.depth`` steps are under way.
@@ -446,6 +449,7 @@ class EngineCore:
                         logprobs.get(request_id),
                         prompt_logprobs.get(request_id),
                         False,  # refused
+                        None,  # error_code
                     ),
                 )
                 for request_id, token in tokens.items()
@@ -458,6 +462,7 @@ class EngineCore:
     def _count(self, step: Step, result: StepResult) -> None:
         """Count the tokens of a step, and note its time."""
         self.counters.add_seconds(result.seconds)
+        self.counters.add_op_seconds(result.op_seconds)
         further = sum(map(len, result.further.values()))
         self.counters.sampled_tokens += len(result.tokens) + further
         drafting = self.scheduler.drafting

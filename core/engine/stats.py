@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,6 +16,7 @@ PARTS = ("schedule", "inputs", "model", "sample", "text")
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
+_Key = TypeVar("_Key", bound=Hashable)
 _Number = TypeVar("_Number", int, float)
 
 
@@ -50,6 +51,8 @@ class Counters:
         finished: ended requests by ``finish_reason``. An encoder has "stop" and "error" only.
         seconds: host time by part of the step. A device may compute while the host goes on. The
             time of the device then counts under "sample", because the host waits there.
+        op_seconds: host time by op, kernel and provider, of the steps that were chosen for this
+            (``server.time_ops_every``).
     """
 
     steps: int = 0
@@ -65,11 +68,17 @@ class Counters:
     accepted_tokens: int = 0
     finished: dict[str, int] = field(default_factory=_none_finished)
     seconds: dict[str, float] = field(default_factory=_no_time)
+    op_seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def add_seconds(self, seconds: Mapping[str, float]) -> None:
         """Add times by part of the step. Parts that are not in ``PARTS`` do not count."""
         for part in PARTS:
             self.seconds[part] += seconds.get(part, 0.0)
+
+    def add_op_seconds(self, seconds: Mapping[tuple[str, str, str], float]) -> None:
+        """Add times by op, kernel and provider."""
+        for called, spent in seconds.items():
+            self.op_seconds[called] = self.op_seconds.get(called, 0.0) + spent
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -157,11 +166,18 @@ def _difference(now: Counters, before: Counters) -> Counters:
         now.accepted_tokens - before.accepted_tokens,
         _subtracted(now.finished, before.finished),
         _subtracted(now.seconds, before.seconds),
+        _changed(now.op_seconds, before.op_seconds),
     )
 
 
 def _subtracted(now: Mapping[str, _Number], before: Mapping[str, _Number]) -> dict[str, _Number]:
     return {name: value - before[name] for name, value in now.items()}
+
+
+def _changed(now: Mapping[_Key, float], before: Mapping[_Key, float]) -> dict[_Key, float]:
+    """Return the changes that are not 0. A key that is missing on a side stands for 0."""
+    changes = {key: now.get(key, 0.0) - before.get(key, 0.0) for key in {**before, **now}}
+    return {key: change for key, change in changes.items() if change}
 
 
 _ZERO = Counters()

@@ -139,6 +139,7 @@ class StepResult:
         prompt_logprobs: log-probabilities of a whole prompt, in the last step of the prompt, if
             asked for.
         seconds: time by part of the step. Parts that are not in ``stats.PARTS`` do not count.
+        op_seconds: time by op, kernel and provider, in the steps that are chosen for this.
         further: for sequences with a draft, the tokens after the first one, each with its
             log-probabilities or ``None``. All but the last are tokens of the draft. No token
             follows one that ends the request.
@@ -151,3 +152,4 @@ class StepResult:
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     refused: Set[str] = frozenset()
     further: Mapping[str, Sequence[tuple[int, Any]]] = dataclasses.field(default_factory=dict)
+    op_seconds: Mapping[tuple[str, str, str], float] = dataclasses.field(default_factory=dict)

@@ -11,13 +11,21 @@ from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
-from opgraft.base.timeline import QUEUE, RESPOND, Timeline, current_timeline, phase
+from opgraft.base.timeline import (
+    QUEUE,
+    RESPOND,
+    Computation,
+    Timeline,
+    current_timeline,
+    phase,
+)
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.lora.adapter_file import open_adapter
 from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import EngineError, RequestError
+from opgraft.errors import CheckpointError, EngineError, RequestError
 from opgraft.serving.arguments import expect_params, placed, text_messages
 from opgraft.serving.embedding_engine import VectorRequest
 from opgraft.serving.engine_thread import AsyncNewsReader, Mailbox
@@ -374,6 +382,9 @@ class AsyncLLM(FrontEnd):
             RequestError: the adapter cannot be used.
             EngineError: the engine has ended.
         """
+        limits = self.opgraft_config.lora
+        if limits.enabled and not self.embeds:
+            await self.prepare(_read_ahead, lora_request, limits.max_lora_rank)
         try:
             await self._on_engines(lambda engine: engine.core.add_lora(lora_request))
         except RequestError as error:
@@ -469,11 +480,19 @@ class AsyncLLM(FrontEnd):
         await asyncio.to_thread(self.shutdown)
 
 
+def _read_ahead(lora_request: LoRARequest, max_rank: int) -> None:
+    """Read the files of an adapter, so that the workers find them in the memory of the system.
+
+    Workers read between two steps, and a slow disk would hold up all answers.
+    """
+    # The workers tell what is wrong.
+    with suppress(CheckpointError, OSError):
+        open_adapter(lora_request.lora_path, max_rank)
+
+
 def _note_steps(timeline: Timeline, metrics: RequestMetrics) -> None:
     """Note the time from the first step with a request to the last, if there was a token."""
     if metrics.admitted is None or metrics.last_token is None:
         return
-    # First: another thread may read the timeline as soon as it has computed steps.
-    timeline.attributes["opgraft.replica"] = metrics.replica
-    timeline.computed.append((metrics.admitted, metrics.last_token))
+    timeline.add_steps(Computation(metrics.admitted, metrics.last_token, metrics.replica))
     timeline.add(RESPOND)

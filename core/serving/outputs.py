@@ -76,6 +76,7 @@ class CompletionOutput:
         error: a message, for the ``finish_reason`` ``error``.
         refused: True if the request asked for something impossible, such as a grammar without a
             next token.
+        error_code: the kind of the error, if it has one, such as ``adapter_unusable``.
     """
 
     index: int
@@ -87,6 +88,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     refused: bool = False
+    error_code: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -104,6 +106,7 @@ class CompletionOutput:
             self.stop_reason,
             self.error,
             self.refused,
+            self.error_code,
         )
 
     def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
@@ -147,7 +150,13 @@ class GrowingOutput(CompletionOutput):
         tokens = len(self.token_ids)
         logprobs = self.logprobs
         places = len(logprobs or ())
-        ended = self.finish_reason, self.stop_reason, self.error, self.refused
+        ended = (
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+            self.refused,
+            self.error_code,
+        )
         cumulative = self.cumulative_logprob
         return lambda: CompletionOutput(
             self.index,

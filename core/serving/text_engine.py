@@ -66,6 +66,7 @@ class TextEngine(RequestEngine):
         self.inputs.share_with(self.executor)
         self.core.hands_over = hands_over
         self._hands_over = hands_over
+        self._replica = self.core.opgraft_config.parallel.data_rank or 0
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, OpenRequest] = {}
         self._texts: dict[int, str] = {}
@@ -188,7 +189,7 @@ class TextEngine(RequestEngine):
             news: of an answer of the request.
             now: moment of the step, in seconds of ``time.monotonic()``.
         """
-        request_id, token, reason, error, logprobs, prompt_logprobs, refused = news
+        request_id, token, reason, error, logprobs, prompt_logprobs, refused, error_code = news
         answer = opened.growing[request_id]
         output = answer.output
         if prompt_logprobs is not None:
@@ -198,10 +199,11 @@ class TextEngine(RequestEngine):
             metrics = opened.output.metrics
             if metrics is not None:
                 metrics.last_token = now
+                # Another engine may have lost the request after some tokens.
+                metrics.replica = self._replica
                 if metrics.first_token is None:
                     metrics.admitted = answer.request.admitted
                     metrics.first_token = now
-                    metrics.replica = self.core.opgraft_config.parallel.data_rank or 0
                     opened.output.num_cached_tokens = answer.request.num_cached
             output.token_ids.append(token)
             if logprobs is not None:
@@ -214,6 +216,7 @@ class TextEngine(RequestEngine):
         if reason is not None:
             output.error = error
             output.refused = refused
+            output.error_code = error_code
             self._end(opened, request_id, reason)
 
     def _take_logprobs(self, output: CompletionOutput, found: TokenLogprobs) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opgraft import SamplingParams
 from opgraft.engine.request import Request
+from opgraft.engine.runner.op_times import REST
 from opgraft.engine.schedule.kv_cache import LayerKind
 from opgraft.engine.stats import PARTS, Counters, EngineStats
 from opgraft.serving.llm import LLM
@@ -223,3 +224,36 @@ def test_undone_steps_do_not_count_as_preemptions() -> None:
     again = scheduler.schedule()
     assert again.removed == ("a", "b")
     assert [each.request_id for each in again.added] == ["a", "b"]
+
+
+def test_times_of_ops(checkpoint: Path) -> None:
+    """Each second step times its ops, which are those of ``explain`` and take the time of the model together."""
+    llm, watcher = opened(checkpoint, **{"server.time_ops_every": 2})
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    timed = [bool(report.counters.op_seconds) for report in watcher.reports]
+    assert timed == [False, True, False, True, False, True]
+    totals = llm.stats().counters
+    ops = dict(totals.op_seconds)
+    assert ops.pop(REST) >= 0
+    running = {(row.op, row.kernel, str(row.provider)) for row in llm.explain().rows if row.runs}
+    assert {"rms_norm", "silu_and_mul"} <= {op for op, _, _ in ops}
+    assert {each for each in ops if each[0] in ("rms_norm", "silu_and_mul")} <= running
+    assert all(seconds > 0 for seconds in ops.values())
+    of_timed = sum(
+        report.counters.seconds["model"] for report in watcher.reports if report.counters.op_seconds
+    )
+    assert sum(totals.op_seconds.values()) == pytest.approx(of_timed, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"server.time_ops_every": 0},
+        {"server.time_ops_every": 1, "compilation_config": {"mode": 1, "backend": "eager"}},
+    ],
+)
+def test_times_of_ops_can_be_left_out(checkpoint: Path, settings: dict[str, Any]) -> None:
+    """With 0, no step times its ops, nor does a step of compiled code."""
+    llm, _ = opened(checkpoint, **settings)
+    llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert llm.stats().counters.op_seconds == {}

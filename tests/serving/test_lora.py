@@ -220,6 +220,58 @@ def test_other_models(tmp_path: Path, case: str) -> None:
         assert found == plain + adapted
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.15), ("float16", 0.02)])
+def test_half_types(base: Path, folders: Any, requests: Any, dtype: str, most: float) -> None:
+    """In half precision, log-probabilities are those of PEFT up to rounding, in a batch of two adapters and none."""
+    names = [None, "everywhere", "patterns"]
+    with adapters.engine(base, dtype=dtype) as llm:
+        given = [requests.get(name) for name in names for _ in PROMPTS]
+        found = adapters.logprobs(llm, PROMPTS * len(names), given)
+    expected = [
+        row
+        for name in names
+        for row in adapters.expected_logprobs(base, folders.get(name), PROMPTS)
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=most)
+    # The adapters change more than the rounding does.
+    plain = expected[: len(PROMPTS)] * len(names)
+    changes = [
+        max(abs(one - other) for one, other in zip(*rows, strict=True))
+        for rows in zip(expected, plain, strict=True)
+    ]
+    assert min(changes[len(PROMPTS) :]) > 4 * most
+
+
+def test_preempted_requests(base: Path, requests: Any, answers: Any) -> None:
+    """Requests that lost their blocks are computed anew with their adapters, in chunks, too."""
+    names = [*ADAPTERS, None] * 2
+    small = {
+        "num_gpu_blocks_override": 14,
+        "block_size": 2,
+        "max_num_batched_tokens": 6,
+        "max_model_len": 16,
+    }
+    with adapters.engine(base, max_num_seqs=6, **small) as llm:
+        found = adapters.greedy(llm, [PROMPTS[0]] * len(names), [requests.get(n) for n in names])
+        assert llm.stats().counters.preemptions > 0
+    assert found == [answers[name][0] for name in names]
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], ["embed_tokens", "down_proj"]])
+def test_tied_embeddings(tmp_path: Path, targets: list[str]) -> None:
+    """If the head has the weight of the embedding, an adapter of the embedding changes look-ups alone, as in PEFT."""
+    base = adapters.saved_base(tmp_path / "base", tie_word_embeddings=True)
+    folder = adapters.saved_adapter(base, tmp_path / "adapter", target_modules=targets, r=8)
+    request = LoRARequest("tied", 1, str(folder))
+    with adapters.engine(base) as llm:
+        found = adapters.greedy(llm, PROMPTS * 2, [None] * len(PROMPTS) + [request] * len(PROMPTS))
+    plain = adapters.expected(base, None, PROMPTS)
+    adapted = adapters.expected(base, folder, PROMPTS)
+    assert plain != adapted
+    assert found == plain + adapted
+
+
 def test_absorbed_weights(tmp_path: Path) -> None:
     """Queries absorb the weight of ``kv_b_proj``, so an adapter of this layer is refused."""
     base = adapters.saved_base(tmp_path / "base", "DeepseekV3", **LATENT)
@@ -261,6 +313,32 @@ class Telling(QKVParallelLinear):
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x)
+
+
+class Doubling(QKVParallelLinear):
+    """Computes each row twice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(torch.cat([x, x]))
+        output = found[0] if self.return_bias else found
+        half = output[: len(x)]
+        return (half, None) if self.return_bias else half
+
+
+def test_a_layer_with_other_rows(base: Path, folders: Any, tmp_path: Path, answers: Any) -> None:
+    """An adapter of a layer that computes other rows than the model is refused when it is loaded."""
+    other = adapters.saved_adapter(base, tmp_path, target_modules=["o_proj"])
+    QKVParallelLinear.register_oot(Doubling)
+    try:
+        with adapters.engine(base) as llm:
+            refused = LoRARequest("one", 1, str(folders["attention"]))
+            with pytest.raises(RequestError, match="computes other rows than the model"):
+                adapters.greedy(llm, PROMPTS, refused)
+            assert adapters.greedy(llm, PROMPTS) == answers[None]
+            found = adapters.greedy(llm, PROMPTS, LoRARequest("two", 2, str(other)))
+    finally:
+        QKVParallelLinear.unregister_oot(Doubling)
+    assert found == adapters.expected(base, other, PROMPTS)
 
 
 @pytest.mark.parametrize(

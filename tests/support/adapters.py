@@ -72,6 +72,33 @@ def expected(base: Path, adapter: Path | None, prompts: Sequence[Sequence[int]])
     return answers
 
 
+def expected_logprobs(
+    base: Path, adapter: Path | None, prompts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return the log-probability of each token of a prompt but the first, as ``expected``."""
+    model = loaded(base)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter).double().eval()
+    found = []
+    for prompt in prompts:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([list(prompt)])).logits[0]
+        rows = logits.log_softmax(-1)[:-1]
+        found.append(rows.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist())
+    return found
+
+
+def logprobs(llm: LLM, prompts: Sequence[Sequence[int]], lora_request: Any) -> list[list[float]]:
+    """Return the log-probabilities of an engine, as ``expected_logprobs``."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([list(each) for each in prompts], params, lora_request=lora_request)
+    found = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        found.append([row[token].logprob for token, row in rows])
+    return found
+
+
 def greedy(llm: LLM, prompts: Sequence[Sequence[int]], lora_request: Any = None) -> list[list[int]]:
     """Return the greedy answers of an engine."""
     params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
@@ -82,5 +109,6 @@ def greedy(llm: LLM, prompts: Sequence[Sequence[int]], lora_request: Any = None)
 
 
 def engine(base: Path, **settings: Any) -> LLM:
-    """Return an engine in float32 that takes adapters."""
-    return LLM(str(base), enable_lora=True, dtype="float32", num_gpu_blocks_override=64, **settings)
+    """Return an engine that takes adapters, in float32 unless settings say otherwise."""
+    usual = {"dtype": "float32", "num_gpu_blocks_override": 64}
+    return LLM(str(base), enable_lora=True, **{**usual, **settings})

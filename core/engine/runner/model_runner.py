@@ -26,12 +26,14 @@ from time import perf_counter
 from typing import Any, ClassVar, cast
 
 import torch
+from opgraft.base.text import described
 from opgraft.binding.blame import UNEXPLAINED, culprit_of, misshapen_by, replaced_among, verdicts_on
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.provenance import is_out_of_memory
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
 from opgraft.engine.lora.adapters import Adapters
+from opgraft.engine.lora.request import NO_LORA
 from opgraft.engine.runner.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.runner.changed_weights import changed_weight
 from opgraft.engine.runner.compiled_model import CompiledModel, compiled_as_set
@@ -39,6 +41,7 @@ from opgraft.engine.runner.expert_balancer import ExpertBalancer
 from opgraft.engine.runner.input_batch import Draft, InputBatch, Inputs
 from opgraft.engine.runner.invariance import make_batch_invariant
 from opgraft.engine.runner.largest_step import largest_step, logits_bound, step_bound
+from opgraft.engine.runner.op_times import OpTimes, with_rest
 from opgraft.engine.runner.recorded_steps import (
     RecordedSteps,
     blocks_of_padding,
@@ -99,6 +102,7 @@ class ModelRunner(PluggableClass):
         self.recorded: RecordedSteps | None = None
         self.link: StageLink | None = None
         self.adapters: Adapters | None = None
+        self._op_times = OpTimes(self.opgraft_config.server.time_ops_every, device)
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -384,11 +388,12 @@ class ModelRunner(PluggableClass):
         arrived = perf_counter()
         # The first stage of a pipeline reads token ids, later ones also hidden states.
         further = () if received is None else (received,)
-        with self._adapting(self.batch, [(each.request_id, each.count) for each in sequences]):
-            hidden = self._hidden(inputs, further, has_adapters=has_adapters)
-        if self.link is not None:
-            self.link.pass_on(hidden)
-        logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
+        with self._op_times.of_step(is_eager=self.compiled is None) as op_seconds:
+            with self._adapting(self.batch, [(each.request_id, each.count) for each in sequences]):
+                hidden = self._hidden(inputs, further, has_adapters=has_adapters)
+            if self.link is not None:
+                self.link.pass_on(hidden)
+            logits = self._logits_of(hidden, inputs, sequences) if self._is_last_stage else None
         computed = perf_counter()
         if logits is not None and inputs.drafts:
             result = self._sample_after_drafts(logits, inputs)
@@ -399,7 +404,8 @@ class ModelRunner(PluggableClass):
             "model": computed - arrived,
             "sample": perf_counter() - computed,
         }
-        return dataclasses.replace(result, seconds=seconds)
+        told = with_rest(op_seconds, computed - arrived)
+        return dataclasses.replace(result, seconds=seconds, op_seconds=told)
 
     def _hidden(self, inputs: Inputs, further: tuple[Tensor, ...], *, has_adapters: bool) -> Tensor:
         """Return the results of the model for a step, from a static graph if the step has one."""
@@ -755,14 +761,41 @@ class ModelRunner(PluggableClass):
         return changed or verdict
 
     def _compute_again(self, request_ids: Sequence[str]) -> Iterator[Any]:
-        """Compute sequences in a cache of their own, without the compiled model.
-
-        Yields hidden states and logits of each step.
-        """
+        """Compute sequences of the batch as ``_computed_apart`` does."""
         numbers = list(map(self.batch.lora, request_ids))
         order = self._order_by_slot(numbers)
         sequences = [self.batch.tokens(request_ids[place]) for place in order]
-        adapters = [numbers[place] for place in order]
+        return self._computed_apart(sequences, [numbers[place] for place in order])
+
+    @torch.inference_mode()
+    def try_adapter(self, number: int) -> str:
+        """Compute a few tokens with an adapter, and return the error; empty without one.
+
+        In a step, the error would be one of all requests. If other processes take part in a call of
+        the model, nothing is computed.
+        """
+        if self.adapters is None or not self._computes_alone:
+            return ""
+        try:
+            self.adapters.give_slots([number])
+            # A row without an adapter comes first.
+            for _ in self._computed_apart([[0], [0, 0]], [NO_LORA, number]):
+                pass
+        except Exception as error:
+            return described(error)
+        return ""
+
+    def _computed_apart(
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[int]
+    ) -> Iterator[Any]:
+        """Compute sequences in a cache of their own, without the compiled model.
+
+        Yields hidden states and logits of each step.
+
+        Args:
+            sequences: token ids of each, in the order of ``_by_slot``.
+            adapters: the number of each sequence's adapter.
+        """
         size = self.layout.block_size
         groups = len(self.layout.groups)
         caches = self.layout.allocate(blocks_of(sequences, size, groups), self.device)

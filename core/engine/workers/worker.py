@@ -394,9 +394,14 @@ class Worker(PluggableClass):
 
     def add_lora(self, request: LoRARequest) -> LoRAReport:
         """Read an adapter for requests that name it."""
-        if self.runner.adapters is None:
+        adapters = self.runner.adapters
+        if adapters is None:
             return LoRAReport("lora.enabled is not set")
-        return self.runner.adapters.add(request)
+        report = adapters.add(request)
+        if report.error or report.elsewhere:
+            return report
+        error = self.runner.try_adapter(request.lora_int_id)
+        return LoRAReport(error) if error else report
 
     def remove_lora(self, number: int) -> None:
         """Forget an adapter."""

@@ -26,7 +26,7 @@ def note_request(
     """Note facts about a request in the current timeline, if there is one.
 
     Args:
-        operation: "chat", "text_completion" or "embeddings".
+        operation: "chat", "text_completion", "embeddings", or the last part of another path.
         model: name of the model or the adapter.
         prompt_tokens: of all prompts.
         further: facts by name. None stands for an unknown value. Numbers that are too large for an
@@ -43,7 +43,7 @@ def note_request(
         "gen_ai.usage.input_tokens": prompt_tokens,
         **(further or {}),
     }
-    timeline.attributes |= {name: value for name, value in facts.items() if _is_told(value)}
+    timeline.tell({name: value for name, value in facts.items() if _is_told(value)})
 
 
 def _is_told(value: Any) -> bool:
@@ -78,15 +78,16 @@ def note_answer(output: RequestOutput) -> None:
     timeline = current_timeline()
     if timeline is None:
         return
-    facts = timeline.attributes
     answers = output.outputs
     tokens = sum(len(answer.token_ids) for answer in answers)
     reasons = [answer.finish_reason or "none" for answer in answers]
+    found = {
+        OUTPUT_TOKENS: tokens,
+        CACHED_TOKENS: output.num_cached_tokens,
+        FINISH_REASONS: reasons,
+    }
     # A request may have several prompts.
-    _add_fact(facts, OUTPUT_TOKENS, tokens)
-    _add_fact(facts, CACHED_TOKENS, output.num_cached_tokens)
-    _add_fact(facts, FINISH_REASONS, reasons)
-
-
-def _add_fact(facts: dict[str, Any], name: str, value: Any) -> None:
-    facts[name] = facts[name] + value if name in facts else value
+    former = timeline.attributes
+    timeline.tell(
+        {name: former[name] + value if name in former else value for name, value in found.items()}
+    )

@@ -38,7 +38,6 @@ async def embed(
     most = expect_texts(texts, "input", service, body.truncate_prompt_tokens)
     with at("input"):
         requests = await service.encoder.embedded(texts, most=most)
-    note_request("embeddings", service.name, sum(len(request.ids) for request in requests))
     outputs, tokens = await admitted(requests, service, passing)
     written = _base64 if body.encoding_format == "base64" else list
     rows = []
@@ -99,6 +98,8 @@ async def admitted(
     """
     tokens = sum(len(request.ids) for request in requests)
     passing.record["prompt_tokens"] = tokens
+    operation = passing.record["path"].rpartition("/")[2]
+    note_request(operation, service.name, tokens)
     service.admission.take(passing.slot, len(requests), tokens)
     return await service.encoder.computed(requests), tokens
 

@@ -209,6 +209,10 @@ def tracing_of(settings: ServerConfig) -> Iterator[Tracing | None]:
     try:
         with recorded(tracing.start):
             yield tracing
+    except BaseException as error:
+        # Without effect after the end of the start.
+        tracing.end_start(error)
+        raise
     finally:
         tracing.shutdown()
 

@@ -16,10 +16,11 @@ from opgraft.base.timeline import phase
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, text_of
 from opgraft.config.declaration import values_of
+from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.engine.lora.request import LoRARequest
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
-from opgraft.errors import EngineError, HTTPError
+from opgraft.errors import EngineError, HTTPError, RequestError
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
@@ -399,6 +400,9 @@ def _expect_no_error(output: RequestOutput, job: Job) -> None:
             field = None if job.params.structured_output is None else job.grammar_field
             message = f"the answer ended: {answer.error}"
             raise HTTPError(400, message, field=field, code="invalid_value")
+        # At its arrival, such a request gets the same answer.
+        if answer.error_code == ADAPTER_UNUSABLE:
+            raise RequestError(str(answer.error), "lora_request", code=ADAPTER_UNUSABLE)
         if answer.finish_reason == "error":
             message = (
                 "the request failed while it was computed: the log of the server has the cause"

