@@ -20,10 +20,15 @@ _TIMES = {
 
 _STEP_SECONDS = "engine_step_seconds_total"
 _RUNNING = "num_requests_running"
+_OP_SECONDS = "engine_op_seconds_total"
 _KERNELS = "kernel_info"
+_COUNTED = ("_total", "_count", "_sum", "_bucket")
+"""Ends of the names of counters and of parts of histograms. None of them falls."""
+
 _LABELS = {
     _RUNNING: {"engine", "model_name"},
     _STEP_SECONDS: {"engine", "part"},
+    _OP_SECONDS: {"engine", "op"},
     _KERNELS: {"op", "kernel", "provider"},
 }
 """A metric → the labels that are read. Other programs have metrics of the same names."""
@@ -111,6 +116,8 @@ class Load:
         mean_seconds: means over requests and tokens of the interval; ``None`` without any.
         shares_of_step: shares of the parts in the time of all steps, the largest first; empty
             without a step.
+        shares_of_ops: shares of the ops in the time of the model, the largest first. If no step of
+            the interval has timed its ops, they are those since the start of the server.
         kernels: a row for each op that runs.
     """
 
@@ -119,6 +126,7 @@ class Load:
     engines: list[EngineLoad]
     mean_seconds: dict[str, float | None]
     shares_of_step: dict[str, float]
+    shares_of_ops: dict[str, float]
     kernels: list[RunningKernel]
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,16 +137,18 @@ class Load:
 def load_between(former: Reading, present: Reading) -> Load:
     """Return the load from one reading of a server to the next."""
     change = _Change(former, present)
+    seconds = present.moment - former.moment
     kernels = [
         RunningKernel(labels["op"], labels["kernel"], _provider(labels["provider"]))
         for labels in present.labels(_KERNELS)
     ]
     return Load(
         present.labels(_RUNNING)[0]["model_name"],
-        change.seconds,
-        [change.of_engine(engine) for engine in present.engines],
+        seconds,
+        [change.of_engine(engine, seconds) for engine in present.engines],
         {word: change.mean(name) for word, name in _TIMES.items()},
-        change.shares_of_step(),
+        change.shares(_STEP_SECONDS, "part"),
+        change.shares(_OP_SECONDS, "op") or _Change(None, present).shares(_OP_SECONDS, "op"),
         kernels,
     )
 
@@ -146,24 +156,24 @@ def load_between(former: Reading, present: Reading) -> Load:
 class _Change:
     """Two readings of a server.
 
-    Attributes:
-        seconds: from the first one to the second.
+    Args:
+        former: the first one; ``None`` for the time before the start of the server.
+        present: the second one.
     """
 
-    def __init__(self, former: Reading, present: Reading) -> None:
-        self._former = former
+    def __init__(self, former: Reading | None, present: Reading) -> None:
         self._present = present
-        self.seconds = present.moment - former.moment
+        # A server that was started anew counts from 0: all of its counters, as means need two.
+        is_new = former is None or _fell(former, present)
+        self._former = None if is_new else former
 
     def grown(self, name: str, **labels: str) -> float:
         """Return the growth of a counter."""
-        before = self._former.value(name, **labels)
-        now = self._present.value(name, **labels)
-        # A server that was started anew counts from 0.
-        return now if now < before else now - before
+        before = 0.0 if self._former is None else self._former.value(name, **labels)
+        return self._present.value(name, **labels) - before
 
-    def of_engine(self, engine: str) -> EngineLoad:
-        """Return the load of an engine."""
+    def of_engine(self, engine: str, seconds: float) -> EngineLoad:
+        """Return the load of an engine in so many seconds."""
         prompts = self.grown("prompt_tokens_total", engine=engine)
         outputs = self.grown("generation_tokens_total", engine=engine)
         present = self._present
@@ -172,8 +182,8 @@ class _Change:
             present.value(_RUNNING, engine=engine),
             present.value("num_requests_waiting", engine=engine),
             present.value("kv_cache_usage_perc", engine=engine),
-            prompts / self.seconds,
-            outputs / self.seconds,
+            prompts / seconds,
+            outputs / seconds,
         )
 
     def mean(self, name: str) -> float | None:
@@ -183,16 +193,32 @@ class _Change:
             return None
         return self.grown(f"{name}_sum") / count
 
-    def shares_of_step(self) -> dict[str, float]:
-        """Return the share of each part of a step, the largest first; empty without a step."""
-        parts = {labels["part"] for labels in self._present.labels(_STEP_SECONDS)}
-        spent = {part: self.grown(_STEP_SECONDS, part=part) for part in parts}
+    def shares(self, name: str, label: str) -> dict[str, float]:
+        """Return the shares of the values of a label in a counter, the largest first.
+
+        They are empty if the counter has not grown.
+        """
+        values = {labels[label] for labels in self._present.labels(name)}
+        spent = {value: self.grown(name, **{label: value}) for value in values}
         whole = sum(spent.values())
         if not whole:
             return {}
-        # Parts with equal times stay in one order.
-        largest = sorted(parts, key=lambda part: (-spent[part], part))
-        return {part: spent[part] / whole for part in largest}
+        # Equal shares stay in one order.
+        largest = sorted(values, key=lambda value: (-spent[value], value))
+        return {value: spent[value] / whole for value in largest}
+
+
+def _fell(former: Reading, present: Reading) -> bool:
+    """Return True if a counter is lower than before, so that its server was started anew."""
+    counts = {
+        (name, *sorted(labels.items())): value
+        for name, labels, value in former.samples
+        if name.endswith(_COUNTED)
+    }
+    return any(
+        value < counts.get((name, *sorted(labels.items())), 0)
+        for name, labels, value in present.samples
+    )
 
 
 def _provider(text: str) -> Provider:

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from opgraft.base.text import described
@@ -84,35 +84,42 @@ class _SameServer(urllib.request.HTTPRedirectHandler):
 def command(
     url: str | None, api_key: str | None, interval: float, once: bool, as_json: bool
 ) -> None:
-    """Show the load of the server at URL: requests, cache, tokens per second, and its kernels.
+    """Show the load of the server at URL: requests, cache, tokens per second, ops and kernels.
 
     Without URL, server.host and server.port say where the server is. Ctrl-C ends the command.
     """
     address = _address() if url is None else url.rstrip("/")
     server = _Server(address, api_key or _key_of_file())
     try:
-        for load in _loads(server, interval):
-            if as_json:
-                print_json("opgraft.top/1", {"url": address, **load.to_dict()})
-                return
-            # A terminal shows the newest interval only.
-            if not once and width() is not None:
-                echo(_CLEAR)
-            _show(address, load)
-            if once:
-                return
+        former = server.read()
+        if not (once or as_json):
+            _watch(server, address, former, interval)
+        time.sleep(interval)
+        load = load_between(former, server.read())
     except KeyboardInterrupt:
         # The usual end.
         echo()
+        return
+    if as_json:
+        print_json("opgraft.top/1", {"url": address, **load.to_dict()})
+    else:
+        _show(address, load)
 
 
-def _loads(server: _Server, interval: float) -> Iterator[Load]:
-    """Yield the load of a server after each interval."""
-    former = server.read()
+def _watch(server: _Server, address: str, former: Reading, interval: float) -> NoReturn:
+    """Show the load of a server after each interval, until the command is interrupted."""
     while True:
         time.sleep(interval)
-        present = server.read()
-        yield load_between(former, present)
+        try:
+            present = server.read()
+        except InputError as error:
+            # A server that is started anew answers again after a while.
+            print_wrapped(str(error))
+            continue
+        # A terminal shows the newest interval only.
+        if width() is not None:
+            echo(_CLEAR)
+        _show(address, load_between(former, present))
         former = present
 
 
@@ -154,7 +161,13 @@ class _Server:
             raise InputError(f"{url!r:.80} is no URL of a server: give one like http://host:8000")
         self._url = f"{url}/metrics"
         self._opener = urllib.request.build_opener(_SameServer)
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = {}
+        if key is not None:
+            if len(key.splitlines()) > 1:
+                raise InputError("the API key has several lines, and cannot be sent: see --api-key")
+            # Servers read UTF-8, and the library writes latin-1.
+            sent = key.encode("utf-8", "surrogateescape").decode("latin-1")
+            self._headers["Authorization"] = f"Bearer {sent}"
         try:
             self._parser: Any = importlib.import_module("prometheus_client.parser")
         except ImportError as error:
@@ -171,11 +184,12 @@ class _Server:
         try:
             request = urllib.request.Request(self._url, headers=self._headers)  # noqa: S310
             with self._opener.open(request, timeout=_ANSWER_SECONDS) as answer:
-                text = answer.read(_LARGEST).decode("utf-8", "replace")
+                found = answer.read(_LARGEST + 1)
         except urllib.error.HTTPError as error:
             step = "see that the URL is right"
             if error.code in (401, 403):
-                step = "give --api-key"
+                is_given = bool(self._headers)
+                step = "its keys have no such key" if is_given else "give --api-key"
             elif error.code in range(300, 400):
                 step = "it redirects, so give the final URL"
             raise InputError(f"{self._url} answers with the status {error.code}: {step}") from error
@@ -191,6 +205,9 @@ class _Server:
                 "serve', or give its URL"
             ) from error
         moment = time.monotonic()
+        if len(found) > _LARGEST:
+            raise self._stranger(f"over {_LARGEST >> 20} MiB of metrics")
+        text = found.decode("utf-8", "replace")
         try:
             samples = [
                 (sample.name, sample.labels, sample.value)
@@ -199,12 +216,10 @@ class _Server:
             ]
             return Reading(moment, samples)
         except ValueError as error:
-            raise self._stranger() from error
+            raise self._stranger("no metrics of a model") from error
 
-    def _stranger(self) -> InputError:
-        return InputError(
-            f"{self._url} has no metrics of a model: give the URL of an 'opgraft serve'"
-        )
+    def _stranger(self, fault: str) -> InputError:
+        return InputError(f"{self._url} has {fault}: give the URL of an 'opgraft serve'")
 
 
 def _show(url: str, load: Load) -> None:
@@ -226,6 +241,7 @@ def _show(url: str, load: Load) -> None:
     echo()
     print_wrapped(f"mean times: {', '.join(_times(load.mean_seconds))}")
     print_wrapped(f"step: {', '.join(_shares(load.shares_of_step))}")
+    print_wrapped(f"ops: {', '.join(_shares(load.shares_of_ops))}")
     echo()
     print_table(
         ("op", "kernel", "provider"), [(row.op, row.kernel, row.provider) for row in load.kernels]

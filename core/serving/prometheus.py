@@ -14,9 +14,13 @@ from opgraft.errors import InputError
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SECONDS = tuple(factor * 10**power for power in range(-3, 4) for factor in (1, 2.5, 5))
+TOKENS = tuple(factor * 10**power for power in range(7) for factor in (1, 2, 5))
+"""Buckets up to a few million tokens, the longest contexts there are."""
+
+ANSWERS = (1, 2, 3, 5, 10, 20, 50, 100)
 _ENGINE = ("engine",)
+_PROMPT_TOKENS = "prompt_tokens"
 _PREFIX = re.compile("[a-zA-Z_][a-zA-Z0-9_]*")
 _ENDED = frozenset({"stop", "length"})
 """The reasons of answers that came to their end."""
@@ -29,16 +33,18 @@ class MetricFamily(NamedTuple):
         kind: the class in ``prometheus_client``.
         text: the help.
         labels: all but ``model_name``.
+        buckets: of a histogram; by default those of times and tokens.
     """
 
     kind: str
     text: str
     labels: tuple[str, ...] = _ENGINE
+    buckets: tuple[float, ...] = ()
 
 
 FAMILIES = MappingProxyType(
     {
-        "prompt_tokens": MetricFamily(
+        _PROMPT_TOKENS: MetricFamily(
             "Counter",
             "Tokens computed of prompts, also anew after a preemption, without those of the cache.",
         ),
@@ -70,6 +76,12 @@ FAMILIES = MappingProxyType(
         ),
         "engine_step_seconds": MetricFamily(
             "Counter", "Time of steps, by part.", (*_ENGINE, "part")
+        ),
+        "engine_op_seconds": MetricFamily(
+            "Counter",
+            "Time of ops without the ops that they call, in some of the steps "
+            "(server.time_ops_every).",
+            (*_ENGINE, "op", "kernel", "provider"),
         ),
         "num_requests_running": MetricFamily("Gauge", "Sequences that hold blocks of the cache."),
         "num_requests_waiting": MetricFamily("Gauge", "Sequences that wait."),
@@ -118,7 +130,9 @@ FAMILIES = MappingProxyType(
         "request_max_num_generation_tokens": MetricFamily(
             "Histogram", "Tokens of the longest answer of a finished request."
         ),
-        "request_params_n": MetricFamily("Histogram", "Answers that a finished request asked for."),
+        "request_params_n": MetricFamily(
+            "Histogram", "Answers that a finished request asked for.", buckets=ANSWERS
+        ),
         "request_params_max_tokens": MetricFamily(
             "Histogram", "The max_tokens of a finished request, if the request has one."
         ),
@@ -129,7 +143,7 @@ FAMILIES = MappingProxyType(
 
 _COUNTERS = MappingProxyType(
     {
-        "prompt_tokens": "prompt_tokens",
+        _PROMPT_TOKENS: "prompt_tokens",
         "generation_tokens": "sampled_tokens",
         "prefix_cache_queries": "prefix_queries",
         "prefix_cache_hits": "prefix_hits",
@@ -183,6 +197,8 @@ class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
     Names and labels are those of vLLM, with the prefix ``opgraft:``. Some of vLLM's are missing.
+    Under the prefix ``"vllm"``, ``prompt_tokens`` means what vLLM means: the length of each prompt,
+    with the tokens of the cache, counted once at the first token.
     The label ``engine`` is the number of a replica, 0 for a single engine. ``kernel_info`` counts
     for all replicas, and lacks this label. The extra ``metrics`` installs the library.
 
@@ -208,15 +224,18 @@ class PrometheusExporter:
         for name, family in FAMILIES.items():
             options: dict[str, Any] = {}
             if family.kind == "Histogram":
-                options["buckets"] = SECONDS if name.endswith("seconds") else TOKENS
+                usual = SECONDS if name.endswith("seconds") else TOKENS
+                options["buckets"] = family.buckets or usual
             make = getattr(client, family.kind)
             labels = ("model_name", *family.labels)
             full = f"{prefix}:{name}"
             self._families[name] = make(full, family.text, labels, registry=registry, **options)
-        if prefix == _VLLM:
+        self._is_as_vllm = prefix == _VLLM
+        if self._is_as_vllm:
             for former, name in FORMER_NAMES.items():
                 registry.register(_UnderFormerName(self._families[name], f"{prefix}:{former}"))
         self._engines: dict[int, dict[str, Any]] = {}
+        self._ops: dict[tuple[Any, ...], Any] = {}
         self._last_tokens: dict[str, float] = {}
         self._of_engine(0)
 
@@ -240,11 +259,16 @@ class PrometheusExporter:
         """Add the changes since the last call, and the times of requests with news."""
         counted = stats.counters
         of = self._of_engine(stats.replica)
+        # An encoder has no cache, and reports no outputs.
+        by_length = self._is_as_vllm and stats.num_blocks
         for name, counter in _COUNTERS.items():
-            of[name].inc(getattr(counted, counter))
+            if not (by_length and name == _PROMPT_TOKENS):
+                of[name].inc(getattr(counted, counter))
         of["num_requests_running"].set(stats.running)
         of["num_requests_waiting"].set(stats.waiting)
         of["kv_cache_usage_perc"].set(stats.cache_usage)
+        for called, seconds in counted.op_seconds.items():
+            self._of_op(stats.replica, called).inc(seconds)
         for value, number in (*counted.seconds.items(), *counted.finished.items()):
             of[value].inc(number)
         if counted.steps:
@@ -252,6 +276,14 @@ class PrometheusExporter:
         for output in outputs:
             if output.metrics is not None:
                 self._observe(of, output, output.metrics)
+
+    def _of_op(self, replica: int, called: tuple[str, str, str]) -> Any:
+        """Return the metric of the time of an op."""
+        key = replica, *called
+        if key not in self._ops:
+            labels = self._model_name, *map(str, key)
+            self._ops[key] = self._families["engine_op_seconds"].labels(*labels)
+        return self._ops[key]
 
     def _observe(
         self, of: Mapping[str, Any], output: RequestOutput, metrics: RequestMetrics
@@ -261,6 +293,8 @@ class PrometheusExporter:
         if last is not None:
             former = self._last_tokens.get(name)
             if former is None:
+                if self._is_as_vllm:
+                    of[_PROMPT_TOKENS].inc(len(output.prompt_token_ids))
                 of["time_to_first_token_seconds"].observe(metrics.time_to_first_token)
                 if metrics.time_in_queue is not None:
                     of["request_queue_time_seconds"].observe(metrics.time_in_queue)

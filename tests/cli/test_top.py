@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Iterat
     (folder / "keys").write_text("secret\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(servers, "PYTHON", [warm_python])
-        with serving(model, "--api-key-file", str(folder / "keys")) as running:
+        options = ("--api-key-file", str(folder / "keys"), "--server.time_ops_every", "3")
+        with serving(model, *options) as running:
             running.key = "secret"
             yield running
 
@@ -45,14 +47,25 @@ METRICS = {
     "/metrics": "process_open_fds 7\n",
     "/older/metrics": 'vllm:num_requests_running{model_name="llama"} 1\n',
     "/named/metrics": 'vllm:num_requests_running{model_name="llama",engine="first"} 1\n',
+    "/shaky/metrics": 'opgraft:num_requests_running{model_name="llama",engine="0"} 1\n',
 }
 """Metrics of other programs by path."""
 
 
 class Stranger(BaseHTTPRequestHandler):
-    """A server with metrics of other programs. One path redirects, another answers without HTTP."""
+    """A server with metrics of other programs.
+
+    One path redirects, another answers without HTTP, a third fails each third time.
+    """
+
+    shaken = 0
 
     def do_GET(self) -> None:
+        if self.path == "/shaky/metrics":
+            Stranger.shaken += 1
+            if Stranger.shaken % 3 == 0:
+                self.send_error(503)
+                return
         if self.path == "/ssh/metrics":
             self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
             return
@@ -63,6 +76,11 @@ class Stranger(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
+        if self.path == "/long/metrics":
+            # The reader may have left.
+            with suppress(OSError):
+                self.wfile.write(b"#" * ((1 << 24) + 1))
+            return
         self.wfile.write(METRICS[self.path].encode())
 
     def log_message(self, *_: object) -> None:
@@ -107,6 +125,8 @@ def test_figures_are_those_of_the_interval(cli, server: Server) -> None:
     assert 0 <= engine["cache_usage"] <= 1
     assert sum(told["shares_of_step"].values()) == pytest.approx(1)
     assert sorted(told["shares_of_step"]) == sorted(PARTS)
+    assert sum(told["shares_of_ops"].values()) == pytest.approx(1)
+    assert {"rms_norm", "silu_and_mul", "outside of ops"} < told["shares_of_ops"].keys()
     assert told["mean_seconds"]["between_tokens"] > 0
     kernels = server.get("/v1/decisions").json()["ops"]
     running = {
@@ -129,6 +149,7 @@ def test_text_is_for_people(cli, server: Server, tmp_path: Path) -> None:
     assert lines[2].split() == ["0", "0", "0", "0.0%", "0.0", "0.0"]
     assert "mean times: first token -, between tokens -, request -" in lines
     assert "step: -" in lines
+    assert any(line.startswith("ops: ") for line in lines)
     assert any(line.split()[:1] == ["rms_norm"] for line in lines)
 
 
@@ -157,10 +178,27 @@ def test_it_goes_on_until_it_is_interrupted(server: Server) -> None:
     assert (watching.returncode, told) == (0, "")
 
 
+def test_it_outlives_a_lost_server(stranger: str) -> None:
+    """A reading that fails is told, and the next one is shown again."""
+    command = [sys.executable, "-m", "opgraft", "top", f"{stranger}/shaky", "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        lines = iter(watching.stdout.readline, "")
+        assert any(line.startswith("llama at") for line in lines)
+        assert any("status 503" in line for line in lines)
+        assert any(line.startswith("llama at") for line in lines)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=30) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("{url}",), ("status 401", "give --api-key")),
+        (("{url}", "--api-key", "geheim"), ("status 401", "its keys have no such key")),
+        (("{url}", "--api-key", "ключ"), ("status 401", "its keys have no such key")),
+        (("{url}", "--api-key", "two\nlines"), ("cannot be sent", "--api-key")),
+        (("{strange}/long",), ("over 16 MiB", "opgraft serve")),
         (("{url}/v2", "--api-key", "secret"), ("status 404", "see that the URL is right")),
         (
             ("http://127.0.0.1:9",),
@@ -220,5 +258,33 @@ def test_changes_are_divided_by_the_interval() -> None:
     assert load.mean_seconds["request"] is None
     anew = reading(5, generation_tokens_total=8)
     assert load_between(second, anew).engines[0].output_tokens_per_second == 4
+    # The count of the new server is the higher one, and the sum tells that it is new.
+    name = "e2e_request_latency_seconds"
+    earlier = reading(6, **{f"{name}_count": 4, f"{name}_sum": 90})
+    later = reading(7, **{f"{name}_count": 6, f"{name}_sum": 3})
+    assert load_between(earlier, later).mean_seconds["request"] == 0.5
     times = {"e2e_request_latency_seconds_count": 6, "e2e_request_latency_seconds_sum": 5}
     assert load_between(first, reading(3, **times)).mean_seconds["request"] == 2.5
+
+
+def test_shares_of_ops() -> None:
+    """They are those of the interval, or since the start if no step of the interval has timed its ops."""
+
+    def timed(moment: float, **seconds: float) -> Reading:
+        counted = [
+            ("opgraft:engine_op_seconds_total", {"engine": "9", "op": op}, value)
+            for op, value in seconds.items()
+        ]
+        running = ("opgraft:num_requests_running", {"model_name": "llama", "engine": "9"}, 0.0)
+        return Reading(moment, [running, *counted])
+
+    first = timed(1, norm=1, attention=3)
+    assert load_between(first, timed(2, norm=3, attention=3)).shares_of_ops == {
+        "norm": 1,
+        "attention": 0,
+    }
+    assert load_between(first, timed(2, norm=1, attention=3)).shares_of_ops == {
+        "attention": 0.75,
+        "norm": 0.25,
+    }
+    assert load_between(timed(1), timed(2)).shares_of_ops == {}

@@ -9,7 +9,7 @@ import pytest
 from opgraft import SamplingParams
 from opgraft.errors import InputError
 from opgraft.serving.llm import LLM
-from opgraft.serving.prometheus import PrometheusExporter
+from opgraft.serving.prometheus import SECONDS, TOKENS, PrometheusExporter
 from support.engines import add, in_its_thread
 from support.random_decoders import written
 
@@ -96,6 +96,30 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
     )
     # The request that was given up has waited, too.
     assert 0 < queue + prompts + answers - whole < queue
+
+
+def test_numbers_as_vllm_counts(tmp_path: Path) -> None:
+    """Under vLLM's prefix, prompts count with their tokens of the cache; buckets tell 2 answers from 3."""
+    written("Llama", tmp_path / "llama")
+    registry = prometheus.CollectorRegistry()
+    exporter = PrometheusExporter("small", registry, prefix="vllm")
+    settings: dict[str, Any] = {"cache.num_blocks": 40, "load.progress": False}
+    llm = LLM(str(tmp_path / "llama"), on_step=exporter, max_model_len=64, block_size=4, **settings)
+    params = SamplingParams(n=2, temperature=1, max_tokens=5, ignore_eos=True)
+    for _ in range(2):
+        llm.generate([6] * 12, params)
+    assert llm.stats().counters.prompt_tokens < 24
+    labels = {"model_name": "small", "engine": "0"}
+    assert registry.get_sample_value("vllm:prompt_tokens_total", labels) == 24
+    for most, count in (("1.0", 0), ("2.0", 2)):
+        bucket = registry.get_sample_value("vllm:request_params_n_bucket", {**labels, "le": most})
+        assert bucket == count
+
+
+def test_long_prompts_have_buckets() -> None:
+    """Lengths of contexts up to a million tokens, and times up to an hour, are not all in the last bucket."""
+    assert {50_000, 200_000, 1_000_000} <= set(TOKENS)
+    assert max(SECONDS) >= 3600
 
 
 def test_prefix_is_a_name() -> None:
