@@ -164,6 +164,10 @@ run.test-triton = PYTHON=$(PYTHON) tools/lane.sh triton
 help.test-jax = the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)
 run.test-jax = PYTHON=$(PYTHON) tools/lane.sh jax stack
 
+# On the torch of the main environment, as for JAX.
+help.test-hosts = lm-eval, diffusers, timm, PEFT and Hugging Face's kernels with opgraft's kernels (the first time 2 GB)
+run.test-hosts = PYTHON=$(PYTHON) tools/lane.sh hosts stack
+
 help.test-clients = clients that others wrote against one server, three of them with npm (the first time 1 GB)
 needs.test-clients = .venv/opgraft
 run.test-clients = PYTHON=$(PYTHON) tools/lane.sh clients

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
+    from opgraft.grafting.hub_layers import kernel_mapping as kernel_mapping
     from opgraft.machine.device_figures import DeviceFigures as DeviceFigures
     from opgraft.machine.evidence import Device as Device
     from opgraft.machine.evidence import Evidence as Evidence
@@ -143,6 +144,7 @@ _HOME = {
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
+    "opgraft.grafting.hub_layers": ("kernel_mapping",),
     "opgraft.base.log": ("init_logger",),
     "opgraft.ops.freezing": ("FreezeReport", "freeze", "refresh", "thaw"),
     "opgraft.serving.async_llm": ("AsyncLLM",),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax|gpu|clients
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax|hosts|gpu|clients
 # With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
 # instead, beside that reference plugin, built for its torch.
 # "tools/lane.sh torch VERSION" builds the CPU kernels for that version of torch, and runs their tests.

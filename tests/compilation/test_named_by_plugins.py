@@ -80,6 +80,8 @@ stock = opgraft.CompilationConfig(mode=opgraft.CompilationMode.STOCK_TORCH_COMPI
 torch.testing.assert_close(opgraft.compile(model, stock)(x), model(x))
 assert len(acme_backend.GRAPHS) == graphs + 1
 assert opgraft.compile(model, opgraft.CompilationConfig(level=0)) is model
+torch.testing.assert_close(torch.compile(model, backend="acme", fullgraph=True)(x), model(x))
+assert len(acme_backend.GRAPHS) == graphs + 2
 print(json.dumps([compiled.decision.chosen, told[-1], at_level_1.decision.chosen, graphs]))
 """
 
@@ -88,7 +90,8 @@ print(json.dumps([compiled.decision.chosen, told[-1], at_level_1.decision.chosen
 def test_a_backend_and_a_pass_of_a_plugin(by: str, site: Any, warm_python: str) -> None:
     """A plugin that compiles names its backend, an entry point of torch's, and a pass: both run where no setting says
     otherwise. A platform does by its own defaults; a level that says another backend stands above what it prefers.
-    Neither keeps the user from a mode that has no passes, or a backend whose code no cache keeps."""
+    Neither keeps the user from a mode that has no passes, or a backend whose code no cache keeps. ``torch.compile``
+    finds the backend by the same name, and gives it the grafted model as one graph."""
     points = {"torch_dynamo_backends": ["acme = acme_backend:acme"]}
     site.install("acme-compiler", {"acme_backend.py": BACKEND, "acme_passes.py": TIMES_ONE}, points)
     if by == "plugin":

@@ -44,7 +44,7 @@ def test_every_requirement_is_pinned(lane: str) -> None:
 
 def test_every_lane_has_a_target_and_a_test() -> None:
     """'make test-<lane>' exists for each environment and runs a test file of its own."""
-    assert LANES == [CLIENTS, MACHINE, "ipex", "jax", "triton", "xla"]
+    assert LANES == [CLIENTS, MACHINE, "hosts", "ipex", "jax", "triton", "xla"]
     assert NEEDS["test-gpu-rehearsal"] == "gpu-bundle"
     assert NEEDS["test-clients"] == ".venv/opgraft"
     assert COMMANDS["test-clients"].endswith("tools/lane.sh clients")
