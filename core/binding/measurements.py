@@ -23,13 +23,14 @@ from opgraft.base.files import read_regular, replace_file
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.base.version import __version__
+from opgraft.binding.names import other_replacements_of_op
 from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import selected_platform
-from opgraft.registry.choice import choice_name, objection_to
+from opgraft.registry.choice import choice_name, objection_to, settled
 from opgraft.registry.decision import Candidate, Decision, Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.state import StateValue, host_state
@@ -207,7 +208,7 @@ def follow(
 ) -> tuple[Settings, tuple[Decision, ...]]:
     """Let measurements choose the provider of an op if ``custom_ops`` says ``auto``.
 
-    A choice by hand comes first.
+    A choice by hand comes first: of a list in ``providers``, the first name that applies.
 
     Returns:
         The settings, with the choice if there is one, and the record of the choice; no record if
@@ -215,8 +216,10 @@ def follow(
     """
     custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
     # A class without a name in settings was never measured.
-    if name is None or settings.chosen_provider(name):
+    if name is None:
         return settings, ()
+    if settings.wanted_providers(name):
+        return _chosen_by_hand(cls, name, settings, active), ()
     if not custom_ops.leaves_to_measurements(name):
         return settings, ()
     source = f"'auto' in custom_ops ({settings.origins['compilation_config.custom_ops']})"
@@ -230,6 +233,20 @@ def follow(
     change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft tune {subject}'"
     decision = Decision(about, found.chosen, reason, _candidates(found), change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
+
+
+def _chosen_by_hand(
+    cls: type, name: str, settings: Settings, active: Sequence[Replacement]
+) -> Settings:
+    return settled(
+        settings,
+        cls,
+        op_name=name,
+        own=discover().provider_of(cls.__module__),
+        active=active,
+        platform=selected_platform().platform,
+        other_replacements=other_replacements_of_op(cls, active),
+    )
 
 
 def _candidates(found: OpMeasurement) -> tuple[Candidate, ...]:

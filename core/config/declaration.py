@@ -336,6 +336,44 @@ def _parse_mapping(text: str, source: str) -> Any:
     return found
 
 
+def _parse_choices(text: str, source: str) -> Any:
+    """Parse names by key: ``key=name``, or ``key=first/second`` for a list."""
+    # A list in JSON needs no separator of its own.
+    if text.lstrip().startswith("{"):
+        return _parse_json(text, source)
+    named = _parse_mapping(text, source)
+    listed = {key: tuple(map(str.strip, names.split("/"))) for key, names in named.items()}
+    return {key: _single(names) for key, names in listed.items()}
+
+
+def _as_choices(value: Any) -> Any:
+    """Return names by key: a text for one name, a tuple for several."""
+    if isinstance(value, str):
+        value = _parse_choices(value, "a mapping")
+    if not isinstance(value, Mapping):
+        return value
+    listed = {key: _as_tuple(names) for key, names in value.items()}
+    return {key: _single(names) for key, names in listed.items()}
+
+
+def _single(names: Any) -> Any:
+    is_single = isinstance(names, tuple) and len(names) == 1
+    return names[0] if is_single else names
+
+
+def _are_choices(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(key, str) and key and _are_names(names) for key, names in value.items()
+    )
+
+
+def _are_names(names: Any) -> bool:
+    """Return True for a name, or several different ones. An empty name is a typing error."""
+    listed = names if isinstance(names, tuple) else (names,)
+    are_texts = all(isinstance(name, str) and name for name in listed)
+    return are_texts and 0 < len(listed) == len(set(listed))
+
+
 def _as_tuple(value: Any) -> Any:
     # Texts are sequences of characters. The check of types refuses them.
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -410,6 +448,13 @@ KINDS: dict[str, SettingType] = {
     ),
     "Mapping[str, str]": SettingType(
         "MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_mapping
+    ),
+    "Mapping[str, str | Sequence[str]]": SettingType(
+        "CHOICES",
+        "a mapping of strings to a string, or to several different ones as a list or as a/b",
+        _are_choices,
+        _parse_choices,
+        _as_choices,
     ),
     "Mapping[str, bool]": SettingType(
         "FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_mapping

@@ -71,8 +71,9 @@ class OpgraftConfig(Section):
             per process.
         lockfile: a file with the pinned distributions of plugins and platforms. Read when the
             platform is decided.
-        providers: op name → the entry-point or distribution name of a provider, or ``native``. A
-            mapping, or text as on the command line.
+        providers: op name → the entry-point or distribution name of a provider, or ``native``; or
+            several names, of which the first that applies counts. A mapping, or text as on the
+            command line.
         compilation_config, model, cache, scheduler, speculation, lora, parallel, load,
             quantization, shadow, server: sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
@@ -103,9 +104,9 @@ class OpgraftConfig(Section):
         "on the CPU platform, freed memory stays with the process; needs glibc, cannot be undone",
         default=False,
     )
-    providers: Mapping[str, str] | None = setting(
-        "by op name, the plugin or distribution whose replacement is used; opgraft keeps the "
-        "op's own class, native runs its native definition",
+    providers: Mapping[str, str | Sequence[str]] | None = setting(
+        "by op name, the plugin or distribution whose replacement is used, or several: the first "
+        "that applies; opgraft keeps the op's own class, native runs its native definition",
         default={},
     )
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
@@ -277,9 +278,18 @@ class Settings:
         chosen = backend if is_open("backend") else None
         return OpgraftConfig(compilation_config=CompilationConfig(level=level, backend=chosen))
 
+    def wanted_providers(self, op_name: str | None) -> tuple[str, ...]:
+        """Return the names in ``providers`` for the registered name of an op or class."""
+        wanted = (self.config.providers or {}).get(op_name or "", ())
+        return (wanted,) if isinstance(wanted, str) else tuple(wanted)
+
     def chosen_provider(self, op_name: str | None) -> str | None:
-        """Return the provider in ``providers`` for the registered name of an op or class."""
-        return (self.config.providers or {}).get(op_name or "")
+        """Return the provider in ``providers`` for the registered name of an op or class.
+
+        ``None`` if there is none, or if ``registry.choice.settled`` has yet to choose one of a list.
+        """
+        wanted = self.wanted_providers(op_name)
+        return wanted[0] if len(wanted) == 1 else None
 
     def with_provider(self, op_name: str, provider: str, origin: str) -> Settings:
         """Return the settings with a provider for one op, from another ``origin`` than a layer."""

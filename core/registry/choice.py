@@ -114,6 +114,45 @@ def _best(eligible: Sequence[Replacement]) -> list[Replacement]:
     return [each for each in eligible if each.priority == highest]
 
 
+def settled(
+    settings: Settings,
+    target: type,
+    *,
+    op_name: str | None,
+    own: Provider,
+    active: Sequence[Replacement],
+    platform: Platform,
+    other_replacements: Sequence[Replacement],
+) -> Settings:
+    """Return the settings with one provider of the op, if ``providers`` has a list for the op.
+
+    The first name with an active replacement of ``target`` that applies is chosen, then the first
+    one with a replacement of another class of the op. The native definition and the op's own class
+    always apply. If no name applies, the last one is chosen, and ``choose_replacement`` raises its
+    error.
+
+    The arguments are those of ``choose_replacement``.
+    """
+    wanted = settings.wanted_providers(op_name)
+    if op_name is None or len(wanted) < 2:
+        return settings
+    of_target = [each for each in active if each.target is target]
+
+    def applies(name: str) -> bool:
+        if name in (own.name, NATIVE_CHOICE):
+            return True
+        return any(objection_to(each, platform, name) is None for each in of_target)
+
+    def serves_others(name: str) -> bool:
+        return any(_is_of(name, each) for each in other_replacements)
+
+    fitting = [*filter(applies, wanted), *filter(serves_others, wanted)]
+    chosen = fitting[0] if fitting else wanted[-1]
+    listed = "/".join(wanted)
+    why = f"the first of {listed} that applies" if fitting else f"none of {listed} applies"
+    return settings.with_provider(op_name, chosen, f"{why}, {settings.origins['providers']}")
+
+
 def choose_replacement(
     target: type,
     *,
@@ -146,6 +185,15 @@ def choose_replacement(
             choose.
         ConfigError: ``providers`` names a provider without a replacement here.
     """
+    settings = settled(
+        settings,
+        target,
+        op_name=op_name,
+        own=own,
+        active=active,
+        platform=platform,
+        other_replacements=other_replacements,
+    )
     wanted = settings.chosen_provider(op_name)
     of_target = [each for each in active if each.target is target]
     rows = tuple((each, objection_to(each, platform, wanted)) for each in of_target)

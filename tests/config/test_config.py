@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import opgraft
 import pytest
@@ -214,6 +215,30 @@ def test_text_is_a_mapping_everywhere(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="use key=value pairs"):
         OpgraftConfig(providers="rms_norm")
+
+
+def test_several_providers_of_an_op(tmp_path: Path) -> None:
+    """A list is written alike in Python, a file, the environment and as JSON; one name in a list is that name."""
+    text, listed = "rms_norm=acme/brix/native,gelu=acme", ("acme", "brix", "native")
+    (tmp_path / "c.toml").write_text(
+        '[providers]\nrms_norm = ["acme", "brix", "native"]\ngelu = ["acme"]'
+    )
+    ((_, in_file),) = read_file(str(tmp_path / "c.toml")).layers
+    ((_, in_environment),) = read_environment({"OPGRAFT_PROVIDERS": text}).layers
+    in_json = parse_text("providers", '{"rms_norm": ["acme", "brix", "native"], "gelu": "acme"}')
+    for made in (in_file, in_environment, OpgraftConfig(providers=in_json)):
+        assert made.providers == {"rms_norm": listed, "gelu": "acme"}
+    settings = resolve([("x", in_file)])
+    assert settings.wanted_providers("rms_norm") == listed
+    assert settings.chosen_provider("rms_norm") is None
+    assert settings.chosen_provider("gelu") == "acme"
+
+
+@pytest.mark.parametrize("names", ["acme/", "acme/acme", [], ["acme", 1], [["acme"]]])
+def test_lists_of_providers_that_are_refused(names: Any) -> None:
+    """An empty name, the same name twice, an empty list, and what is no name."""
+    with pytest.raises(ConfigError, match="several different ones as a list"):
+        OpgraftConfig(providers={"a": names} if isinstance(names, list) else f"a={names}")
 
 
 @pytest.mark.parametrize(

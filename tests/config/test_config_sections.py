@@ -38,6 +38,7 @@ SAMPLES = {
     "NUMBER": "0.5",
     "LIST": '["a"]',
     "MAPPING": '{"a": "b"}',
+    "CHOICES": '{"a": ["b", "c"]}',
     "MODE": "FULL",
     "INTEGERS": "[3, 4]",
     "FLAGS": '{"a": true}',

@@ -12,6 +12,9 @@ import pytest
 import torch
 from opgraft import OpgraftConfig, set_config
 from opgraft.binding.functional import FUNCTIONALS, unregister
+from opgraft.binding.pluggable_class import choose_class
+from opgraft.errors import ConfigError
+from opgraft.kernels.engine import Sampler
 from opgraft.ops import RMSNorm
 
 APP = """
@@ -108,3 +111,67 @@ def test_a_choice_on_the_command_line(cli, user) -> None:
         assert told["chosen"].endswith(winner)
         (accepted,) = (row for row in told["candidates"] if row["accepted"])
         assert file in accepted["location"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "winner", "factor"),
+    [
+        ("far/acme/brix", "acme", 3),
+        ("brix/acme", "brix", 5),
+        ("far/native", "native", 1),
+        ("far/opgraft/acme", "opgraft", 1),
+        ("none_such/acme", "acme", 3),
+    ],
+)
+def test_the_first_of_a_list_that_applies(
+    user, site, listed: str, winner: str, factor: int
+) -> None:
+    """Ops, forms and the switch of an op follow the first provider with a replacement for this platform."""
+    site.plugin("far", PLUGIN.replace('"any"', '("cuda",)').format(factor=9))
+    opgraft.reset()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    native = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    of_form = listed.replace("opgraft", "app")
+    names = f"rms_norm={listed},soften={of_form}"
+    with set_config(OpgraftConfig(providers=names)):
+        norm = RMSNorm(8, eps=1e-6).double()
+        torch.testing.assert_close(norm(x), native * factor)
+        torch.testing.assert_close(
+            user.use(x), x * factor if factor > 1 else torch.nn.functional.softplus(x)
+        )
+        assert RMSNorm.enabled() is (winner != "native")
+    why = str(norm.decision)
+    assert f"providers asks for {winner!r}" in why
+    assert f"the first of {listed} that applies" in why
+
+
+def test_a_list_of_which_none_applies(user, site) -> None:
+    """The error names the list, and the last provider with the reason against it."""
+    site.plugin("far", PLUGIN.replace('"any"', '("cuda",)').format(factor=9))
+    opgraft.reset()
+    with (
+        set_config(OpgraftConfig(providers={"rms_norm": ["none_such", "far"]})),
+        pytest.raises(
+            ConfigError,
+            match=r"'far' for 'rms_norm' \(none of none_such/far applies, .*no replacement",
+        ),
+    ):
+        RMSNorm(8)
+
+
+def test_a_list_for_a_class_of_the_engine(user, site) -> None:
+    """A class that is no op follows a list, too."""
+    replaced = """
+from opgraft.kernels.engine import Sampler
+class Mine(Sampler):
+    def likeliest(self, logits):
+        return super().likeliest(logits)
+@opgraft.hookimpl
+def opgraft_register_ops():
+    Sampler.register_oot(Mine)
+"""
+    site.plugin("samples", 'import opgraft\nplatforms = "any"\n' + replaced)
+    opgraft.reset()
+    for listed, name in (("none_such/samples", "Mine"), ("opgraft/samples", "Sampler")):
+        with set_config(OpgraftConfig(providers=f"sampler={listed}")):
+            assert choose_class(Sampler).cls.__name__ == name
