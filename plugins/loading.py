@@ -26,6 +26,7 @@ from opgraft.plugins.outcomes import failure_of, may_patch_torch, rejection_of, 
 from opgraft.plugins.remarks import STARTED
 from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment
 from opgraft.registry.adapter import Adapter, CallAdapter
+from opgraft.registry.contracts import check_contracts
 from opgraft.registry.declarations import ANY_PLATFORM, Owner, unapplied_at
 from opgraft.registry.finding import Finding
 from opgraft.registry.op_classes import location_of
@@ -134,6 +135,8 @@ class PluginPass:
             record.status = PluginStatus.REJECTED
             record.reason = _not_here(record.platforms, self.platform)
             return
+        # Before anything of the plugin is used.
+        check_contracts(getattr(plugin, "contracts", None))
         self._activate_declarations_of_plugin(record)
         self._check_hook_names(plugin)
         self.manager.register(plugin, offer.name)

@@ -21,6 +21,7 @@ from opgraft.cli import cli
 from opgraft.config import FIELDS, text_of
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.registry.contracts import CONTRACTS
 from opgraft.testing import inventory
 
 REFERENCE = Path(__file__).parents[1] / "docs/reference"
@@ -130,11 +131,18 @@ def error_rows(known: Known) -> Iterator[Row]:
             yield f"`{name}`", also, str(error.exit_code), described(error)
 
 
+def contracts(known: Known) -> Iterator[Row]:
+    for part, number in CONTRACTS.items():
+        covered = known[part][2] if part in known else ""
+        yield f"`{part}`", str(number), covered
+
+
 TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
     "settings": ("| setting and variable | meaning, value and default |", settings),
     "hooks": ("| hook | returns | |", hooks),
     "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
     "errors": ("| error | also a | exit code | |", error_rows),
+    "kernels": ("| part | number | the contract covers |", contracts),
     "answers": (HTTP_FIELDS, lambda known: http_fields.rows()),
 }
 """By page, the header of its table, and its rows."""

@@ -274,6 +274,21 @@ STATED_ROWS = {
     )
 }
 
+CONTRACT_ROWS = {
+    f"contracts = {text}": (f"{HEAD}contracts = {text}\n", "failed", words)
+    for text, words in (
+        (
+            "{'sampler': 2}",
+            "written for contract 2 of 'sampler', and this opgraft has contract 1: ",
+        ),
+        ("{'samplers': 1}", "the part 'samplers', which this opgraft does not have: "),
+        ("{'kernel': '1'}", "contracts must name parts"),
+        ("{'kernel': True}", "contracts must name parts"),
+        ("['kernel']", "contracts must name parts"),
+        ("type('Odd', (), {'__repr__': lambda *_: 1 / 0})()", "contracts must name parts"),
+    )
+}
+
 MODULE_ROWS = {
     "a module whose every name raises": (
         veto("pass") + "def __dir__(): raise OSError('no names')\n",
@@ -333,6 +348,7 @@ ROWS = {
     **ADAPTER_ROWS,
     **REGISTRATION_ROWS,
     **STATED_ROWS,
+    **CONTRACT_ROWS,
     **MODULE_ROWS,
 }
 """By name: the source of the plugin acme, what becomes of it, and words of its reason or its findings."""

@@ -8,6 +8,9 @@ from opgraft_toy_npu.attention import ToyAttention
 from opgraft_toy_npu.communicator import RingCommunicator
 from opgraft_toy_npu.ops import REPLACEMENTS
 
+contracts = {"kernel": 1, "attention": 1, "communicator": 1}
+"""The contracts that the classes were written for: a host with others reports that at once."""
+
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
