@@ -320,6 +320,10 @@ help.bench-compile = what compilation gains and costs, against transformers, tor
 needs.bench-compile = .demo/installed build
 run.bench-compile = $(WITH_KERNELS) $(BIN)/python benchmarks/compile.py --json build/bench-compile.json $(BENCH)
 
+help.bench-prefixes = a long prompt from the folder of cache.store, against computing it
+needs.bench-prefixes = .demo/installed build
+run.bench-prefixes = $(WITH_KERNELS) $(BIN)/python benchmarks/stored_prefixes.py --json build/bench-prefixes.json $(BENCH)
+
 # BENCH='--rows kernels' for a part; the ranks want two processors.
 help.bench-fused = what kernels of several ops at once gain over the kernels of each, in one process and on two ranks
 needs.bench-fused = .demo/installed build

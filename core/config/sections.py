@@ -103,6 +103,20 @@ class CacheConfig(Section):
         },
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
+    store: str | None = setting(
+        "folder, or URL of fsspec, that keeps full blocks for later processes and beyond the room "
+        "of the cache",
+        unset="blocks end with the process",
+    )
+    store_bytes: int = setting(
+        "bytes that the store takes; the least recently used blocks go first",
+        default=1 << 34,
+        minimum=1,
+    )
+    store_key: str | None = setting(
+        "file with the key that signs the blocks of the store",
+        unset="one that is made in the user's folder for caches",
+    )
     num_states: int | None = setting(
         "states of sequences in the cache, for models whose layers have states",
         minimum=1,

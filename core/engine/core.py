@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.base.log import logger
@@ -41,6 +41,7 @@ from opgraft.engine.runner.compiled_model import expect_compilable
 from opgraft.engine.runner.recorded_steps import blocks_of_padding, expect_recorder
 from opgraft.engine.schedule.kv_cache import KVCacheManager
 from opgraft.engine.schedule.scheduler import Scheduler
+from opgraft.engine.schedule.stored_prefixes import StoredPrefixes
 from opgraft.engine.stats import EngineStats, copied
 from opgraft.engine.step import Step, StepResult
 from opgraft.engine.workers.executor import Executor
@@ -119,6 +120,7 @@ class EngineCore:
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
+        self.stored: StoredPrefixes | None = None
         self.adapters = HeldAdapters(
             self.opgraft_config, self.executor.call_all, lambda: self.scheduler.requests
         )
@@ -166,6 +168,11 @@ class EngineCore:
             self.executor.depth,
             self.adapters,
         )
+        if self.opgraft_config.cache.store is not None:
+            with phase("open the store of blocks"):
+                call_all("open_store")
+            self.stored = StoredPrefixes(self.cache, call_all, self.scheduler.counters)
+            self.cache.stored = self.stored
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.vocab_size = self.executor.call("vocab_size")
         self.counters = self.scheduler.counters
@@ -293,6 +300,8 @@ class EngineCore:
             # The new scheduler goes on counting: metrics of a server never fall.
             self.counters = counters
             self.scheduler.counters = counters
+            if self.stored is not None:
+                self.stored.counters = counters
 
     def withdraw(self, requests: Iterable[Request]) -> None:
         """Forget requests that were added since the last step, without a count; others stay."""
@@ -428,6 +437,8 @@ class EngineCore:
                     if request_id not in left
                 }
             ended = self.scheduler.update(step, tokens, errors, result.further)
+            if self.stored is not None:
+                self.stored.save()
             finished = {request.request_id: request.finish_reason for request in ended}
             if errors or left:
                 tokens = {
@@ -556,6 +567,10 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release the workers. The engine refuses requests that are added afterwards."""
         self._shut_down = True
+        # Workers that are lost, or hang, have nothing more to write.
+        if self.stored is not None:
+            with suppress(EngineError):
+                self.executor.call_all("finish_saving")
         self.executor.shutdown()
 
 

@@ -50,6 +50,7 @@ class Request:
         computing: the scheduler's record of the step that computes tokens of the request now, or
             ``None``.
         block_hashes: hashes of the full blocks so far, kept by the cache manager.
+        was_sought: True once the beginning was looked up outside of the cache.
 
     Raises:
         RequestError: the prompt is empty, or an id, a priority, a salt or an adapter is of a wrong
@@ -86,6 +87,7 @@ class Request:
         "request_id",
         "rotation",
         "status",
+        "was_sought",
     )
 
     def __init__(
@@ -142,6 +144,7 @@ class Request:
         self.num_preemptions = 0
         self.computing: Any = None
         self.block_hashes: list[bytes] = []
+        self.was_sought = False
 
     @property
     def lora_number(self) -> int:

@@ -43,6 +43,7 @@ class Counters:
         sampled_tokens: tokens from the sampler. With drafts, some may lie behind a stop string.
         prefix_queries: tokens of admitted sequences.
         prefix_hits: the part of these tokens with keys and values in the cache.
+        restored_tokens: tokens of blocks that were read from ``cache.store``.
         preemptions: sequences that gave their blocks to others.
         drafts: drafts that steps have computed, one for each sequence and step.
         draft_tokens: tokens of these drafts.
@@ -62,6 +63,7 @@ class Counters:
     sampled_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    restored_tokens: int = 0
     preemptions: int = 0
     drafts: int = 0
     draft_tokens: int = 0
@@ -160,6 +162,7 @@ def _difference(now: Counters, before: Counters) -> Counters:
         now.sampled_tokens - before.sampled_tokens,
         now.prefix_queries - before.prefix_queries,
         now.prefix_hits - before.prefix_hits,
+        now.restored_tokens - before.restored_tokens,
         now.preemptions - before.preemptions,
         now.drafts - before.drafts,
         now.draft_tokens - before.draft_tokens,

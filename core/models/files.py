@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class Weights:
     def is_gguf(self) -> bool:
         return bool(self.metadata)
 
+
+_PIECE = 1 << 20
+"""Bytes of a file that are read at a time."""
 
 _OPENED: ContextVar[dict[str, Weights] | None] = ContextVar("opgraft_opened", default=None)
 """Within ``opened_once``: the checkpoints that were opened, by the names that were given."""
@@ -219,6 +223,36 @@ def weight_files(path: Path) -> list[Path]:
         f"{path} has {has} no *.safetensors and no *.gguf file: the weights are missing. "
         "Give the folder that save_pretrained wrote, or a .gguf file"
     )
+
+
+def state_of_checkpoint(name: str) -> tuple[tuple[str, int, int, int], ...]:
+    """Return paths, sizes and times of the files of a checkpoint, which change with its files."""
+    states = []
+    for file in _read_files(name):
+        now = file.stat()
+        # The time of change cannot be set back, as the time of writing can.
+        states.append((str(file), now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+    return tuple(states)
+
+
+def digest_of_checkpoint(name: str) -> str:
+    """Return the SHA-256 of all files of a checkpoint that decide what its model computes."""
+    digest = sha256()
+    for file in _read_files(name):
+        header = f"{file.name}\0{file.stat().st_size}\0"
+        digest.update(header.encode())
+        with file.open("rb") as opened:
+            while piece := opened.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _read_files(name: str) -> list[Path]:
+    path = _model_folder(find_checkpoint(name))
+    files = weight_files(path)
+    if path.is_dir():
+        files = [*sorted(path.glob("*.json")), *files]
+    return files
 
 
 def _files_of(file: Path) -> list[Path]:

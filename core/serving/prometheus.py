@@ -57,6 +57,9 @@ FAMILIES = MappingProxyType(
         "prefix_cache_hits": MetricFamily(
             "Counter", "Tokens of admitted sequences that were found in the cache."
         ),
+        "external_prefix_cache_hits": MetricFamily(
+            "Counter", "Tokens of blocks that were read from the store of blocks."
+        ),
         "num_preemptions": MetricFamily(
             "Counter", "Sequences that gave their blocks of the cache to others."
         ),
@@ -147,6 +150,7 @@ _COUNTERS = MappingProxyType(
         "generation_tokens": "sampled_tokens",
         "prefix_cache_queries": "prefix_queries",
         "prefix_cache_hits": "prefix_hits",
+        "external_prefix_cache_hits": "restored_tokens",
         "num_preemptions": "preemptions",
         "spec_decode_num_drafts": "drafts",
         "spec_decode_num_draft_tokens": "draft_tokens",

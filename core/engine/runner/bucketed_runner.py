@@ -84,6 +84,7 @@ class BucketedModelRunner(ModelRunner):
     samples_on_first_rank = False
     """Every program returns logits on each rank."""
 
+    stores_blocks: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
 
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:

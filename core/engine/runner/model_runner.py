@@ -87,6 +87,8 @@ class ModelRunner(PluggableClass):
 
     The other workers receive the tokens with the next step.
     """
+    stores_blocks: ClassVar[bool] = True
+    """True if blocks of the caches may be read and written between two steps."""
     takes_adapters: ClassVar[bool] = True
     """True if ``_compute`` of the same class calls the layers of the model within ``_adapting``.
 
@@ -222,6 +224,25 @@ class ModelRunner(PluggableClass):
         self.caches = self.layout.allocate(num_blocks + padding, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
         self.batch = self._input_batch(self.device, self.caches, self.states)
+
+    def cache_groups(self) -> list[Mapping[str, Tensor]]:
+        """Return the caches of each group of layers, by the names of the layers.
+
+        Raises:
+            ConfigError: blocks cannot be stored, as the model keeps states beside them, or the
+                runner computes by programs of its own.
+        """
+        if self.layout.states:
+            raise ConfigError(
+                "cache.store is set, and the model has layers that keep a state of each sequence, "
+                "which is in no block: leave it out"
+            )
+        if not self.stores_blocks:
+            raise ConfigError(
+                f"cache.store is set, and {type(self).__name__} keeps blocks where only its own "
+                "programs reach them: leave it out"
+            )
+        return [{name: self.caches[name] for name in group} for group in self.layout.groups]
 
     def _input_batch(
         self,

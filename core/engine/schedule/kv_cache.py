@@ -12,11 +12,11 @@ block 7, and token 39 is the eighth of block 9.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from sys import maxsize
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
@@ -67,6 +67,19 @@ class Prefix(NamedTuple):
     blocks: Sequence[Sequence[int]]
     partial: Sequence[int] = ()
     state: int | None = None
+
+
+class BlockStore(Protocol):
+    """Keeps full blocks outside of the cache."""
+
+    def note(self, digest: bytes, blocks: Sequence[int]) -> None:
+        """Note a full block of each group, by the hash of the tokens up to its end."""
+
+    def restore(self, request: Request) -> None:
+        """Fill free blocks with the next ones of a request's beginning, as far as they are kept."""
+
+    def discard(self, digests: Iterable[bytes]) -> None:
+        """Forget the blocks of a failed sequence, which may hold NaN."""
 
 
 class _Lack(NamedTuple):
@@ -122,9 +135,11 @@ class KVCacheManager(PluggableClass):
 
     Attributes:
         states: the slots; ``None`` for models without such layers.
+        stored: blocks outside of the cache; ``None`` unless ``cache.store`` is set.
     """
 
     states: StateSlots | None
+    stored: BlockStore | None = None
 
     def __init__(
         self,
@@ -174,17 +189,18 @@ class KVCacheManager(PluggableClass):
             if left is not None:
                 return left
         count = (request.num_tokens - 1) // self.block_size
-        self._hash(request, count)
-        hashes = request.block_hashes[:count]
-        found = self._found(hashes)
-        length = self._covered(found, count)
+        if self.stored is not None:
+            self.stored.restore(request)
+        hashes = self.hashes(request, count)
+        found = self.found(hashes)
+        length = self.covered(found, count)
         state = None
         # Shorter and shorter, until blocks and state are both there.
         while self.states and length:
             state = self.states.find(hashes[length - 1])
             if state is not None:
                 break
-            length = self._covered(found, length - 1)
+            length = self.covered(found, length - 1)
         return self._prefix(length * self.block_size, found, (), state)
 
     def leave(self, request: Request) -> None:
@@ -211,16 +227,16 @@ class KVCacheManager(PluggableClass):
         state = states.find(digest)
         if state is None:
             return None
-        looked_up = self._found([digest])
+        looked_up = self.found([digest])
         partial = [block for [block] in looked_up if block is not None]
         if len(partial) < len(self.kinds) or any(map(self.pool.references, partial)):
             return None
-        found = self._found(request.block_hashes[:full])
-        if self._covered(found, full) < full:
+        found = self.found(request.block_hashes[:full])
+        if self.covered(found, full) < full:
             return None
         return self._prefix(request.num_tokens - 1, found, partial, state)
 
-    def _found(self, hashes: Sequence[bytes]) -> list[list[int | None]]:
+    def found(self, hashes: Sequence[bytes]) -> list[list[int | None]]:
         """Return for each group the blocks with these hashes, or ``None`` for each."""
         groups = range(len(self.kinds))
         return [self.pool.lookup((group, digest) for digest in hashes) for group in groups]
@@ -235,11 +251,11 @@ class KVCacheManager(PluggableClass):
         """Return the beginning of ``num_tokens`` tokens, with the needed blocks of ``found``."""
         full = num_tokens // self.block_size
         kept = []
-        for blocks, first in zip(found, self._first_kept(num_tokens), strict=True):
+        for blocks, first in zip(found, self.first_kept(num_tokens), strict=True):
             kept.append([block for block in blocks[first:full] if block is not None])
         return Prefix(num_tokens, kept, partial, state)
 
-    def _covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
+    def covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
         """Return the longest beginning, in blocks, for which every needed block was found.
 
         Args:
@@ -247,7 +263,7 @@ class KVCacheManager(PluggableClass):
             length: blocks of the beginning, at most.
         """
         while True:
-            first_kept = self._first_kept(length * self.block_size)
+            first_kept = self.first_kept(length * self.block_size)
             gaps = []
             for blocks, first in zip(found, first_kept, strict=True):
                 if None in blocks[first:length]:
@@ -257,7 +273,8 @@ class KVCacheManager(PluggableClass):
             # A longer beginning would need the missing block, too.
             length = min(gaps)
 
-    def _first_kept(self, num_tokens: int) -> list[int]:
+    def first_kept(self, num_tokens: int) -> list[int]:
+        """Return for each group the first block that a token behind ``num_tokens`` attends to."""
         return [kind.first_kept(num_tokens, self.block_size) for kind in self.kinds]
 
     def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
@@ -271,7 +288,7 @@ class KVCacheManager(PluggableClass):
         num_tokens = len(request.prompt) - 1
         full, rest = divmod(num_tokens, self.block_size)
         tables = self._tables[parent.request_id]
-        needed = list(zip(tables, self._first_kept(num_tokens), strict=True))
+        needed = list(zip(tables, self.first_kept(num_tokens), strict=True))
         if any(table.dropped > first for table, first in needed):
             return None
         blocks = [table.blocks[first:full] for table, first in needed]
@@ -387,13 +404,17 @@ class KVCacheManager(PluggableClass):
         first, last = start // self.block_size, request.num_computed // self.block_size
         if first == last or not self.prefix_reuse:
             return
-        self._hash(request, last)
-        for group, table in enumerate(self._tables[request.request_id]):
+        hashes = self.hashes(request, last)
+        tables = self._tables[request.request_id]
+        for group, table in enumerate(tables):
             for index in range(first, last):
-                self.pool.keep(table.blocks[index], (group, request.block_hashes[index]))
+                self.pool.keep(table.blocks[index], (group, hashes[index]))
+        if self.stored is not None:
+            for index in range(first, last):
+                self.stored.note(hashes[index], [table.blocks[index] for table in tables])
         at_end_of_block = not request.num_computed % self.block_size
         if self.states and start < len(request.prompt) and at_end_of_block:
-            self.states.keep(request.request_id, request.block_hashes[last - 1])
+            self.states.keep(request.request_id, hashes[-1])
 
     def chunk(self, request: Request, start: int, count: int) -> int:
         """Return the number of next tokens to compute before a state is copied, at most ``count``.
@@ -411,6 +432,8 @@ class KVCacheManager(PluggableClass):
         """Forget the contents of a failed sequence: its blocks may hold NaN."""
         groups = range(len(self.kinds))
         self.pool.discard((group, digest) for group in groups for digest in request.block_hashes)
+        if self.stored is not None:
+            self.stored.discard(request.block_hashes)
         if self.states:
             self.states.pool.discard(request.block_hashes)
 
@@ -424,21 +447,22 @@ class KVCacheManager(PluggableClass):
     def _digest(self, request: Request, count: int) -> bytes:
         """Return the hash of the first ``count`` tokens; at an end of a block, the block's hash."""
         full, rest = divmod(count, self.block_size)
-        self._hash(request, full)
-        before = request.block_hashes[full - 1] if full else _root(request)
+        hashes = self.hashes(request, full)
+        before = hashes[-1] if hashes else _root(request)
         if not rest:
             return before
         tokens = array("q", request.tokens(full * self.block_size, count))
         return sha256(b"part" + before + tokens.tobytes()).digest()
 
-    def _hash(self, request: Request, count: int) -> None:
-        """Compute the missing hashes of a request's first ``count`` blocks, all full."""
+    def hashes(self, request: Request, count: int) -> list[bytes]:
+        """Return the hashes of a request's first ``count`` blocks, all full."""
         hashes = request.block_hashes
         for index in range(len(hashes), count):
             before = hashes[-1] if hashes else _root(request)
             first = index * self.block_size
             tokens = array("q", request.tokens(first, first + self.block_size))
             hashes.append(sha256(b"block" + before + tokens.tobytes()).digest())
+        return hashes[:count]
 
 
 def _root(request: Request) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,16 +24,19 @@ from opgraft.engine.runner.context_fit import ContextFit
 from opgraft.engine.runner.memory_query import MemoryQuery
 from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.recorded_steps import blocks_of_padding
+from opgraft.engine.runner.stored_blocks import StoredBlocks
 from opgraft.engine.step import Step, StepResult
 from opgraft.engine.workers.rank_places import RankPlaces
 from opgraft.errors import ConfigError
 from opgraft.models import TransformersModel
 from opgraft.models.build import device_named
 from opgraft.models.context import trained_context
+from opgraft.models.files import digest_of_checkpoint, state_of_checkpoint
 from opgraft.models.model import HasLabels
 from opgraft.models.pooling import pooled
 from opgraft.models.through_transformers import GRAFT_INSTEAD
 from opgraft.ops.attention.batch import AttentionBatch, attending
+from opgraft.plugins.agreement import process_rows
 from opgraft.plugins.guarding import LatePatches
 from opgraft.plugins.selection import current_platform
 from torch.nn import functional
@@ -149,6 +152,8 @@ class Worker(PluggableClass):
 
     def load_model(self) -> CacheSizes:
         """Load the model, and return the sizes of the cache that its layers need."""
+        if self.opgraft_config.cache.store is not None:
+            self._checkpoint = state_of_checkpoint(str(self.opgraft_config.model.name))
         self.runner.load_model()
         self._patches.look("while a model was loaded")
         return self.runner.layout.sizes()
@@ -317,6 +322,71 @@ class Worker(PluggableClass):
         # Compiling calls kernels, and so does the trial step before.
         self._patches.look("before the first step")
         self._paged = True
+
+    def open_store(self) -> None:
+        """Open ``cache.store`` for the blocks of this rank.
+
+        Raises:
+            ConfigError: the folder or its key cannot be used, the model's cache cannot be stored,
+                or the files of the checkpoint have changed since it was loaded.
+        """
+        if not self.opgraft_config.cache.prefix_reuse:
+            raise ConfigError(
+                "cache.store is set, and cache.prefix_reuse is off, so that nobody would look for "
+                "stored blocks: leave one of them out"
+            )
+        groups = self.runner.cache_groups()
+        origin = self._origin_of_blocks(groups)
+        if state_of_checkpoint(str(self.opgraft_config.model.name)) != self._checkpoint:
+            raise ConfigError(
+                f"cache.store is set, and the files of {self.opgraft_config.model.name} have "
+                "changed while the model was loaded, so that blocks have no name: start again"
+            )
+        self._store = StoredBlocks(self.opgraft_config.cache, origin, groups)
+
+    def _origin_of_blocks(self, groups: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, str]:
+        """Return everything that the numbers in this rank's blocks depend on, beside tokens."""
+        config = self.opgraft_config
+        layers = {name: tuple(cache.shape[1:]) for group in groups for name, cache in group.items()}
+        parts = (
+            config.model.implementation,
+            config.model.batch_invariant,
+            config.model.part,
+            config.model.max_model_len,
+            config.quantization,
+            config.compilation_config.level,
+            self.runner.layout.dtype,
+            layers,
+        )
+        ranks = get_tp_group()
+        return {
+            **process_rows(),
+            "weights": digest_of_checkpoint(str(config.model.name)),
+            "settings": repr(parts),
+            "kernels": str(self.explain()),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "rank": f"{ranks.rank_in_group} of {ranks.world_size}",
+        }
+
+    def save_blocks(self, blocks: Sequence[tuple[bytes, Sequence[int]]]) -> None:
+        """Write full blocks to the store, in the background."""
+        self._store.save(blocks)
+
+    def stored_blocks(self, digests: Sequence[bytes]) -> int:
+        """Return the number of hashes whose blocks are stored, up to the first one without."""
+        return self._store.count(digests)
+
+    def load_blocks(self, wanted: Sequence[tuple[bytes, Sequence[int | None]]]) -> int:
+        """Fill blocks from the store, up to the first failure; return their number."""
+        return self._store.load(wanted)
+
+    def discard_blocks(self, digests: Sequence[bytes]) -> None:
+        """Remove blocks from the store."""
+        self._store.discard(digests)
+
+    def finish_saving(self) -> None:
+        """Wait until all blocks are written."""
+        self._store.finish()
 
     def embed(
         self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool

@@ -1,0 +1,132 @@
+"""``StoredPrefixes``: moves full blocks between the cache and the stores of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from opgraft.engine.request import Request
+from opgraft.engine.schedule.kv_cache import KVCacheManager
+from opgraft.engine.stats import Counters
+
+
+class _Missing(NamedTuple):
+    """A position of a beginning that is stored, and that the cache lacks.
+
+    Attributes:
+        digest: hash of the tokens up to the end of the block.
+        groups: the groups of layers without the block.
+    """
+
+    digest: bytes
+    groups: Sequence[int]
+
+
+class StoredPrefixes:
+    """The blocks that the workers of an engine keep outside of the cache, as of ``StoredBlocks``.
+
+    A stored beginning becomes one of the cache: free blocks are filled with the contents, and get
+    their keys. After that, sequences find them like those of an earlier sequence.
+
+    Args:
+        cache: the tables of blocks.
+        call_all: calls a method of all workers, between two steps.
+        counters: of the engine.
+
+    Attributes:
+        counters: the same.
+    """
+
+    def __init__(
+        self, cache: KVCacheManager, call_all: Callable[..., Any], counters: Counters
+    ) -> None:
+        self._cache = cache
+        self._call_all = call_all
+        self.counters = counters
+        self._full: dict[bytes, Sequence[int]] = {}
+
+    def note(self, digest: bytes, blocks: Sequence[int]) -> None:
+        """Note a full block of each group, to be saved before the next step."""
+        self._full[digest] = blocks
+
+    def save(self) -> None:
+        """Let the workers save the noted blocks."""
+        if self._full:
+            full, self._full = list(self._full.items()), {}
+            self._call_all("save_blocks", full)
+
+    def discard(self, digests: Iterable[bytes]) -> None:
+        """Forget blocks of a failed sequence, which may hold NaN."""
+        bad = list(digests)
+        for digest in bad:
+            self._full.pop(digest, None)
+        self._call_all("discard_blocks", bad)
+
+    def restore(self, request: Request) -> None:
+        """Fill free blocks with the next ones of a request's beginning, as far as they are stored.
+
+        Each request is looked up once, before its first admission.
+        """
+        if request.was_sought:
+            return
+        request.was_sought = True
+        cache = self._cache
+        count = (request.num_tokens - 1) // cache.block_size
+        hashes = cache.hashes(request, count)
+        found = cache.found(hashes)
+        length = cache.covered(found, count)
+        absent = []
+        for place in range(length, count):
+            if any(blocks[place] is None for blocks in found):
+                absent.append(hashes[place])
+        if not absent:
+            return
+        stored = min(self._call_all("stored_blocks", absent))
+        if stored:
+            behind = len(hashes) if stored == len(absent) else hashes.index(absent[stored])
+            self._fill(hashes[:behind], found, length)
+
+    def _fill(
+        self, hashes: Sequence[bytes], found: Sequence[Sequence[int | None]], length: int
+    ) -> None:
+        """Fill free blocks from the place ``length`` on, as many as there are."""
+        cache = self._cache
+        first_kept = cache.first_kept(len(hashes) * cache.block_size)
+        held: list[int] = []
+        for blocks, first in zip(found, first_kept, strict=True):
+            held += [block for block in blocks[first : len(hashes)] if block is not None]
+        # Free blocks of this beginning are not to be overwritten by the rest of it.
+        cache.pool.share(held)
+        missing = []
+        room = cache.pool.num_free
+        for place in range(length, len(hashes)):
+            groups = [
+                group
+                for group, blocks in enumerate(found)
+                if blocks[place] is None and place >= first_kept[group]
+            ]
+            room -= len(groups)
+            if room < 0:
+                break
+            if groups:
+                missing.append(_Missing(hashes[place], groups))
+        self._load(missing)
+        cache.pool.free(held)
+
+    def _load(self, missing: Sequence[_Missing]) -> None:
+        """Let the workers fill free blocks, and note the keys of those that all could fill."""
+        pool = self._cache.pool
+        wanted = []
+        taken: list[list[int]] = []
+        for each in missing:
+            blocks: list[int | None] = [None] * len(self._cache.kinds)
+            taken.append(pool.allocate(len(each.groups)))
+            for group, block in zip(each.groups, taken[-1], strict=True):
+                blocks[group] = block
+            wanted.append((each.digest, blocks))
+        filled = min(self._call_all("load_blocks", wanted)) if wanted else 0
+        for each, blocks_of_place in list(zip(missing, taken, strict=True))[:filled]:
+            for group, block in zip(each.groups, blocks_of_place, strict=True):
+                pool.keep(block, (group, each.digest))
+        self.counters.restored_tokens += filled * self._cache.block_size
+        pool.free([block for blocks_of_place in taken for block in blocks_of_place])
