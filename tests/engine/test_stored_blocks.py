@@ -106,6 +106,32 @@ def test_a_later_engine_goes_on_where_the_first_one_was(
     assert again.restored >= seen
 
 
+def test_ranks_keep_their_own_parts(folder: Path, store: Path) -> None:
+    """Two workers restore what both have stored, and a rank without an entry keeps the others from it."""
+    (prompt,) = prompts(LENGTH)
+    core = engine_with(folder, store, parallel={"tensor": 2})
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    try:
+        for lost in (0, 0, 1):
+            of_ranks = sorted(each for each in store.iterdir() if each.is_dir())
+            for folder_of_rank in of_ranks[:lost]:
+                shutil.rmtree(folder_of_rank)
+            core.cache.clear()
+            before = core.counters.restored_tokens
+            request = Request("a", prompt, params)
+            core.add([request])
+            while core.has_work:
+                core.step()
+            core.executor.call_all("finish_saving")
+            found.append((request.output, core.counters.restored_tokens - before))
+    finally:
+        core.shutdown()
+    tokens = found[0][0]
+    assert len(of_ranks) == 2
+    assert found == [(tokens, 0), (tokens, FULL), (tokens, 0)]
+
+
 def test_an_answer_is_kept_too(folder: Path, store: Path) -> None:
     """The next turn of a chat begins with the former prompt and its answer."""
     (prompt,) = prompts(LENGTH)
