@@ -187,6 +187,7 @@ EVERY = {
     "engine/test_states.py::test_requests_wait_for_states": 3,
     "engine/test_states.py::test_tokens_are_right_beside_others": 2,
     "engine/test_states_on_ranks.py::test_two_ranks": 6,
+    "engine/test_stored_blocks.py::test_a_damaged_entry_is_a_missing_one": 4,
     "faults/test_distributions.py::test_distributions": 4,
     "faults/test_hangs.py::test_platforms": 2,
     "faults/test_hangs.py::test_plugins": 2,
