@@ -68,6 +68,8 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "speculative_config": "set speculation.method to ngram or suffix",
         "served_model_name": "set server.model_name",
         "max_logprobs": "set server.max_logprobs",
+        "max_num_partial_prefills": "set scheduler.long_prefill_token_threshold",
+        "max_long_partial_prefills": "set scheduler.long_prefill_token_threshold",
         "allowed_origins": "set server.cors_origins",
         "model_impl": "set model.implementation to auto, opgraft or transformers",
         "use_tqdm_on_load": "set load.progress",
