@@ -23,6 +23,10 @@ _COMMANDS = {
         "opgraft.cli.plugins_check",
         "Run the most telling checks on a plugin, in less than a minute.",
     ),
+    "trial": (
+        "opgraft.cli.plugins_trial",
+        "Run one model with and without a plugin, and say what got worse.",
+    ),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }
 

@@ -1,0 +1,166 @@
+"""``opgraft plugins trial``: one model with and without a plugin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import click
+from opgraft.cli.isolation import Limits, isolated
+from opgraft.cli.output import (
+    COMMAND_LINE,
+    SettingsCommand,
+    echo,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_model_settings,
+)
+from opgraft.cli.trial_verdict import Trial, TrialRun, faults_of
+from opgraft.config.checkpoints import find_checkpoint
+from opgraft.errors import InputError, close_matches
+from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, discover
+from opgraft.registry.finding import Finding
+from opgraft.registry.state import host_state
+
+_MODEL = "smollm2"
+_PAIRS = 2
+_MOST_PAIRS = 4
+"""More pairs than usual run only if the first ones tell of a loss of speed."""
+
+_PATIENCE = 300.0
+"""Seconds for a run without a word."""
+
+
+@click.command("trial", cls=SettingsCommand)
+@click.argument("name")
+@click.argument("model", required=False, default=_MODEL)
+@click.option(
+    "--tokens", type=click.IntRange(2), default=16, show_default=True, help="Of each answer."
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=_PATIENCE,
+    show_default=True,
+    help="Seconds for a run of the model.",
+)
+@json_option
+@with_model_settings
+def command(name: str, model: str, tokens: int, time_limit: float, as_json: bool) -> None:
+    """Run MODEL, or SmolLM2, with and without the plugin NAME, and compare the two.
+
+    Compares kernels, tokens, log-probabilities, time per op and in total, the time to start, and
+    memory. Each run has a process of its own, and the runs take turns. Exit code 1: something got
+    worse.
+    """
+    if host_state().settings().origins["model.name"] == COMMAND_LINE:
+        raise click.UsageError("MODEL names the model: leave --model.name out")
+    plugin = _plugin_named(name)
+    find_checkpoint(model)
+    trial = _tried(plugin, model, tokens, time_limit)
+    if as_json:
+        _print_as_json(plugin.name, model, trial)
+    else:
+        _print_as_text(plugin.name, trial)
+    sys.exit(1 if trial.worse else 0)
+
+
+def _plugin_named(name: str) -> Offer:
+    """Return the plugin with a name.
+
+    Raises:
+        InputError: no plugin has the name.
+    """
+    offers = discover().of_group(PLUGIN_GROUP)
+    for offer in offers:
+        if offer.answers_to(name):
+            return offer
+    near = close_matches(name, [offer.name for offer in offers])
+    raise InputError(f"no plugin {name!r} is installed: {near}")
+
+
+def _tried(plugin: Offer, model: str, tokens: int, time_limit: float) -> Trial:
+    """Run a model with and without a plugin, in turns.
+
+    Raises:
+        InputError: the model fails without the plugin.
+    """
+    pairs: list[tuple[TrialRun, TrialRun]] = []
+    while True:
+        without = _run(plugin, model, tokens, time_limit, _going_without(plugin))
+        if isinstance(without, Finding):
+            raise InputError(f"{model} cannot be run without {plugin.name}: {without}")
+        within = _run(plugin, model, tokens, time_limit, {})
+        if isinstance(within, Finding):
+            return Trial([(without, without)], (f"the model fails with it: {within}",))
+        pairs.append((without, within))
+        if len(pairs) < _PAIRS:
+            continue
+        faults = faults_of(pairs)
+        # Another program may have taken the processor from a run.
+        if len(pairs) == _MOST_PAIRS or not any(fault.of_time for fault in faults):
+            return Trial(pairs, tuple(fault.words for fault in faults))
+
+
+def _going_without(plugin: Offer) -> dict[str, str]:
+    """Return the settings that leave a plugin out."""
+    config = host_state().settings().config
+    denied = [*(config.plugins_disable or ()), plugin.name]
+    given = {"plugins_disable": ",".join(denied)}
+    # Each plugin on the allow list must become active.
+    if config.plugins is not None:
+        others = [name for name in config.plugins if not plugin.answers_to(name)]
+        given["plugins"] = ",".join(others)
+    return given
+
+
+def _run(
+    plugin: Offer, model: str, tokens: int, time_limit: float, given: Mapping[str, str]
+) -> TrialRun | Finding:
+    """Run a model in a process of its own, and return the finding if the process fails."""
+    outcome = isolated(
+        "opgraft.cli.trial_run",
+        "run_alone",
+        plugin.name,
+        model,
+        str(tokens),
+        limits=Limits(time_limit),
+        given=given,
+    )
+    if outcome.crash is not None:
+        return outcome.crash
+    return TrialRun(**outcome.result)
+
+
+def _print_as_text(plugin: str, trial: Trial) -> None:
+    _, within = trial.pairs[-1]
+    if within.status != "activated":
+        print_wrapped(f"{plugin} is {within.status}: {within.reason}")
+    kernels = list(trial.changed_kernels())
+    if kernels:
+        print_table(("op", f"without {plugin}", f"with {plugin}"), kernels)
+        echo()
+    times = []
+    for name, before, after in trial.times():
+        times.append((name, _in_words(before), _in_words(after)))
+    print_table(("a step", "without", "with"), times)
+    echo()
+    print_wrapped(trial.summary())
+    print_wrapped(f"worse: {words}" for words in trial.worse)
+    if not trial.worse:
+        echo("nothing got worse")
+
+
+def _in_words(seconds: float) -> str:
+    return f"{1000 * seconds:.3f} ms"
+
+
+def _print_as_json(plugin: str, model: str, trial: Trial) -> None:
+    runs = []
+    for without, within in trial.pairs:
+        runs.append({"without": asdict(without), "with": asdict(within)})
+    data = {"plugin": plugin, "model": model, "runs": runs, "worse": list(trial.worse)}
+    print_json("opgraft.plugins.trial/1", data)

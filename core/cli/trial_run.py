@@ -1,0 +1,195 @@
+"""A run of a model for ``opgraft plugins trial``, in a module that imports torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from opgraft.binding.profiling import CalledOp, timed_ops
+from opgraft.cli.answer import asked, expect_answers
+from opgraft.config import CacheConfig, OpgraftConfig, ParallelConfig, set_config
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import RequestError
+from opgraft.models.build import dtype_of
+from opgraft.models.config import read_config
+from opgraft.models.files import open_weights
+from opgraft.registry.state import host_state
+from opgraft.serving.engine_settings import engine_config
+from opgraft.serving.llm import LLM
+from opgraft.serving.outputs import RequestOutput
+
+PROMPTS = (
+    "Once upon a time",
+    "The capital of France is",
+    "A list of the planets of the solar system, from the sun outwards, with one line about each:",
+)
+_CONFIG = OpgraftConfig(
+    parallel=ParallelConfig(executor="in_process"),
+    # Each round computes the prompts anew.
+    cache=CacheConfig(prefix_reuse=False),
+)
+_ROUNDS, _MOST_ROUNDS = 5, 40
+_ENOUGH = 3.0
+"""Seconds for all rounds; at least five rounds run."""
+
+
+def run_alone(plugin: str, model: str, tokens: str) -> Mapping[str, Any]:
+    """Return the fields of a ``TrialRun``.
+
+    Args:
+        plugin: the name of the plugin, active or not.
+        model: a checkpoint or its name.
+        tokens: the number in each answer.
+
+    Raises:
+        RequestError: the model is an encoder, or a prompt cannot be answered.
+    """
+    began = time.monotonic()
+    with set_config(_CONFIG, origin="opgraft plugins trial"):
+        llm = LLM(model)
+        try:
+            if llm.embeds:
+                raise RequestError(
+                    f"{model} is an encoder, and 'opgraft plugins trial' compares answers: give a "
+                    "decoder"
+                )
+            return {"dtype": _dtype(model), **_measured(llm, plugin, int(tokens), began)}
+        finally:
+            llm.shutdown()
+
+
+def _dtype(model: str) -> str:
+    config = read_config(open_weights(model))
+    dtype = dtype_of(engine_config(model, None, {}).resolved(), config)
+    return str(dtype).removeprefix("torch.")
+
+
+def _measured(llm: LLM, plugin: str, tokens: int, began: float) -> Mapping[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    first = _answered(llm, params)
+    start = time.monotonic() - began
+    # The second round has all memory that the first one left.
+    _answered(llm, params)
+    before, _ = _memory()
+    rounds = list(_rounds(llm, params))
+    after, peak = _memory()
+    median = statistics.median(seconds for seconds, _ in rounds)
+    return {
+        **_stage(plugin),
+        "start": start,
+        "kernels": _kernels(llm),
+        "tokens": _tokens(first),
+        "logprobs": _logprobs(first),
+        "repeats": all(answers == _tokens(first) for _, answers in rounds),
+        "step": median / tokens,
+        "ops": _seconds_of_ops(llm, params, tokens),
+        "peak": peak,
+        "growth": (after - before) / len(rounds),
+    }
+
+
+def _stage(plugin: str) -> Mapping[str, str]:
+    """Return the stage of a plugin, with the reason."""
+    record = host_state().plugins.get(plugin)
+    if record is None:
+        return {"status": "absent", "reason": ""}
+    return {"status": record.status.value, "reason": record.reason}
+
+
+def _rounds(llm: LLM, params: SamplingParams) -> Iterator[tuple[float, list[list[int]]]]:
+    """Yield the seconds and the tokens of each round."""
+    total = 0.0
+    for number in range(_MOST_ROUNDS):
+        if number >= _ROUNDS and total > _ENOUGH:
+            return
+        since = time.perf_counter()
+        outputs = _answered(llm, params)
+        seconds = time.perf_counter() - since
+        total += seconds
+        yield seconds, _tokens(outputs)
+
+
+def _answered(llm: LLM, params: SamplingParams) -> list[RequestOutput]:
+    outputs = asked(llm, PROMPTS, params)
+    expect_answers(llm, outputs)
+    return outputs
+
+
+def _tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    return [[*output.outputs[0].token_ids] for output in outputs]
+
+
+def _logprobs(outputs: Iterable[RequestOutput]) -> list[list[float]]:
+    """Return the log-probability of each token of each answer."""
+    found = []
+    for output in outputs:
+        answer = output.outputs[0]
+        places = zip(answer.token_ids, answer.logprobs or (), strict=True)
+        found.append([place[token].logprob for token, place in places])
+    return found
+
+
+def _kernels(llm: LLM) -> dict[str, int]:
+    rows = Counter(
+        f"{row.op or row.op_class}: {row.kernel} of {row.provider}"
+        for row in llm.explain().rows
+        if row.runs
+    )
+    return dict(rows)
+
+
+def _memory() -> tuple[int, int]:
+    """Return the bytes of this process in memory, now and at most; zeros outside of Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0, 0
+    kibibytes = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "VmHWM"):
+            kibibytes[name] = int(value.split()[0])
+    return kibibytes["VmRSS"] * 1024, kibibytes["VmHWM"] * 1024
+
+
+def _seconds_of_ops(llm: LLM, params: SamplingParams, steps: int) -> dict[str, float]:
+    """Return the seconds of each op in a step, without the ops within it."""
+    timer = _Timer()
+    _on_engine(llm, timer.start)
+    try:
+        _answered(llm, params)
+    finally:
+        _on_engine(llm, timer.stop)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for called, whole in timer.seconds.items():
+        seconds[called.op] += whole / steps
+    return dict(seconds)
+
+
+def _on_engine(llm: LLM, function: Callable[[object], None]) -> None:
+    """Call a function in the engine's thread, which calls the ops."""
+    [called] = llm.replicas.on_engines(function)
+    called.result()
+
+
+class _Timer:
+    """Times the ops of the thread that calls ``start``.
+
+    Attributes:
+        seconds: by op so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Mapping[CalledOp, float] = {}
+        self._block = ExitStack()
+
+    def start(self, engine: object) -> None:
+        self.seconds = self._block.enter_context(timed_ops(time.perf_counter))
+
+    def stop(self, engine: object) -> None:
+        self._block.close()

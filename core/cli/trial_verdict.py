@@ -1,0 +1,236 @@
+"""The comparison of runs of one model with and without a plugin. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_CLOSE = {"float64": 2e-3, "float32": 2e-3}
+_COARSE = 0.05
+"""By dtype of the model, the most that a log-probability may change, plus that share of its size.
+
+Rounding to bfloat16 changes the log-probabilities of a deep model by about the last figure.
+"""
+
+_SLOWER, _LEAST_SLOWER = 1.15, 2e-4
+"""A slower step takes more than this factor, and these seconds more."""
+
+_OP_SLOWER, _LEAST_SHARE = 1.5, 0.1
+"""A slower op takes more than this factor, and this share of all ops more."""
+
+_LATER, _LEAST_LATER = 1.5, 2.0
+"""A later start takes more than this factor, and these seconds more."""
+
+_LARGER, _LEAST_LARGER = 1.1, 64 << 20
+"""A larger process takes more than this factor, and these bytes more."""
+
+_GROWS_MORE, _GROWS = 2.0, 1 << 19
+"""A growing process grows in each round by more than this factor, and these bytes more."""
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """A run of the model in a process of its own.
+
+    Attributes:
+        status, reason: of the plugin in this run.
+        dtype: of the model.
+        start: seconds until the model had answered for the first time.
+        kernels: kernel and provider, as ``rms_norm: Kernel of provider``, with the count.
+        tokens: of each answer.
+        logprobs: of these tokens.
+        repeats: all rounds have given the same answers.
+        step: seconds of a step, the median of the rounds.
+        ops: seconds of each op in a step, without the ops within it.
+        peak: the most bytes of the process.
+        growth: bytes that a round has added to the process.
+    """
+
+    status: str
+    reason: str
+    dtype: str
+    start: float
+    kernels: dict[str, int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    repeats: bool
+    step: float
+    ops: dict[str, float]
+    peak: int
+    growth: float
+
+
+Pair = tuple[TrialRun, TrialRun]
+"""A run without the plugin, and one with it."""
+
+Figure = Callable[[TrialRun], float]
+"""A figure of a run. Less is better."""
+
+
+class Fault(NamedTuple):
+    """Something that got worse. ``of_time`` marks a time, which other programs change, too."""
+
+    words: str
+    of_time: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """All runs, and the faults in words."""
+
+    pairs: Sequence[Pair]
+    worse: tuple[str, ...]
+
+    def changed_kernels(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each op with other kernels: the op, the kernels without, and those with it."""
+        before, after = self.pairs[-1]
+        without = _by_op(before.kernels)
+        within = _by_op(after.kernels)
+        for op in sorted({*without, *within}):
+            if without.get(op) != within.get(op):
+                yield op, without.get(op, ""), within.get(op, "")
+
+    def times(self) -> Iterator[tuple[str, float, float]]:
+        """Yield the seconds of a step, and of each op within, without the plugin and with it."""
+        yield "in total", *_least(self.pairs, step_of)
+        for op in ops_of(self.pairs):
+            yield op, *_least(self.pairs, seconds_of(op))
+
+    def summary(self) -> str:
+        """Return a sentence about tokens, log-probabilities, start and memory."""
+        without, within = self.pairs[-1]
+        changed = differing_tokens(without, within)
+        tokens = sum(len(row) for row in without.tokens)
+        change = largest_change(without, within)
+        before = without.peak >> 20
+        after = within.peak >> 20
+        return (
+            f"{changed} tokens of {tokens} changed, the largest change of a log-probability is "
+            f"{change:.2g}; ready after {without.start:.1f} s without and {within.start:.1f} s "
+            f"with it; at most {before} MiB without and {after} MiB with it"
+        )
+
+
+def _by_op(kernels: Mapping[str, int]) -> dict[str, str]:
+    """Return the kernels of each op in words, with their counts."""
+    named: dict[str, list[str]] = {}
+    for row, count in sorted(kernels.items()):
+        op, _, kernel = row.partition(": ")
+        named.setdefault(op, []).append(f"{count} {kernel}")
+    return {op: ", ".join(rows) for op, rows in named.items()}
+
+
+def step_of(run: TrialRun) -> float:
+    """Return the seconds of a step."""
+    return run.step
+
+
+def seconds_of(op: str) -> Figure:
+    """Return the figure that tells the seconds of an op; 0 if the op did not run."""
+
+    def seconds(run: TrialRun) -> float:
+        return run.ops.get(op, 0.0)
+
+    return seconds
+
+
+def ops_of(pairs: Sequence[Pair]) -> list[str]:
+    """Return the names of the ops in any of the runs, sorted."""
+    names: set[str] = set()
+    for without, within in pairs:
+        names.update(without.ops, within.ops)
+    return sorted(names)
+
+
+def differing_tokens(without: TrialRun, within: TrialRun) -> int:
+    """Return the number of tokens that differ."""
+    changed = 0
+    for before, after in zip(without.tokens, within.tokens, strict=True):
+        for mine, theirs in zip(before, after, strict=True):
+            changed += mine != theirs
+    return changed
+
+
+def largest_change(without: TrialRun, within: TrialRun) -> float:
+    """Return the largest change of a log-probability; infinite if one is no number.
+
+    Answers are compared up to the first token that differs. The rest has another beginning.
+    """
+    largest = 0.0
+    for number, tokens in enumerate(without.tokens):
+        others = within.tokens[number]
+        before = without.logprobs[number]
+        after = within.logprobs[number]
+        for place, token in enumerate(tokens):
+            change = abs(before[place] - after[place])
+            if math.isnan(change):
+                return math.inf
+            largest = max(largest, change)
+            if token != others[place]:
+                break
+    return largest
+
+
+def faults_of(pairs: Sequence[Pair]) -> list[Fault]:
+    """Return what got worse. A loss of time or of memory must show in every pair."""
+    return [*_faults_of_answers(pairs[-1]), *_faults_of_time(pairs), *_faults_of_memory(pairs)]
+
+
+def _faults_of_answers(pair: Pair) -> Iterator[Fault]:
+    without, within = pair
+    if within.status == "failed":
+        yield Fault(f"the plugin fails: {within.reason}")
+    sizes = [abs(value) for row in without.logprobs for value in row]
+    allowed = _CLOSE.get(within.dtype, _COARSE)
+    change = largest_change(without, within)
+    if change > allowed * (1 + max(sizes)):
+        yield Fault(f"log-probabilities change by up to {change:.2g}")
+    if without.repeats and not within.repeats:
+        yield Fault("the same request gets other answers from round to round")
+
+
+def _faults_of_time(pairs: Sequence[Pair]) -> Iterator[Fault]:
+    slower = _worsening(pairs, step_of, _SLOWER, _LEAST_SLOWER)
+    if slower:
+        yield Fault(f"a step takes {slower:.2f} times as long", of_time=True)
+    totals = [sum(without.ops.values()) for without, _ in pairs]
+    least = _LEAST_SHARE * min(totals)
+    for op in ops_of(pairs):
+        longer = _worsening(pairs, seconds_of(op), _OP_SLOWER, least)
+        if longer:
+            yield Fault(f"{op} takes {longer:.2f} times as long", of_time=True)
+    later = _worsening(pairs, lambda run: run.start, _LATER, _LEAST_LATER)
+    if later:
+        yield Fault(f"the model is ready after {later:.2f} times as long", of_time=True)
+
+
+def _faults_of_memory(pairs: Sequence[Pair]) -> Iterator[Fault]:
+    larger = _worsening(pairs, lambda run: run.peak, _LARGER, _LEAST_LARGER)
+    if larger:
+        yield Fault(f"the process takes {larger:.2f} times as much memory")
+    grows = _worsening(pairs, lambda run: max(run.growth, 0.0), _GROWS_MORE, _GROWS)
+    if grows:
+        _, left = _least(pairs, lambda run: run.growth)
+        yield Fault(f"each round of answers leaves {left / (1 << 20):.1f} MiB behind")
+
+
+def _least(pairs: Sequence[Pair], figure: Figure) -> tuple[float, float]:
+    """Return the least of a figure in the runs without the plugin, and in those with it."""
+    before = [figure(without) for without, _ in pairs]
+    after = [figure(within) for _, within in pairs]
+    return min(before), min(after)
+
+
+def _worsening(pairs: Sequence[Pair], figure: Figure, factor: float, least: float) -> float:
+    """Return the growth of a figure as a factor; 0 if it is below ``factor`` or ``least``.
+
+    The best run with the plugin is compared with the worst run without it.
+    """
+    worst = max(figure(without) for without, _ in pairs)
+    best = min(figure(within) for _, within in pairs)
+    if best <= factor * worst or best - worst <= least:
+        return 0.0
+    # An op that did not run without the plugin has no factor.
+    return best / max(worst, 1e-9)
