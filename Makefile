@@ -124,7 +124,7 @@ run.test-planted = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py
 # Three kinds of KernelBench are among the cheats of 'make test-planted'.
 help.test-kernelbench = the conformance kit on the kinds of cheats that KernelBench knows, five minutes
 needs.test-kernelbench = .venv/opgraft
-run.test-kernelbench = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --json $(FIGURES)/kernelbench.json \
+run.test-kernelbench = OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_kernels.py --every --json $(FIGURES)/kernelbench.json \
 	kernelbench work_left_behind computed_when_read patched_clock
 
 help.test-device-suite = TorchCTS on the simulated device, whole, an hour: a test that fails anew is an error

@@ -376,10 +376,11 @@ def main() -> int:
 
 
 def keep(path: Path, row: dict[str, Any]) -> None:
-    """Write the row of a scene into a file, and leave the rows of other scenes there."""
+    """Write the row of a scene into a file, and leave the rows of other scenes and seeds there."""
     rows = json.loads(path.read_text())["scenes"] if path.exists() else []
-    by_scene = {each["scene"]: each for each in [*rows, row]}
-    scenes = [by_scene[name] for name in SHARES if name in by_scene]
+    known = {(each["scene"], each["seed"]): each for each in [*rows, row]}
+    order = [*SHARES]
+    scenes = sorted(known.values(), key=lambda each: (order.index(each["scene"]), each["seed"]))
     path.write_text(json.dumps({"machine": machine(), "scenes": scenes}, indent=2) + "\n")
 
 

@@ -65,8 +65,11 @@ def install(plant: Plant, folder: Path) -> Path:
     return made
 
 
-def ask(plugin: str, folder: Path, brief: bool, answers: Any) -> None:
-    """Send the failed checks of a plugin, with their reasons, in a process of its own."""
+def ask(plugin: str, folder: Path, brief: bool, every: bool, answers: Any) -> None:
+    """Send the failed checks of a plugin, with their reasons, in a process of its own.
+
+    Without ``every``, the first failed check is enough.
+    """
     sys.path.insert(0, str(folder))
     os.environ["XDG_STATE_HOME"] = str(folder / "states")
     os.chdir(folder)
@@ -78,13 +81,15 @@ def ask(plugin: str, folder: Path, brief: bool, answers: Any) -> None:
             outcome = conformance.judge(case)
             if outcome.status == FAILED:
                 found.append(f"{case}: {outcome.reason[:300]}")
+            if found and not every:
+                break
     answers.send(found)
 
 
-def failed(plugin: str, folder: Path, brief: bool) -> list[str]:
+def failed(plugin: str, folder: Path, brief: bool, every: bool) -> list[str]:
     """Return the failed checks of a plugin. To end the process is a failure, too."""
     receiving, sending = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=ask, args=(plugin, folder, brief, sending))
+    process = FORK.Process(target=ask, args=(plugin, folder, brief, every, sending))
     process.start()
     sending.close()
     found = ["(process): it did not answer in time"]
@@ -98,7 +103,7 @@ def failed(plugin: str, folder: Path, brief: bool) -> list[str]:
     return found
 
 
-def judge(kind: str, plant: Plant, folder: Path) -> dict[str, Any]:
+def judge(kind: str, plant: Plant, folder: Path, every: bool) -> dict[str, Any]:
     """Return the row of a plant: what it is, and what each form of the kit says."""
     site = install(plant, folder)
     row: dict[str, Any] = {
@@ -109,7 +114,7 @@ def judge(kind: str, plant: Plant, folder: Path) -> dict[str, Any]:
     }
     for form in FEWEST:
         start = time.monotonic()
-        row[form] = failed(plant.name, site, form == "brief")
+        row[form] = failed(plant.name, site, form == "brief", every)
         row[f"{form}_seconds"] = round(time.monotonic() - start, 1)
     return row
 
@@ -145,30 +150,52 @@ def faults_of_the_kit(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"the {form} kit finds {found} wrong kernels, expected {FEWEST[form]} or more"
 
 
+def together(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with those of other plants in a file, in the order of the plants."""
+    kept = json.loads(path.read_text())["plants"] if path and path.exists() else []
+    by_name = {row["name"]: row for row in [*kept, *rows]}
+    plants = [plant for of_kind in (KINDS | APART).values() for plant in of_kind]
+    return [by_name[plant.name] for plant in plants if plant.name in by_name]
+
+
+def keep(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows into a file."""
+    table = {"machine": machine(), "counts": counted(rows), "plants": rows}
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def is_whole(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return True if all plants that count for the limits are among the rows."""
+    names = {row["name"] for row in rows}
+    return all(plant.name in names for of_kind in KINDS.values() for plant in of_kind)
+
+
 def main() -> int:
     """Judge the plants, print a line for each, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the table to this file")
     parser.add_argument("--triton", help="a folder with Triton, for plants in Triton")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--every", action="store_true", help="ask on after the first failed check of a plant"
+    )
     parser.add_argument("only", nargs="*", help="names of plants or kinds; all if none")
     given = parser.parse_args()
     if given.triton:
         os.environ["TRITON_INTERPRET"] = "1"
         sys.path.append(given.triton)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         plants = chosen(given.only, bool(given.triton))
-        for row in pool.map(lambda each: judge(each[0], each[1], Path(folder)), plants):
-            rows.append(row)
+        for row in pool.map(lambda each: judge(*each, Path(folder), given.every), plants):
             told = [", ".join(each.split(":")[0] for each in row[form]) or "-" for form in FEWEST]
             print(f"{row['kind']} {row['name']}: {told[0]}; in brief: {told[1]}", flush=True)
-    counts = counted(rows)
-    print(json.dumps(counts))
-    if given.json:
-        table = {"machine": machine(), "counts": counts, "plants": rows}
-        given.json.write_text(json.dumps(table, indent=1) + "\n")
-    faults = [] if given.only else list(faults_of_the_kit(rows))
+            # After each plant, as all of them may take an hour.
+            rows = together(given.json, [*rows, row])
+            if given.json:
+                keep(given.json, rows)
+    print(json.dumps(counted(rows)))
+    faults = list(faults_of_the_kit(rows)) if is_whole(rows) else []
     print("\n".join(faults), file=sys.stderr)
     return 1 if faults else 0
 

@@ -81,6 +81,7 @@ def tables() -> dict[Path, dict[str, str]]:
     )
     scenes = _measured("interruptions")["scenes"]
     cheats = _measured("kernelbench")["plants"]
+    plants = _measured("planted")["plants"]
     parts = _measured("device_suite")["parts"]
     engines = [_by_dtype(row) for row in engine["rows"]]
     fused_rows = [
@@ -93,13 +94,17 @@ def tables() -> dict[Path, dict[str, str]]:
             **_split(engines, "measured", (ENGINES,)),
             **_split(compilation["rows"], "compiled", COMPILED),
             **_split(fused_rows, "at once", FUSED),
-            "| killed at random | runs | correct |": "".join(map(_interrupted, scenes)),
+            "| killed at random | runs | correct |": "".join(_interrupted(scenes)),
         },
         COMPARISON: {
             "| what the mechanism costs | opgraft | vLLM |": "".join(_costs(mechanism, vllm)),
             SPEEDS.head: SPEEDS.rows(peers),
         },
         CHECKING: {
+            "| planted kernels | number | whole kit | short form |": "".join(_counts(plants)),
+            "| a wrong kernel that is missed | whole kit | short form |": "".join(
+                map(_judged, _missed(plants))
+            ),
             "| kind of KernelBench | whole kit | short form |": "".join(map(_judged, cheats)),
             "| part | passed | failed | skipped | left out |": "".join(map(_of_part, parts)),
         },
@@ -191,8 +196,29 @@ def _bound(row: Row) -> str:
     return f"at {'least' if row['least'] is None else 'most'} {row['bound']:.3g} here"
 
 
-def _interrupted(row: Row) -> str:
-    return f"| {row['scene']} | {row['runs']} | {row['correct']} |\n"
+def _interrupted(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield for each scene the runs of all seeds, and the correct ones; then those of all scenes."""
+    counts: dict[str, list[int]] = {}
+    for row in rows:
+        for name in (row["scene"], "all"):
+            runs, correct = counts.pop(name, (0, 0))
+            counts[name] = [runs + row["runs"], correct + row["correct"]]
+    for name, (runs, correct) in counts.items():
+        yield f"| {name} | {runs} | {correct} |\n"
+
+
+def _counts(plants: Sequence[Row]) -> Iterator[str]:
+    """Yield for each kind of planted kernels the number, and how many each form of the kit fails."""
+    for kind, words in PLANTED.items():
+        rows = [row for row in plants if row["kind"] == kind]
+        failed = [sum(bool(row[form]) for row in rows) for form in ("whole", "brief")]
+        yield f"| {words} | {len(rows)} | {failed[0]} | {failed[1]} |\n"
+
+
+def _missed(plants: Sequence[Row]) -> list[Row]:
+    """Return the wrong kernels for which no check of a form of the kit fails."""
+    wrong = [row for row in plants if row["kind"] != "correct"]
+    return [row for row in wrong if not row["whole"] or not row["brief"]]
 
 
 def _judged(row: Row) -> str:
@@ -217,6 +243,14 @@ def _costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
     for heading, own, other in COSTS:
         yield f"| {heading.lower()} | {measured[own]:.3g} | {measured[other]:.3g} |\n"
 
+
+PLANTED = {
+    "corner": "wrong in one corner only: found",
+    "cheat": "cheat a timer or the reference: found",
+    "subtle": "subtly wrong: found",
+    "correct": "correct: accused",
+}
+"""The kinds of planted kernels in words, with the meaning of a failed check."""
 
 _NAME_AND_DTYPE = r"(?P<row>.+), (?P<column>float32|bfloat16)"
 

@@ -18,8 +18,8 @@ from opgraft.cli.shapes_option import recorded, shapes_option
 def command(name: str, shapes: str | None) -> None:
     """Run the most telling checks on the plugin NAME, on small inputs, in less than a minute.
 
-    The checks look at registration, values, strides, gradients, compilation and the platform. Exit
-    code 1: a check failed.
+    The checks look at registration, values, drawn inputs, strides, gradients, compilation, cheats
+    and the platform. Exit code 1: a check failed.
     """
     recorded(shapes)
     found = ConformanceEvidence()

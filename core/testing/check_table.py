@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.specialisation import bind
-from opgraft.testing import checks, kernel_checks, plugin_checks
+from opgraft.testing import checks, drawn_checks, honesty, kernel_checks, plugin_checks
 from opgraft.testing.replaying import calls_of, replayable
 from opgraft.testing.subjects import Subject, Trial
 
@@ -108,7 +108,7 @@ def _built_variants(subject: Subject) -> tuple[str, ...]:
     return tuple(variant for variant in subject.variants if variant in subject.built)
 
 
-def _compiled_variants(subject: Subject) -> tuple[str, ...]:
+def _fewer_in_brief(subject: Subject) -> tuple[str, ...]:
     # To compile a variant takes a hundred times as long as to compute one.
     return subject.variants[:1] if subject.brief else subject.variants
 
@@ -120,7 +120,9 @@ def _no_variant(subject: Subject) -> tuple[str, ...]:
 def _values(trial: Trial) -> CheckAnswer:
     thorough, *others = trial.calls
     given = trial.spec, trial.variant, trial.dtype
-    shares = [checks.check_values(*given, thorough)]
+    # In the short form, other dtypes share the sizes of float32.
+    few = trial.subject.brief and trial.dtype != torch.float32
+    shares = [checks.check_values(*given, thorough, brief=few)]
     for call in others:
         # The other implementations share the arithmetic of the first one.
         shares.append(checks.check_values(*given, call, brief=True))
@@ -310,6 +312,25 @@ CHECKS: tuple[Check, ...] = (
         variants=_first_variant,
         against=_no_recorded_call,
     ),
+    # Most faults in a corner are outside the inputs of a proof.
+    Check(
+        "inputs",
+        OP,
+        "results equal the native definition's for inputs of all sizes, layouts, values "
+        "and threads",
+        drawn_checks.check_inputs,
+        brief=True,
+        dtypes=None,
+        variants=_fewer_in_brief,
+    ),
+    Check(
+        "calls",
+        OP,
+        "each of many calls answers for its own values, in the same memory and of other sizes",
+        drawn_checks.check_calls,
+        brief=True,
+        variants=_fewer_in_brief,
+    ),
     # Only float16 overflows at such numbers.
     Check(
         "range",
@@ -357,7 +378,7 @@ CHECKS: tuple[Check, ...] = (
         "the op compiles without a graph break, once for all sizes",
         kernel_checks.check_compilation,
         brief=True,
-        variants=_compiled_variants,
+        variants=_fewer_in_brief,
     ),
     Check(
         "operators",
@@ -409,6 +430,15 @@ CHECKS: tuple[Check, ...] = (
         _contract,
         variants=_no_variant,
         against=_no_contract,
+    ),
+    # Last, as a kernel may replace a clock at any call.
+    Check(
+        "honesty",
+        OP,
+        "the kernel computes by itself, also unobserved, and leaves clocks and comparisons alone",
+        honesty.check_honesty,
+        brief=True,
+        variants=_first_variant,
     ),
 )
 """All checks, in the order of a run."""

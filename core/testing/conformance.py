@@ -34,6 +34,8 @@ from opgraft.testing.check_table import (
     CheckAnswer,
     together,
 )
+from opgraft.testing.drawn_checks import calls_of, departure_of
+from opgraft.testing.examples import Example
 from opgraft.testing.shapes import ShapeRecord
 from opgraft.testing.subjects import Subject, Trial, subjects_of
 
@@ -88,6 +90,22 @@ class CheckOutcome:
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
         return asdict(self)
+
+
+def again(plugin: str, form: str, example: Example) -> str:
+    """Make a call again, and return how the result departs from the native definition.
+
+    Args:
+        plugin: the name of the entry point or of the distribution.
+        form: the functional form.
+        example: as the failed check prints it.
+    """
+    with alone(plugin):
+        load_plugins()
+        subject = next(each for each in subjects_of(plugin) if each.name == form)
+        trial = Trial(subject, example.variant, example.dtype)
+        found = [departure_of(trial, call, example) for call in calls_of(trial)]
+    return "; ".join(filter(None, found)) or "within its bounds"
 
 
 def alone(plugin: str) -> AbstractContextManager[None]:

@@ -88,6 +88,11 @@ def _bound(subject: Subject) -> KernelChoice:
     return bind(subject.target).kernel
 
 
+def runs_own_kernel(subject: Subject) -> bool:
+    """Return True if the bound kernel belongs to the replacement itself."""
+    return _bound(subject).winner in _own_kernels(subject)
+
+
 def _own_kernels(subject: Subject) -> list[Kernel]:
     """Return the kernels of the replacement's own classes, for any platform, most derived first."""
     own = subject.replacement.cls
@@ -221,7 +226,7 @@ def _expect_own_copy(what: str, made: nn.Module, op: nn.Module) -> None:
 
 def check_repetition(trial: Trial) -> None:
     """A call gives the same bits again, and leaves the results of earlier calls as they are."""
-    for call in _kept_calls(trial):
+    for call in kept_calls(trial):
         _check_repetition_of(call, trial)
 
 
@@ -267,7 +272,7 @@ def _repeated(run: Any, arguments: Arguments) -> list[list[Tensor]]:
     return [run(arguments) for _ in range(ROUNDS)]
 
 
-def _kept_calls(trial: Trial) -> list[checks.Implementation]:
+def kept_calls(trial: Trial) -> list[checks.Implementation]:
     """List the implementations, with one module that all calls share, as in a model."""
     calls = trial.calls
     if not trial.is_built:
@@ -277,9 +282,22 @@ def _kept_calls(trial: Trial) -> list[checks.Implementation]:
     def call(**arguments: Any) -> Any:
         op, inputs = trial.subject.build(arguments)
         made.append(op)
+        _update(made[0], op)
         return made[0](*inputs)
 
     return [*calls[:-1], call]
+
+
+def _update(op: nn.Module, other: nn.Module) -> None:
+    """Copy parameters and buffers into the memory of an op, as an update of weights does."""
+    for own, new in zip(_state_of(op), _state_of(other), strict=True):
+        # The arguments of the first call are the parameters of its module.
+        if own.shape == new.shape and own.data_ptr() != new.data_ptr():
+            own.data.copy_(new)
+
+
+def _state_of(op: nn.Module) -> list[Tensor]:
+    return [*op.parameters(), *op.buffers()]
 
 
 def check_range(trial: Trial) -> str | None:

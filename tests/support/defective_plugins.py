@@ -127,6 +127,54 @@ DEFECTS = {
         "wrote to ['x'], declared are []",
         SILU_AND_MUL.format(result="silu(gate).mul(up.mul_(1.5)) / 1.5"),
     ),
+    "a view of three dimensions, read as if it were packed": Defect(
+        "gelu-inputs-float32",
+        "numbers are off",
+        of_gelu(
+            "if input.dim() == 3 and input.stride(1) > input.shape[2]:\n"
+            "    input = input.as_strided(input.shape, torch.empty(input.shape).stride())\n" + EXACT
+        ),
+    ),
+    "a weight that is rounded first": Defect(
+        "gemma_rms_norm-inputs-bfloat16",
+        "it rounds once more",
+        GEMMA.replace("1 + self.weight)", "(1 + self.weight).to(x.dtype))"),
+    ),
+    "a result that is kept by address": Defect(
+        "gelu-calls",
+        "other values in the same memory",
+        of_gelu(
+            "key = input.data_ptr(), input.shape\n"
+            "if key not in KEPT:\n"
+            "    KEPT[key] = input, gelu(input, approximate=self.approximate)\n"
+            "out = KEPT[key][1].clone()",
+            "KEPT = {}",
+        ),
+    ),
+    "nothing but the native definition": Defect(
+        "gelu-honesty",
+        "every call of gelu runs the native definition",
+        of_gelu("out = self.forward_native(input)"),
+    ),
+    "the reference of a proof": Defect(
+        "gelu-honesty",
+        "gelu runs the reference of a proof",
+        of_gelu(
+            "out = SPECS['gelu'].reference(input.double(), self.approximate).to(input.dtype)",
+            "from opgraft.testing.catalogue import SPECS",
+        ),
+    ),
+    "half the precision, unless the kit is on the stack": Defect(
+        "gelu-honesty",
+        "in a bare thread has other values",
+        of_gelu(
+            "frame = sys._getframe()\n"
+            "while frame and not frame.f_globals['__name__'].startswith('opgraft.testing'):\n"
+            "    frame = frame.f_back\n"
+            "input = input if frame else input.bfloat16().to(input.dtype)\n" + EXACT,
+            "import sys",
+        ),
+    ),
     "a gradient that is another one": Defect(
         "silu_and_mul-gradients",
         "Jacobian mismatch",

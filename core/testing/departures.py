@@ -1,0 +1,306 @@
+"""Departures of a kernel from the native definition, on inputs that no proof has tried.
+
+The truth is the native definition in float64, which its proof compares with an independent
+reference. Only inputs count that the native definition takes. A kernel may be as far off as the
+native definition is in the same dtype, and as far as the truth itself moves by a rounding of the
+inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from opgraft.base.text import described
+from opgraft.ops.spec import Arguments, OpSpec, in_float64, tensors
+from opgraft.platform import HOST
+from opgraft.testing import checks
+from opgraft.testing.examples import Example
+from torch import Tensor
+
+MARGIN = 4.0
+"""A kernel may be so many times as far off as the native definition, which may be close by luck."""
+
+SENSITIVITY = 8.0
+"""A kernel may be so many times as far off as the truth moves if inputs move by a rounding."""
+
+LONG = 2048
+"""Elements of a row from which sums may lose more than the tolerance, as a random walk does."""
+
+ROUNDING = 1.12
+"""The mean error in half types, as a multiple of the native definition's: one more rounding in
+three makes 1.2 of it."""
+
+FEWEST_NUMBERS = 2000
+"""Numbers from which a mean error says something."""
+
+OTHER_CODES = 0.05
+"""The share of 8-bit codes that may differ from those of the native definition."""
+
+
+class NotTakenError(Exception):
+    """A kernel refused inputs that the native definition refuses, too."""
+
+
+class Expected:
+    """The answers of the native definition, each computed when it is needed.
+
+    Attributes:
+        spec: of the form.
+        arguments: of the call.
+        exact: the results in float64.
+
+    Raises:
+        Exception: anything that the native definition raises for the arguments.
+    """
+
+    def __init__(self, spec: OpSpec, arguments: Arguments) -> None:
+        self.spec = spec
+        self.arguments = arguments
+        self._wide = in_float64(arguments)
+        self._has_wide = True
+        try:
+            self.exact = self._truth(self._wide)
+        # A definition may take narrow dtypes only. Inputs that it never takes raise again.
+        except Exception:
+            self.native  # noqa: B018
+            self._has_wide = False
+            self.exact = self._truth(self._wide)
+
+    @cached_property
+    def native(self) -> list[Tensor]:
+        """The results in the dtypes of the arguments."""
+        return [each.to(HOST) for each in self._own]
+
+    @cached_property
+    def classes(self) -> list[type]:
+        """The classes of the results. A device in Python has tensors of its own class."""
+        return list(map(type, self._own))
+
+    @cached_property
+    def _own(self) -> list[Tensor]:
+        return self._results(self.arguments)
+
+    @cached_property
+    def moved(self) -> list[Tensor]:
+        """The results in float64 if each number moves by a rounding of the kernel's arithmetic."""
+        moved = dict(self._wide)
+        generator = torch.Generator().manual_seed(0)
+        for name, value in self._wide.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            # Half types are computed in float32.
+            own = self.arguments[name].dtype
+            eps = torch.finfo(own if own == torch.float64 else torch.float32).eps
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            moved[name] = value * (1 + eps * noise)
+        return self._truth(moved)
+
+    @cached_property
+    def forms(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each result."""
+        mutates = self.spec.functional.mutates
+        made = [self.arguments[name] for name in mutates]
+        if not mutates:
+            made = tensors(self.spec.functional.fake(**self.arguments))
+        return [(each.shape, each.dtype) for each in made]
+
+    def _truth(self, wide: Arguments) -> list[Tensor]:
+        """Return the results in float64: of the native definition, or else of the reference."""
+        if self._has_wide:
+            return self._results(wide)
+        with torch.no_grad():
+            return tensors(self.spec.reference(**wide))
+
+    @torch.no_grad()
+    def _results(self, arguments: Arguments) -> list[Tensor]:
+        return checks.results_of(self.spec, self.spec.functional.native, arguments)
+
+
+def expected(spec: OpSpec, example: Example, most: float = math.inf) -> Expected | None:
+    """Return the native answers; ``None`` if the native definition does not take the inputs.
+
+    Args:
+        spec: of the form.
+        example: the inputs.
+        most: numbers in drawn tensors. Larger inputs are not taken either.
+    """
+    # A spec may refuse sizes in any way.
+    try:
+        return Expected(spec, example.arguments(spec, most))
+    except Exception:
+        return None
+
+
+def departure(example: Example, call: checks.Implementation, wanted: Expected) -> str:
+    """Return how the result of a call departs from the native definition; empty within bounds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(example.threads)
+    try:
+        with torch.no_grad():
+            results = checks.results_of(wanted.spec, call, wanted.arguments)
+    except NotTakenError:
+        return ""
+    # The kernel's own exceptions, of any kind.
+    except Exception as error:
+        return _unless_refused(wanted, f"it raised {described(error)}")
+    finally:
+        torch.set_num_threads(before)
+    others = [type(each) for each in results if type(each) is not Tensor]
+    if others and list(map(type, results)) != wanted.classes:
+        names = ", ".join(each.__qualname__ for each in others)
+        return f"it made tensors of other classes: {names}"
+    return differing(results, wanted, example.dtype)
+
+
+def _unless_refused(wanted: Expected, told: str) -> str:
+    """Return the words, unless the native definition refuses the dtype of the call, too."""
+    try:
+        wanted.native  # noqa: B018  # computed here
+    except Exception:
+        return ""
+    return f"{told}, and the native definition does not"
+
+
+def differing(results: list[Tensor], wanted: Expected, dtype: torch.dtype) -> str:
+    """Return how results depart from the native definition's; empty within bounds.
+
+    Args:
+        results: of a kernel.
+        wanted: the native answers.
+        dtype: of the inputs.
+    """
+    if len(results) != len(wanted.exact):
+        return f"it made {len(results)} tensors, expected {len(wanted.exact)}"
+    for place, ours in enumerate(results):
+        shape, own = wanted.forms[place]
+        if (ours.shape, ours.dtype) != (shape, own):
+            found = f"{tuple(ours.shape)} {ours.dtype}"
+            return _unless_refused(wanted, f"it made {found}, expected {tuple(shape)} {own}")
+        told = _differing(ours.to(HOST), place, wanted, dtype)
+        if told:
+            return told
+    return ""
+
+
+def _differing(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtype) -> str:
+    """Compare one result."""
+    if not ours.numel():
+        return ""
+    if not ours.is_floating_point():
+        return _other_integers(ours, place, wanted)
+    if ours.itemsize == 1:
+        return _other_numbers(ours, place, wanted, ours.dtype) or _other_codes(ours, place, wanted)
+    told = _other_numbers(ours, place, wanted, dtype)
+    if told or ours.itemsize > 2 or ours.numel() < FEWEST_NUMBERS:
+        return told
+    return _more_rounded(ours, place, wanted)
+
+
+def _other_integers(ours: Tensor, place: int, wanted: Expected) -> str:
+    exact = wanted.exact[place]
+    if torch.equal(ours, exact):
+        return ""
+    if ours.dtype == torch.uint8 and torch.float4_e2m1fn_x2 in wanted.spec.tolerances:
+        # Pairs of 4-bit numbers: as other codes, they may differ by a step at a tie.
+        return _other_codes(ours, place, wanted)
+    native = wanted.native[place]
+    wrong = ours != native
+    # If the native definition is not sure itself, as of ties, another answer is right, too.
+    if exact.dtype == native.dtype:
+        wrong &= native == exact
+    count = int(wrong.sum())
+    return f"{count} of {ours.numel()} integers are others" if count else ""
+
+
+def _other_codes(ours: Tensor, place: int, wanted: Expected) -> str:
+    native = wanted.native[place]
+    other = (ours.float() != native.float()) & native.float().isfinite()
+    share = other.float().mean().item()
+    return f"{share:.0%} of all codes are others" if share > OTHER_CODES else ""
+
+
+def _other_numbers(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtype) -> str:
+    atol, rtol = wanted.spec.tolerance(dtype)
+    exact = wanted.exact[place].double()
+    found = ours.double()
+    room = atol + rtol * exact.abs()
+    off = (found - exact).abs()
+    # Most calls end here.
+    if bool((off <= room).all()):
+        return ""
+    native = wanted.native[place].double()
+    share = _share((native - exact).abs(), room)
+    # A kernel is not to blame if the definition leaves the tolerance, too.
+    if share.max() > 1:
+        return ""
+    allowed = MARGIN * _of_row(share)
+    if ours.itemsize > 1:
+        moved = _share((wanted.moved[place].double() - exact).abs(), room)
+        allowed = torch.maximum(allowed, SENSITIVITY * _of_row(moved)).clamp(min=_walk(exact))
+    # An overflow of the definition itself proves nothing. NaN is outside.
+    is_compared = native.isfinite() & exact.isfinite()
+    wrong = is_compared & ~(off <= room * allowed.clamp(min=1.0))
+    if not wrong.any():
+        return ""
+    index = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} numbers are off: at {list(index)} it has "
+        f"{found[index].item():.7g}, expected {exact[index].item():.7g}"
+    )
+
+
+def _walk(exact: Tensor) -> float:
+    """Return the share of the tolerance by which a sum over a row may be off."""
+    length = exact.shape[-1] if exact.dim() else 1
+    return max(1.0, math.sqrt(length / LONG))
+
+
+def _share(off: Tensor, room: Tensor) -> Tensor:
+    """Return errors as shares of the tolerance. Equal numbers and overflows count as nothing."""
+    return (off / room).masked_fill(off == 0, 0.0).nan_to_num(0, 0, 0)
+
+
+def _of_row(share: Tensor) -> Tensor:
+    """Return the largest share in each row."""
+    return share.amax(-1, keepdim=True) if share.dim() else share
+
+
+def _more_rounded(ours: Tensor, place: int, wanted: Expected) -> str:
+    """Compare the mean errors of half types, all of them within the tolerance."""
+    exact = wanted.exact[place].double()
+    native = wanted.native[place].double()
+    step = torch.finfo(ours.dtype)
+    counted = native.isfinite() & exact.isfinite() & (exact.abs() > step.smallest_normal)
+    if int(counted.sum()) < FEWEST_NUMBERS:
+        return ""
+    unit = exact.abs() * step.eps
+
+    def mean_of(found: Tensor) -> float:
+        # Where terms cancel, an error has no bound.
+        steps = ((found - exact).abs() / unit)[counted].clamp(max=4.0)
+        return steps.mean().item()
+
+    here, there = mean_of(ours.double()), mean_of(native)
+    if here <= ROUNDING * there + 0.01:
+        return ""
+    return (
+        f"on average it is off by {here:.3f} steps of {ours.dtype}, the native definition by "
+        f"{there:.3f}: it rounds once more"
+    )
+
+
+def shrunk(example: Example, is_wrong: Callable[[Example], object], tries: int = 100) -> Example:
+    """Return a simpler example that is wrong, too."""
+    while True:
+        for smaller in example.smaller():
+            tries -= 1
+            if tries < 0:
+                return example
+            if is_wrong(smaller):
+                example = smaller
+                break
+        else:
+            return example

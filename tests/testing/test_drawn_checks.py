@@ -1,0 +1,75 @@
+"""Drawn inputs: layouts and values, failures as small programs, and what no plugin may replace."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from opgraft.testing import honesty
+from opgraft.testing.catalogue import SPECS
+from opgraft.testing.conformance import Conformance, again, alone
+from opgraft.testing.departures import departure, expected
+from opgraft.testing.examples import LAYOUTS, VALUES, Example, sweep
+from support.defective_plugins import BEGINNING, of_gelu
+
+FORGETFUL = (
+    "out = gelu(input, approximate=self.approximate)\nif input.numel() >= 300: out[..., -1] = 0"
+)
+
+
+def test_a_failure_is_made_smaller_and_printed_as_a_program(site) -> None:
+    """The program makes a small call with the same departure."""
+    site.plugin("acme", BEGINNING + of_gelu(FORGETFUL))
+    with alone("acme"):
+        conformance = Conformance("acme")
+        (case,) = (case for case in conformance.cases if str(case) == "gelu-inputs-float32")
+        reason = conformance.judge(case).reason
+    program = reason.partition("To see that again: ")[2]
+    call = program.partition("print(")[2].removesuffix(")")
+    found = eval(call, {"again": again, "Example": Example, "torch": torch})  # noqa: S307
+    assert "1 of 300 numbers are off: at [0, 299]" in found
+    assert "layout" not in call
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_holds_the_values(layout: str) -> None:
+    """Memory of each layout has the shape of the values; only one layout is plain memory."""
+    values = torch.randn(1, 3, 5).expand(4, 3, 5)
+    placed = LAYOUTS[layout](values)
+    if layout != "broadcast":
+        placed.copy_(values)
+    assert torch.equal(placed, values)
+    is_plain = placed.is_contiguous() and not placed.storage_offset()
+    assert is_plain is (layout == "packed")
+
+
+def test_values_are_of_all_magnitudes() -> None:
+    """Rows of zeros, small and large rows take turns."""
+    rows = VALUES["rows of all sizes"](torch.ones(5, 2, dtype=torch.float64))
+    assert rows[:, 0].tolist() == [0.0, 1e-3, 300.0, 1e-6, 1.0]
+
+
+@pytest.mark.parametrize("form", ["rms_norm", "layer_norm", "grouped_topk", "quant_fp8_dynamic"])
+def test_the_native_definition_departs_from_itself_nowhere(form: str) -> None:
+    """No drawn input asks for more than the native definition gives in the same dtype."""
+    spec = SPECS[form]
+    taken = 0
+    told = []
+    for variant in spec.variants:
+        for example in sweep(spec, variant, spec.dtypes[-1]):
+            wanted = expected(spec, example, 1 << 14)
+            if wanted is not None:
+                taken += 1
+                told.append(departure(example, spec.functional.native, wanted))
+    assert set(told) == {""}
+    assert taken > 20
+
+
+def test_what_a_plugin_replaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock and a comparison of another function are told by name."""
+    assert honesty.replaced() == []
+    monkeypatch.setattr(time, "perf_counter", time.monotonic)
+    monkeypatch.setattr(torch, "equal", torch.allclose)
+    told = [words.partition(" ")[0] for words in honesty.replaced()]
+    assert told == ["time.perf_counter", "torch.equal"]
