@@ -48,6 +48,8 @@ WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
 
 TRITON := $(shell sed -n '/^triton==/p' environments/triton.in)
 TRITON_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(TRITON))
+FLINT := python-flint==0.9.0
+FLINT_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(FLINT))
 
 # ---- The table of targets ----
 
@@ -210,6 +212,11 @@ run.generate = @:
 help.prove = prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only
 needs.prove = .venv/opgraft
 run.prove = OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
+
+# Behind it, 'make op-pages' shows the figures.
+help.tolerances = derive by interval arithmetic how far rounding may move the results of each op (the first time 10 MB)
+needs.tolerances = .venv/opgraft $(FLINT_FOLDER)/complete
+run.tolerances = PYTHONPATH=$(FLINT_FOLDER) OMP_NUM_THREADS=1 $(BIN)/python tools/derive_tolerances.py --json $(FIGURES)/tolerances.json
 
 help.op-pages = the lists of op families, and the generated pages of the op reference, from the code and the proofs
 needs.op-pages = .venv/opgraft
@@ -388,9 +395,11 @@ $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete): | .venv/base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(notdir $(@D))
 	touch $@
 
-$(TRITON_FOLDER)/complete: | .venv/base
+$(TRITON_FOLDER)/complete: PACKAGE = $(TRITON)
+$(FLINT_FOLDER)/complete: PACKAGE = $(FLINT)
+$(TRITON_FOLDER)/complete $(FLINT_FOLDER)/complete: | .venv/base
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(TRITON)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(PACKAGE)
 	touch $@
 
 $(VLLM_WHEEL)/complete:

@@ -6,6 +6,7 @@ Everything comes from the code, its specs and the proofs. Pages of ops that are 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ TABLE = REPOSITORY / "docs/reference/ops.md"
 FOLDER = REPOSITORY / "docs/reference/ops"
 NAVIGATION = REPOSITORY / "mkdocs.yml"
 OWN = "opgraft's own"
+DERIVED = json.loads((REPOSITORY / "docs/figures/tolerances.json").read_text(encoding="utf-8"))
+"""By form what 'make tolerances' has written: the worst case by dtype, or the reason for none."""
 
 
 def main() -> None:
@@ -177,7 +180,11 @@ def form_parts(form: Functional[..., Any]) -> Iterator[str]:
             f"Its native definition passed these {checks}: {', '.join(record.checks)}.{like}"
         )
     yield markdown_table(("checked", "with"), checked(spec))
-    yield markdown_table(("dtype", "absolute tolerance", "relative tolerance"), tolerances(spec))
+    yield markdown_table(
+        ("dtype", "absolute tolerance", "relative tolerance", "worst case of small inputs"),
+        tolerances(spec),
+    )
+    yield worst_case(spec)
     yield cost(spec)
 
 
@@ -205,10 +212,23 @@ def shape_of(tensor: Tensor) -> str:
     return f"`{list(tensor.shape)}`"
 
 
-def tolerances(spec: OpSpec) -> Iterator[tuple[str, str, str]]:
+def tolerances(spec: OpSpec) -> Iterator[tuple[str, str, str, str]]:
+    derived = DERIVED.get(spec.functional.name, "")
     for dtype in spec.dtypes:
         absolute, relative = spec.tolerance(dtype)
-        yield f"`{str(dtype).removeprefix('torch.')}`", f"{absolute:g}", f"{relative:g}"
+        name = str(dtype).removeprefix("torch.")
+        share = derived.get(name) if isinstance(derived, dict) else None
+        bound = "" if share is None else f"{share:g} of the tolerance"
+        yield f"`{name}`", f"{absolute:g}", f"{relative:g}", bound
+
+
+def worst_case(spec: OpSpec) -> str:
+    """Say how the worst case is derived, or why it is not."""
+    derived = DERIVED.get(spec.functional.name, "'make tolerances' has not been run for it")
+    link = "[worst case](../../how-to/implement-an-op.md#derived-tolerances)"
+    if isinstance(derived, dict):
+        return filled(f"The {link} is that of rounding each step of the definition.")
+    return filled(f"No {link} is derived: {derived}.")
 
 
 def cost(spec: OpSpec) -> str:

@@ -49,6 +49,18 @@ def test_every_op_and_every_form_has_its_place() -> None:
     )
 
 
+def test_every_form_has_a_worst_case_or_a_reason() -> None:
+    """A worst case by dtype is a positive number or zero; a reason continues a sentence."""
+    assert set(op_pages.DERIVED) == set(SPECS), "renew them by 'make tolerances'"
+    for derived in op_pages.DERIVED.values():
+        if isinstance(derived, str):
+            assert re.match("[a-z]", derived)
+            assert not derived.endswith(".")
+        else:
+            assert derived
+            assert all(share >= 0 for share in derived.values())
+
+
 @pytest.mark.parametrize("form", ["rms_norm", "silu_", "gelu_and_mul"])
 def test_a_page_tells_signature_variants_tolerances_and_cost(form: str) -> None:
     """Of a form: how it is called, under which settings and how closely it was checked, and what a call costs."""
