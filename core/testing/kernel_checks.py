@@ -293,7 +293,7 @@ def _update(op: nn.Module, other: nn.Module) -> None:
     for own, new in zip(_state_of(op), _state_of(other), strict=True):
         # The arguments of the first call are the parameters of its module.
         if own.shape == new.shape and own.data_ptr() != new.data_ptr():
-            own.data.copy_(new)
+            own.copy_(new)
 
 
 def _state_of(op: nn.Module) -> list[Tensor]:
