@@ -88,9 +88,10 @@ def _bound(subject: Subject) -> KernelChoice:
     return bind(subject.target).kernel
 
 
-def runs_own_kernel(subject: Subject) -> bool:
-    """Return True if the bound kernel belongs to the replacement itself."""
-    return _bound(subject).winner in _own_kernels(subject)
+def own_winner(subject: Subject) -> Kernel | None:
+    """Return the bound kernel if it belongs to the replacement itself."""
+    winner = _bound(subject).winner
+    return winner if winner in _own_kernels(subject) else None
 
 
 def _own_kernels(subject: Subject) -> list[Kernel]:
