@@ -40,7 +40,7 @@ OTHER_CODES = 0.05
 """The share of 8-bit codes that may differ from those of the native definition."""
 
 
-class NotTakenError(Exception):
+class NotTaken(Exception):
     """A kernel refused inputs that the native definition refuses, too."""
 
 
@@ -141,7 +141,7 @@ def departure(example: Example, call: checks.Implementation, wanted: Expected) -
     try:
         with torch.no_grad():
             results = checks.results_of(wanted.spec, call, wanted.arguments)
-    except NotTakenError:
+    except NotTaken:
         return ""
     # The kernel's own exceptions, of any kind.
     except Exception as error:

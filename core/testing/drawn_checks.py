@@ -20,7 +20,7 @@ from opgraft.ops.spec import Arguments
 from opgraft.testing import checks, inventory
 from opgraft.testing.departures import (
     Expected,
-    NotTakenError,
+    NotTaken,
     departure,
     differing,
     expected,
@@ -86,12 +86,12 @@ def _call_module(trial: Trial, **arguments: Any) -> Any:
     """Build a module, and call it.
 
     Raises:
-        NotTakenError: the module is not built, or the native module raises, too.
+        NotTaken: the module is not built, or the native module raises, too.
     """
     try:
         op, inputs = trial.subject.build(arguments)
     except Exception as error:
-        raise NotTakenError from error
+        raise NotTaken from error
     try:
         return op(*inputs)
     except Exception:
@@ -101,7 +101,7 @@ def _call_module(trial: Trial, **arguments: Any) -> Any:
         try:
             native(*inputs)
         except Exception as error:
-            raise NotTakenError from error
+            raise NotTaken from error
         raise
 
 

@@ -26,10 +26,6 @@ PARAMETERS = ("weight", "bias")
 """Arguments that models keep in float32 beside inputs in half types."""
 
 
-class TooLargeError(Exception):
-    """An example has too many numbers."""
-
-
 def _rows(values: Tensor) -> Tensor:
     """Return rows of zeros, small rows, large rows and usual ones, in turns."""
     factors = torch.tensor((0.0, 1e-3, 300.0, 1e-6, 1.0), dtype=values.dtype)
@@ -138,7 +134,7 @@ class Example:
         """Draw the arguments.
 
         Raises:
-            TooLargeError: there would be more numbers than ``most``.
+            ValueError: there would be more numbers than ``most``, or the spec refuses the sizes.
         """
         draw = _ExampleDraw(self, most)
         found = spec.inputs(draw, self.lead, self.size)
@@ -206,7 +202,7 @@ class _ExampleDraw(Draw):
     def _count(self, shape: Any) -> None:
         self.left -= math.prod(shape)
         if self.left < 0:
-            raise TooLargeError
+            raise ValueError(f"{self.example} has too many numbers")
 
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 96, 127, 128, 129, 255, 256, 257)

@@ -114,6 +114,7 @@ CONTROL_FLOW = {
     "opgraft.registry.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed
     "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches
+    "opgraft.testing.departures": "NotTaken",  # inputs that the native definition refuses, too
     "opgraft.binding.reach": "AnyChild",  # a verdict on code whose calls cannot be read, caught where it is raised
 }
 """Exceptions that are no errors, and so neither derive from OpgraftError nor live with the errors."""
