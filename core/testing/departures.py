@@ -40,7 +40,7 @@ OTHER_CODES = 0.05
 """The share of 8-bit codes that may differ from those of the native definition."""
 
 
-class NotTaken(Exception):
+class NotTaken(Exception):  # noqa: N818  # no error of a kernel
     """A kernel refused inputs that the native definition refuses, too."""
 
 
