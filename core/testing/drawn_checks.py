@@ -42,7 +42,7 @@ from torch import Tensor
 MOST_NUMBERS, MOST_IN_BRIEF = 1 << 20, 1 << 17
 """The most numbers in the drawn tensors of an example. A larger example is left out."""
 
-PATIENCE, PATIENCE_IN_BRIEF = 20.0, 4.0
+PATIENCE, PATIENCE_IN_BRIEF = 8.0, 3.0
 """Seconds after which further inputs are left out. Some devices compile a kernel for each shape."""
 
 DRAWN = 30
