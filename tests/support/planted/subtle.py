@@ -77,21 +77,24 @@ return out.transpose(1, 2).reshape(query.shape).to(query.dtype)
 ENCODER_CALL = "query, key, value, cu_seqlens=None, max_seqlen=None, sequence_lengths=None"
 
 ROUTING = """
-scores = gating_output.float()
+scores = wide(gating_output)
 scores = torch.sigmoid(scores) if self.scoring_func == "sigmoid" else torch.softmax(scores, -1)
 biased = scores if e_score_correction_bias is None else scores + e_score_correction_bias
+def best(values, count):
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 chosen = biased
 if self.num_expert_group:
-    groups = biased.reshape(biased.shape[0], self.num_expert_group, -1)
+    count = self.num_expert_group
+    groups = biased.reshape(len(biased), count, biased.shape[-1] // count)
     number = 1 if e_score_correction_bias is None else min(2, groups.shape[-1])
-    best = groups.topk(number, -1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(self.topk_group, -1).indices, True)
+    strength = groups.topk(number, -1).values.sum(-1)
+    kept = torch.zeros_like(strength, dtype=torch.bool).scatter(1, best(strength, self.topk_group), True)
     chosen = groups.masked_fill(~kept[..., None], -math.inf).reshape(biased.shape)
-ids = chosen.topk(self.topk, -1).indices
+ids = best(chosen, self.topk)
 weights = {weights}.gather(1, ids)
 if self.renormalize:
-    weights = weights / weights.sum(-1, keepdim=True)
-return weights * self.routed_scaling_factor, ids.to(torch.int32)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+return (weights * self.routed_scaling_factor).float(), ids.to(torch.int32)
 """
 
 SUBTLE = (
