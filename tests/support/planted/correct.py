@@ -469,7 +469,7 @@ out = ((y - mean) * torch.rsqrt(variance.clamp(min=0) + eps)).to(x.dtype)
         "subtracts the first element before it takes statistics",
         layer_norm(
             """
-flat = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
+flat = x.flatten(x.dim() - len(shape))
 y = flat - flat[..., :1]
 centred = y - y.mean(-1, keepdim=True)
 out = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)

@@ -263,7 +263,8 @@ for x in (query, key):
         out.append(None)
         continue
     tokens = positions.shape
-    heads = x.reshape(*tokens, -1, self.head_size)
+    number = math.prod(x.shape[len(tokens):]) // self.head_size
+    heads = x.reshape(*tokens, number, self.head_size)
     out.append(turned(wide(heads), rows.unsqueeze(-2), self.is_neox_style).to(x.dtype).reshape(x.shape))
 return tuple(out)
 """

@@ -20,7 +20,7 @@ from support.planted.plant import (
 
 GATED = """
 activated = {before}
-rows = activated.reshape(*x.shape[:-1], -1, {group})
+rows = activated.unflatten(-1, (-1, {group}))
 normal = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.variance_epsilon)).reshape(x.shape)
 normal = normal * wide(self.weight)
 return ({after}).to(x.dtype)
