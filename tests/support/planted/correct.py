@@ -32,7 +32,11 @@ from support.planted.subtle import (
     SOFTMAX,
 )
 
-ROUNDED = "return (normal.to(weight.dtype) * weight).to(dtype)"
+ROUNDED = """
+if weight.itemsize < 4:
+    normal = normal.to(weight.dtype)
+return (normal * weight).to(dtype)
+"""
 AFFINE = """
 out = out if weight is None else out * weight
 return out if bias is None else out + bias
