@@ -175,7 +175,7 @@ return (torch.addcmul(gate, gate, up) / (1 + torch.exp(-self.alpha * gate))).to(
         "GeluAndMulSparse",
         """
 gate, up = wide(x).chunk(2, -1)
-quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity).double()).item()
+quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity, dtype=torch.float64)).item()
 cut = gate.mean(-1, keepdim=True) + quantile * gate.std(-1, correction=0, keepdim=True)
 return (F.gelu(F.relu(gate - cut), approximate=self.approximate) * up).to(x.dtype)
 """,
