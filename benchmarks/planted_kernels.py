@@ -187,7 +187,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         plants = chosen(given.only, bool(given.triton))
-        for row in pool.map(lambda each: judge(*each, Path(folder), given.every), plants):
+        for row in pool.map(
+            lambda each: judge(each[0], each[1], Path(folder), given.every), plants
+        ):
             told = [", ".join(each.split(":")[0] for each in row[form]) or "-" for form in FEWEST]
             print(f"{row['kind']} {row['name']}: {told[0]}; in brief: {told[1]}", flush=True)
             # After each plant, as all of them may take an hour.

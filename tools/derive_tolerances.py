@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flint import arb, ctx
+from flint import arb, ctx  # type: ignore[import-not-found]  # of 'make tolerances'
 from opgraft.ops.spec import Arguments, OpSpec, in_float64, tensors
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
@@ -31,6 +31,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 LIBRARY = 4
 """Units in the last place by which a function of a mathematical library, such as exp, may be off."""
+
+untyped: Any = torch
+"""Some functions of torch have no types."""
 
 BALLS: list[arb] = []
 """All intervals. Tensors hold places in this list, so that torch itself moves elements."""
@@ -240,7 +243,7 @@ def moved(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*placed(args), **placed(kwargs))
 
 
-def moved_by_where(func: Any, args: Any, kwargs: Any) -> Tensor:
+def moved_by_where(func: Any, args: Any, kwargs: Any) -> Any:
     condition, *choices = args
     return torch.where(plain(condition), *map(place_of, choices))
 
@@ -259,7 +262,7 @@ def each_element(name: str) -> Computed:
         for each in operands:
             is_tensor = isinstance(each, Tensor)
             places.append(placed(each) if is_tensor else kept([steps.number(each)], ()))
-        columns = map(balls_at, torch.broadcast_tensors(*places))
+        columns = map(balls_at, untyped.broadcast_tensors(*places))
         return map(getattr(steps, name), *columns)
 
     return compute
@@ -299,7 +302,7 @@ def matmul(steps: Steps, x: Any, y: Any) -> Iterator[arb]:
     if min(x.dim(), y.dim()) < 2:
         raise NotDerivedError("its definition multiplies vectors")
     ours, theirs = placed(x), placed(y).mT
-    shape = torch.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
+    shape = untyped.broadcast_shapes(ours.shape[:-2], theirs.shape[:-2])
     pairs = [each.expand(*shape, *each.shape[-2:]).flatten(0, -3) for each in (ours, theirs)]
     if not shape:
         pairs = [ours[None], theirs[None]]
@@ -343,7 +346,7 @@ def clamp(steps: Steps, x: Any, min: Any = None, max: Any = None) -> list[arb]:
     return made if max is None else [each.min(arb(max)) for each in made]
 
 
-def threshold(steps: Steps, x: Any, least: float, other: float) -> list[arb]:
+def threshold(steps: Steps, x: Any, least: float, other: float, **_: Any) -> list[arb]:
     passes = (plain(x) > least).flatten().tolist()
     return [each if is_more else arb(other) for each, is_more in zip(x.balls, passes, strict=True)]
 
@@ -447,7 +450,7 @@ def shares_of(spec: OpSpec, dtype: torch.dtype, arguments: Arguments) -> Iterato
         rows = zip(ours.balls, numbers_of(ours), numbers_of(theirs), strict=True)
         for ball, value, exact in rows:
             if not ball.contains(arb(value)):
-                raise NotDerivedError("torch takes other steps than the definition names")
+                raise NotDerivedError("torch's own result is outside of the interval")
             far = max(abs(float(ball.upper()) - exact), abs(float(ball.lower()) - exact))
             yield far / (atol + rtol * abs(exact))
 

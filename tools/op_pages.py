@@ -218,7 +218,7 @@ def tolerances(spec: OpSpec) -> Iterator[tuple[str, str, str, str]]:
         absolute, relative = spec.tolerance(dtype)
         name = str(dtype).removeprefix("torch.")
         share = derived.get(name) if isinstance(derived, dict) else None
-        bound = "" if share is None else f"{share:g} of the tolerance"
+        bound = "" if share is None else f"{share:g} times the tolerance"
         yield f"`{name}`", f"{absolute:g}", f"{relative:g}", bound
 
 

@@ -186,12 +186,10 @@ def _drawn(trial: Trial) -> list[Example]:
     )
     found: list[Example] = []
 
-    @settings
-    @hypothesis.given(examples)
     def collect(example: Example) -> None:
         found.append(example)
 
-    collect()
+    settings(hypothesis.given(examples)(collect))()
     return found
 
 

@@ -10,14 +10,16 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from opgraft.ops.spec import Arguments, Draw, OpSpec, placed
 from torch import Tensor
+
+Number = TypeVar("Number")
 
 FRESH = int.from_bytes(os.urandom(4), "big")
 """The seed of this process. Plugins are imported later."""
@@ -59,8 +61,8 @@ def _gaps(values: Tensor, dim: int) -> Tensor:
 def _every_other(values: Tensor, dim: int) -> Tensor:
     shape = list(values.shape)
     shape[dim] *= 2
-    pairs = values.new_full(shape, math.nan).unflatten(dim, (-1, 2))
-    return pairs.select(dim % len(shape) + 1, 0)
+    memory = values.new_full(shape, math.nan)
+    return memory.movedim(dim, 0)[::2].movedim(0, dim)
 
 
 def _turned(values: Tensor, dim: int) -> Tensor:
@@ -153,8 +155,9 @@ class Example:
         """Yield simpler examples, the simplest first."""
         for field in dataclasses.fields(self):
             has_default = field.default is not dataclasses.MISSING
+            plain: dict[str, Any] = {field.name: field.default}
             if has_default and getattr(self, field.name) != field.default:
-                yield dataclasses.replace(self, **{field.name: field.default})
+                yield dataclasses.replace(self, **plain)
         for place, extent in enumerate(self.lead):
             for less in _less(extent):
                 lead = (*self.lead[:place], less, *self.lead[place + 1 :])
@@ -212,6 +215,7 @@ ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 257,
 MANY_ROWS = (1025, 2049, 4097, 8195, 32769, 65537)
 BLOCKS = ((33, 1024), (65, 257), (17, 4096))
 THREADS = (2, 3, 5, 8)
+LEADS: tuple[tuple[int, ...], ...] = ((), (0,), (2, 3, 2), (2, 3, 1, 2), (2, 0, 3))
 
 
 def shortest_lead(spec: OpSpec) -> tuple[int, ...]:
@@ -242,43 +246,48 @@ def sweep(
         brief: take every other number of a list.
     """
     make = partial(Example, variant, dtype)
-    some = slice(1, None, 2) if brief else slice(None)
     if variant == next(iter(spec.variants)):
-        yield from _of_sizes(spec, make, some)
+        yield from _of_sizes(spec, make, brief=brief)
     yield from _of_layouts(spec, make, brief=brief)
     rest = shortest_lead(spec)[1:]
     usual = usual_size(spec)
     for values in VALUES:
-        for size in (usual, 64, 513)[some]:
+        for size in _some((usual, 64, 513), brief):
             yield make((9, *rest), size, values=values)
-    for threads in THREADS[some]:
+    for threads in _some(THREADS, brief):
         yield make((13, *rest), usual, threads=threads)
         yield make((101, *rest), 64, threads=threads)
     yield make((13, *rest), usual, int32=True)
     for settings in _other_settings(spec, variant):
-        for size in (usual, 64)[some]:
+        for size in _some((usual, 64), brief):
             yield make((9, *rest), size, settings=settings)
             yield make((9, *rest), size, values="rows of all sizes", settings=settings)
 
 
-def _of_sizes(spec: OpSpec, make: Callable[..., Example], some: slice) -> Iterator[Example]:
-    """Yield examples of some numbers of elements and rows."""
+def _some(numbers: Sequence[Number], brief: bool) -> Sequence[Number]:
+    """Return all numbers, or every other one."""
+    return numbers[1::2] if brief else numbers
+
+
+def _of_sizes(spec: OpSpec, make: Callable[..., Example], *, brief: bool) -> Iterator[Example]:
+    """Yield examples of many numbers of elements and rows."""
     short = shortest_lead(spec)
     rest = short[1:]
-    for size in (*SIZES[some], *LONG_SIZES[some], *LONGEST_SIZES[some]):
-        yield make(short, size)
-    for rows in ROWS[some]:
+    for sizes in (SIZES, LONG_SIZES, LONGEST_SIZES):
+        for size in _some(sizes, brief):
+            yield make(short, size)
+    for rows in _some(ROWS, brief):
         yield make((rows, *rest), usual_size(spec))
-    for rows in MANY_ROWS[some]:
+    for rows in _some(MANY_ROWS, brief):
         yield make((rows, *rest), min(spec.sizes))
-    for rows, size in BLOCKS[some]:
+    for rows, size in _some(BLOCKS, brief):
         yield make((rows, *rest), size)
 
 
 def _of_layouts(spec: OpSpec, make: Callable[..., Example], *, brief: bool) -> Iterator[Example]:
     """Yield examples of other numbers of dimensions, and of each layout."""
     usual = usual_size(spec)
-    for lead in ((), (0,), (2, 3, 2), (2, 3, 1, 2), (2, 0, 3)):
+    for lead in LEADS:
         yield make(lead, usual)
     longest = max(spec.leads, key=lambda lead: (min(lead, default=0) > 0, len(lead)))
     few = (5, *shortest_lead(spec)[1:])

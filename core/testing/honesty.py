@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
 from itertools import starmap
@@ -141,7 +141,7 @@ def _is_native(trial: Trial, call: checks.Implementation, arguments: Arguments) 
 
 def _expect_unobserved(trial: Trial, call: checks.Implementation, arguments: Arguments) -> None:
     """Compare with a call in a thread, whose stack has no function of this kit."""
-    run: Callable[..., Any] = trial.form
+    run: Any = trial.form
     given: tuple[Any, ...] = ()
     named = dict(arguments)
     if call is not trial.form:
