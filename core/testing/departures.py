@@ -201,7 +201,8 @@ def _differing(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtype) -
     told = _other_numbers(ours, place, wanted, dtype)
     if told or ours.itemsize > 2 or ours.numel() < FEWEST_NUMBERS:
         return told
-    return _more_rounded(ours, place, wanted)
+    least, _ = wanted.spec.tolerance(dtype)
+    return _more_rounded(ours, place, wanted, least)
 
 
 def _other_integers(ours: Tensor, place: int, wanted: Expected) -> str:
@@ -273,15 +274,17 @@ def _of_row(share: Tensor) -> Tensor:
     return share.amax(-1, keepdim=True) if share.dim() else share
 
 
-def _more_rounded(ours: Tensor, place: int, wanted: Expected) -> str:
-    """Compare the mean errors of half types, all of them within the tolerance."""
+def _more_rounded(ours: Tensor, place: int, wanted: Expected, least: float) -> str:
+    """Compare the mean errors of half types, all of them within the tolerance.
+
+    Numbers below the absolute tolerance ``least`` do not count: their errors have no bound.
+    """
     exact = wanted.exact[place].double()
     native = wanted.native[place].double()
-    step = torch.finfo(ours.dtype)
-    counted = native.isfinite() & exact.isfinite() & (exact.abs() > step.smallest_normal)
+    counted = native.isfinite() & exact.isfinite() & (exact.abs() > least)
     if int(counted.sum()) < FEWEST_NUMBERS:
         return ""
-    unit = exact.abs() * step.eps
+    unit = exact.abs() * torch.finfo(ours.dtype).eps
 
     def mean_of(found: Tensor) -> float:
         # Where terms cancel, an error has no bound.

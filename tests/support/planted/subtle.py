@@ -148,7 +148,9 @@ EXPORT void kernel(const float* x, const float* w, float* out, int64_t rows, int
             """
             x = wide(x.to(dtype))
             normal = x * torch.rsqrt(x[..., :size].square().mean(-1, keepdim=True) + eps)
-            return (normal.to(weight.dtype) * weight).to(dtype)
+            if weight.itemsize < 4:
+                normal = normal.to(weight.dtype)
+            return (normal * weight).to(dtype)
             """
         ),
     ),
