@@ -38,6 +38,8 @@ SETTINGS = sorted(
     name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None))
 )
 OLDER = {
+    "vllm.entrypoints.openai.tool_parsers.ToolParserManager",
+    "vllm.entrypoints.openai.tool_parsers.abstract_tool_parser.ToolParserManager",
     "vllm.utils.FlexibleArgumentParser",
     "vllm.utils.STR_DTYPE_TO_TORCH_DTYPE",
     "vllm.utils.direct_register_custom_op",

@@ -103,6 +103,29 @@ def test_a_quantization_of_a_plugin(vllm: Any) -> None:
     assert layer.scale.tolist() == [0.0, 1.0]
 
 
+def test_entries_without_a_use_are_reported(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Parsers and connectors of a plugin are named in warnings, and their classes stay as they are."""
+    reasoning = vllm("vllm.reasoning").ReasoningParserManager
+    tools = vllm("vllm.tool_parsers").ToolParserManager
+    earlier = vllm("vllm.entrypoints.openai.tool_parsers.abstract_tool_parser").ToolParserManager
+    factory = vllm("vllm.distributed.ec_transfer.ec_connector.factory").ECConnectorFactory
+
+    class Thinks:
+        pass
+
+    assert earlier is tools
+    assert reasoning.register_module("thinks", module=Thinks) is Thinks
+    assert reasoning.register_module(["a", "b"])(Thinks) is Thinks
+    assert tools.register_module()(Thinks) is Thinks
+    tools.register_lazy_module("late", "none.such", "Late")
+    factory.register_connector("nixl", "none.such", "Nixl")
+    told = [record.getMessage() for record in caplog.records]
+    kinds = ["reasoning parser"] * 3 + ["tool parser"] * 2 + ["connector"]
+    names = ["thinks", "a", "b", "Thinks", "late", "nixl"]
+    for kind, name, message in zip(kinds, names, told, strict=True):
+        assert f"the {kind} '{name}' of a plugin is left out" in message
+
+
 def test_the_batch_is_the_forward_context(vllm: Any) -> None:
     """Sequences, lengths and slots of each layer are told in vLLM's terms, where a batch is computed."""
     forward_context = vllm("vllm.forward_context")

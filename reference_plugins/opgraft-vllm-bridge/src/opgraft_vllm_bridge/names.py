@@ -23,6 +23,8 @@ _VARIABLES = (
 )
 _FORMATTERS = {"logging_utils": "ColoredFormatter NewLineFormatter"}
 _PLATFORM = "CpuArchEnum Platform PlatformEnum"
+_REASONING = {"left_out": "ReasoningParserManager"}
+_TOOLS = {"left_out": "ToolParserManager"}
 
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm": {"version": "__version__", "models": "ModelRegistry"},
@@ -40,7 +42,11 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.config.vllm": {"config": _CONFIG},
     "vllm.distributed": _DIVIDING,
     "vllm.distributed.utils": _DIVIDING,
+    "vllm.distributed.ec_transfer.ec_connector.factory": {"left_out": "ECConnectorFactory"},
     "vllm.engine.arg_utils": {"arguments": "EngineArgs"},
+    # The place in earlier versions.
+    "vllm.entrypoints.openai.tool_parsers": _TOOLS,
+    "vllm.entrypoints.openai.tool_parsers.abstract_tool_parser": _TOOLS,
     "vllm.envs": {"envs": _VARIABLES},
     "vllm.forward_context": {
         "forward_context": "ForwardContext get_forward_context is_forward_context_available "
@@ -67,6 +73,10 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.platforms": {"platforms": _PLATFORM, "current": "current_platform"},
     "vllm.platforms.cpu": {"cpu": "CpuPlatform"},
     "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability"},
+    "vllm.reasoning": _REASONING,
+    "vllm.reasoning.abs_reasoning_parsers": _REASONING,
+    "vllm.tool_parsers": _TOOLS,
+    "vllm.tool_parsers.abstract_tool_parser": _TOOLS,
     "vllm.triton_utils": {"triton_utils": "HAS_TRITON tl triton"},
     "vllm.utils": {
         "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size",
