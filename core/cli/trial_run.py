@@ -34,6 +34,7 @@ _CONFIG = OpgraftConfig(
     cache=CacheConfig(prefix_reuse=False),
 )
 _ROUNDS, _MOST_ROUNDS = 5, 40
+_TIMED_ROUNDS = 3
 _ENOUGH = 3.0
 """Seconds for all rounds; at least five rounds run."""
 
@@ -158,7 +159,16 @@ def _memory() -> tuple[int, int]:
 
 
 def _seconds_of_ops(llm: LLM, params: SamplingParams, steps: int) -> dict[str, float]:
-    """Return the seconds of each op in a step, without the ops within it."""
+    """Return the least seconds of each op in a step of some rounds, without the ops within it."""
+    least: dict[str, float] = {}
+    # Another program may take the processor in a round.
+    for _ in range(_TIMED_ROUNDS):
+        for op, seconds in _timed_round(llm, params, steps).items():
+            least[op] = min(seconds, least.get(op, seconds))
+    return least
+
+
+def _timed_round(llm: LLM, params: SamplingParams, steps: int) -> Mapping[str, float]:
     timer = _Timer()
     _on_engine(llm, timer.start)
     try:
@@ -168,7 +178,7 @@ def _seconds_of_ops(llm: LLM, params: SamplingParams, steps: int) -> dict[str, f
     seconds: defaultdict[str, float] = defaultdict(float)
     for called, whole in timer.seconds.items():
         seconds[called.op] += whole / steps
-    return dict(seconds)
+    return seconds
 
 
 def _on_engine(llm: LLM, function: Callable[[object], None]) -> None:
