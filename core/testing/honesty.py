@@ -115,15 +115,21 @@ def _fallbacks_of(trial: Trial) -> Iterator[bool]:
 
 
 def _is_native(trial: Trial, call: checks.Implementation, arguments: Arguments) -> bool:
-    """Return True if a call runs the native definition.
+    """Return True if a call runs the native definition, and tries no operator of the plugin.
+
+    A kernel may try its operator, and run the native definition if the operator refuses.
 
     Raises:
         AssertionError: the call runs the reference of a proof.
     """
     seen: set[CodeType] = set()
+    tried: list[object] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         seen.add(frame.f_code)
+        caller = frame.f_locals.get("self")
+        if event == "call" and kernel_checks.is_operator_of_plugin(caller):
+            tried.append(caller)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -136,7 +142,7 @@ def _is_native(trial: Trial, call: checks.Implementation, arguments: Arguments) 
         raise AssertionError(
             f"{trial.form.name} runs the reference of a proof, which it is compared with"
         )
-    return trial.form.native.__code__ in seen
+    return trial.form.native.__code__ in seen and not tried
 
 
 def _expect_unobserved(trial: Trial, call: checks.Implementation, arguments: Arguments) -> None:

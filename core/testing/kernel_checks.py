@@ -426,11 +426,15 @@ class _Operators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = str(func)
         # Only an operator that took the arguments is noted.
-        if isinstance(func, _OPERATORS) and name.partition(".")[0] not in _OF_OTHERS:
-            self.calls.setdefault(name, (func, args, kwargs or {}))
+        if is_operator_of_plugin(func):
+            self.calls.setdefault(str(func), (func, args, kwargs or {}))
         return result
+
+
+def is_operator_of_plugin(func: object) -> bool:
+    """Return True for an operator that is neither torch's nor opgraft's."""
+    return isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _OF_OTHERS
 
 
 def speed_of(trial: Trial) -> float:
