@@ -469,19 +469,14 @@ class _PermutedTensor(StoredTensor):
         return _PermutedTensor(self._tensor.blocks(), self._heads)
 
     def read(self, bounds: Bounds) -> torch.Tensor:
-        """Read one head after another, put its rows in order, and keep the rows of the bounds."""
+        """Read the heads with rows of the bounds, put their rows in order, and keep these rows."""
         size = self.shape[0] // self._heads
         rows = bounds[0]
+        first = rows.start // size * size
+        end = -(-rows.stop // size) * size
         others = tuple(slice(one.start, one.stop) for one in bounds[1:])
-        heads = range(rows.start // size, -(-rows.stop // size))
-        parts = []
-        for head in heads:
-            first = head * size
-            index = (slice(first, first + size), *others)
-            stored = self._tensor[index]
-            halves = stored.reshape(size // 2, 2, -1).transpose(0, 1)
-            whole = halves.reshape([size, *map(len, bounds[1:])])
-            parts.append(whole[max(0, rows.start - first) : rows.stop - first])
-        if not parts:
-            return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
-        return torch.cat(parts)
+        stored = self._tensor[(slice(first, end), *others)]
+        shape = stored.shape
+        pairs = stored.reshape(-1, size // 2, 2, *shape[1:])
+        whole = pairs.transpose(1, 2).reshape(shape)
+        return whole[rows.start - first : rows.stop - first]
