@@ -82,27 +82,48 @@ def key_of(
     # Of an example, dtypes and sizes decide, and the numbers do not.
     without_contents = Descriptions(held, contents=False)
     described = list(_modules(modules, descriptions))
-    passes = [_pass(each, descriptions) for each in settings.user_passes]
-    names = descriptions.modules | {name.partition(":")[0] for name in _names_of_passes(settings)}
     call = (example.args, dict(example.kwargs), example.dynamic_shapes)
     parts = {
-        **_process_parts(),
+        **_decisions(settings, descriptions, sources),
         "compilers": [
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.mkldnn.enabled,
             without_contents.of(changed_settings()),
         ],
         "variables": read_compilers(),
-        "settings": [*_settings_in_key(settings), passes, *_host_settings()],
-        "providers": sorted(_providers(sources)),
-        "ranks": [str(parallelism().layout), get_world_group().rank],
         "model": described,
-        "sources": sorted(sources.modules(names)),
         "weights": list(_weights(modules)),
         "example": [without_contents.of(each) for each in call],
     }
     sources.keep()
     return ModelKey(parts, frozenset(descriptions.incomplete))
+
+
+def origin_of_numbers(model: nn.Module, settings: CompilationConfig) -> dict[str, Any]:
+    """Return what decides how a model computes, besides its checkpoint and its own settings.
+
+    Args:
+        model: the model.
+        settings: the settings of compilation.
+    """
+    descriptions = Descriptions({})
+    descriptions.modules.update(type(each).__module__ for each in modules_of(model).values())
+    return _decisions(settings, descriptions, Sources())
+
+
+def _decisions(
+    settings: CompilationConfig, descriptions: Descriptions, sources: Sources
+) -> dict[str, Any]:
+    """Return the parts of a key about versions, settings, plugins, ranks and sources."""
+    passes = [_pass(each, descriptions) for each in settings.user_passes]
+    names = descriptions.modules | {name.partition(":")[0] for name in _names_of_passes(settings)}
+    return {
+        **_process_parts(),
+        "settings": [*_settings_in_key(settings), passes, *_host_settings()],
+        "providers": sorted(_providers(sources)),
+        "ranks": [str(parallelism().layout), get_world_group().rank],
+        "sources": sorted(sources.modules(names)),
+    }
 
 
 def _process_parts() -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.base.log import logger
@@ -567,10 +567,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """Release the workers. The engine refuses requests that are added afterwards."""
         self._shut_down = True
-        # Workers that are lost, or hang, have nothing more to write.
-        if self.stored is not None:
-            with suppress(EngineError):
-                self.executor.call_all("finish_saving")
         self.executor.shutdown()
 
 

@@ -204,6 +204,7 @@ class Request:
         self.num_tokens = len(self.prompt) + len(self.output)
         self.num_computed = 0
         self.block_hashes = []
+        self.was_sought = False
 
     def append(self, token: int, max_model_len: int) -> bool:
         """Add a sampled token to the output. Return True if the token ends the request.

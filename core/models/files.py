@@ -249,10 +249,8 @@ def digest_of_checkpoint(name: str) -> str:
 
 def _read_files(name: str) -> list[Path]:
     path = _model_folder(find_checkpoint(name))
-    files = weight_files(path)
-    if path.is_dir():
-        files = [*sorted(path.glob("*.json")), *files]
-    return files
+    folder = path if path.is_dir() else path.parent
+    return [*sorted(folder.glob("*.json")), *weight_files(path)]
 
 
 def _files_of(file: Path) -> list[Path]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
+import torch
+from opgraft.compilation.graph_pass import GraphPass, PassOutcome
 from opgraft.engine.core import EngineCore
 from opgraft.engine.request import Request
+from opgraft.engine.runner import stored_blocks
+from opgraft.engine.runner.model_runner import ModelRunner
 from opgraft.engine.runner.stored_blocks import StoredBlocks
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import ConfigError
+from opgraft.engine.workers import worker
+from opgraft.errors import ConfigError, EngineError
 from safetensors.torch import load_file, save_file
-from support.engines import BLOCK, prompts, replaced, serve, settings
+from support.engines import BLOCK, prompts, recorded, replaced, serve, settings
 from support.random_decoders import DECODERS, written
+from torch import Tensor, fx, nn
 
 LENGTH = 33
 """Of a prompt: eight full blocks and a token."""
@@ -45,11 +54,12 @@ def store(tmp_path: Path) -> Path:
 
 
 class Asked(NamedTuple):
-    """An answer, the number of its tokens that came from the store, and the names of its blocks."""
+    """An answer, how many of its tokens came from the store, the names of its blocks, and its first logits."""
 
     tokens: list[int]
     restored: int
     names: list[str]
+    logits: Tensor
 
 
 def engine_with(folder: Path, store: object, **sections: dict[str, Any]) -> EngineCore:
@@ -59,12 +69,24 @@ def engine_with(folder: Path, store: object, **sections: dict[str, Any]) -> Engi
 
 def asked(core: EngineCore, prompt: Sequence[int], **options: Any) -> Asked:
     before = core.counters.restored_tokens
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    request = Request("a", prompt, params, **options)
+    given, recorder = recorded("a", prompt, 6)
+    request = Request("a", prompt, given.params, **options)
     serve(core, [request])
-    core.executor.call_all("finish_saving")
-    names = [digest.hex() for digest in request.block_hashes]
-    return Asked(request.output, core.counters.restored_tokens - before, names)
+    stored = store_of(core)
+    stored.finish(60)
+    names = [stored._name(digest) for digest in request.block_hashes]
+    restored = core.counters.restored_tokens - before
+    return Asked(request.output, restored, names, recorder.logits[()].float())
+
+
+def expect_same(answer: Asked, other: Asked) -> None:
+    assert answer.tokens == other.tokens
+    torch.testing.assert_close(answer.logits, other.logits, rtol=0, atol=1e-4)
+
+
+def store_of(core: EngineCore) -> StoredBlocks:
+    found: StoredBlocks = core.executor.worker.store
+    return found
 
 
 def asked_anew(folder: Path, store: object, prompt: Sequence[int], **sections: Any) -> Asked:
@@ -74,6 +96,10 @@ def asked_anew(folder: Path, store: object, prompt: Sequence[int], **sections: A
         return asked(core, prompt)
     finally:
         core.shutdown()
+
+
+def files_in(store: Path) -> list[Path]:
+    return [each for each in store.rglob("*") if each.is_file()]
 
 
 def file_of(store: Path, name: str) -> Path:
@@ -99,7 +125,7 @@ def test_a_later_engine_goes_on_where_the_first_one_was(
     (prompt,) = prompts(LENGTH)
     first = asked_anew(tmp_path / "model", store, prompt, cache=cache)
     again = asked_anew(tmp_path / "model", store, prompt, cache=cache)
-    assert again.tokens == first.tokens
+    expect_same(again, first)
     assert first.restored == 0
     windows = [] if family in ("llama", "deepseek v2") else [values["sliding_window"]]
     seen = FULL if not windows or family == "gemma3" else windows[0] // BLOCK * BLOCK
@@ -114,7 +140,7 @@ def test_ranks_keep_their_own_parts(folder: Path, store: Path) -> None:
     found = []
     try:
         for lost in (0, 0, 1):
-            of_ranks = sorted(each for each in store.iterdir() if each.is_dir())
+            of_ranks = sorted(store.glob("*/*"))
             for folder_of_rank in of_ranks[:lost]:
                 shutil.rmtree(folder_of_rank)
             core.cache.clear()
@@ -123,8 +149,9 @@ def test_ranks_keep_their_own_parts(folder: Path, store: Path) -> None:
             core.add([request])
             while core.has_work:
                 core.step()
-            core.executor.call_all("finish_saving")
             found.append((request.output, core.counters.restored_tokens - before))
+            while len(files_in(store)) < 2 * (FULL // BLOCK + 1):
+                time.sleep(0.01)
     finally:
         core.shutdown()
     tokens = found[0][0]
@@ -145,7 +172,7 @@ def test_an_answer_is_kept_too(folder: Path, store: Path) -> None:
     again = asked_anew(folder, store, turn)
     # Nobody has computed the last token of the answer.
     assert again.restored == (len(turn) - 2) // BLOCK * BLOCK
-    assert again.tokens == plain.tokens
+    expect_same(again, plain)
 
 
 def flipped(file: Path, place: int) -> None:
@@ -169,6 +196,9 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "zeros": lambda file, other: file.write_bytes(bytes(file.stat().st_size)),
     "another entry": lambda file, other: shutil.copyfile(other, file),
     "a link to another entry": lambda file, other: (file.unlink(), file.symlink_to(other)),
+    "a pipe": lambda file, other: (file.unlink(), os.mkfifo(file)),
+    "a huge file": lambda file, other: os.truncate(file, 1 << 40),
+    "a link to a device": lambda file, other: (file.unlink(), file.symlink_to("/dev/zero")),
     "a folder": lambda file, other: (file.unlink(), file.mkdir()),
 }
 
@@ -185,7 +215,8 @@ def test_a_damaged_entry_is_a_missing_one(
     core.cache.clear()
     DAMAGE[damage](file_of(store, first.names[place]), file_of(store, first.names[1 - place]))
     again = asked(core, prompt)
-    assert (again.tokens, again.restored) == (first.tokens, place * BLOCK)
+    expect_same(again, first)
+    assert again.restored == place * BLOCK
     if damage != "a folder":
         core.cache.clear()
         assert asked(core, prompt).restored == FULL, "the computed block was not written again"
@@ -212,23 +243,163 @@ def test_other_weights_have_other_blocks(folder: Path, store: Path, tmp_path: Pa
     assert asked_anew(folder, store, prompt).restored == FULL
 
 
+class NoChange(GraphPass):
+    """A pass of a user, which might change numbers."""
+
+    name: ClassVar[str] = "no_change"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> PassOutcome:
+        return PassOutcome(0, 0)
+
+
 @pytest.mark.parametrize(
     "sections",
     [
         {"model": {"dtype": "bfloat16"}},
         {"model": {"max_model_len": 60}},
-        {"cache": {"dtype": "int8"}},
-        {"cache": {"block_size": 8}},
         {"quantization": {"method": "int8"}},
         {"compilation_config": {"level": 1}},
+        {"compilation_config": {"level": 1, "user_passes": [NoChange]}},
     ],
     ids=str,
 )
 def test_other_settings_have_other_blocks(folder: Path, store: Path, sections: Any) -> None:
-    """Blocks of other numbers, or of another size, are not found."""
+    """Under other numbers, blocks of the same size are not found, though they are with the same settings again."""
     (prompt,) = prompts(LENGTH)
-    asked_anew(folder, store, prompt)
-    assert asked_anew(folder, store, prompt, **sections).restored == 0
+    of_codes = {"dtype": "int8"}
+    asked_anew(folder, store, prompt, cache=of_codes)
+    assert asked_anew(folder, store, prompt, cache=of_codes, **sections).restored == 0
+    assert asked_anew(folder, store, prompt, cache=of_codes, **sections).restored == FULL
+
+
+def test_an_edited_config_has_other_blocks(folder: Path, store: Path, tmp_path: Path) -> None:
+    """Also if the checkpoint is named by its file of weights."""
+    (prompt,) = prompts(LENGTH)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    weights = copy / "model.safetensors"
+    asked_anew(weights, store, prompt)
+    config = copy / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    assert asked_anew(weights, store, prompt).restored == 0
+
+
+def test_blocks_of_an_update_that_failed_are_not_saved(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step without a token for a request, other tokens take its blocks, and are not stored as its own."""
+    first, second = prompts(LENGTH, LENGTH)
+    plain = asked_anew(folder, store.with_name("quiet"), first)
+    core = engine_with(folder, store)
+    run = core._run
+
+    def without_a_token() -> Any:
+        result = run()
+        result.tokens.pop("b")
+        return result
+
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    core.add([Request("a", first, params), Request("b", second, params)])
+    monkeypatch.setattr(core, "_run", without_a_token)
+    while core.has_work:
+        core.step()
+    monkeypatch.setattr(core, "_run", run)
+    asked(core, second)
+    expect_same(asked_anew(folder, store, first), plain)
+
+
+def test_foreign_numbers_would_change_the_answer(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the other tests can fail: without signatures, the blocks of another prompt give other tokens."""
+    first, second = prompts(LENGTH, LENGTH)
+    core = engine_with(folder, store)
+    names, others = asked(core, first).names, asked(core, second).names
+    plain = asked(core, first)
+    monkeypatch.setattr(stored_blocks.hmac, "compare_digest", lambda *given: True)
+    for name, other in zip(names[: FULL // BLOCK], others, strict=False):
+        shutil.copyfile(file_of(store, other), file_of(store, name))
+    core.cache.clear()
+    again = asked(core, first)
+    assert again.restored == FULL
+    with pytest.raises(AssertionError):
+        expect_same(again, plain)
+
+
+def test_as_many_blocks_are_saved_as_may_wait(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt that is too long for the queue of the writer, the first blocks are saved."""
+    (prompt,) = prompts(LENGTH)
+    core = engine_with(folder, store)
+    monkeypatch.setattr(stored_blocks, "_MOST_WAITING", 5 * store_of(core)._entry_bytes)
+    names = asked(core, prompt).names
+    saved = {each.name for each in files_in(store)}
+    assert saved.issuperset(names[:5])
+    assert not saved.intersection(names[5 : FULL // BLOCK])
+
+
+def test_removed_blocks_are_written_again_at_once(folder: Path, store: Path) -> None:
+    """One request is enough to fill a folder that was emptied."""
+    (prompt,) = prompts(LENGTH)
+    core = engine_with(folder, store)
+    asked(core, prompt)
+    for _ in range(2):
+        shutil.rmtree(next(store.glob("*/*")))
+        core.cache.clear()
+        assert asked(core, prompt).restored == 0
+    core.cache.clear()
+    assert asked(core, prompt).restored == FULL
+
+
+def test_workers_that_are_lost_stop_no_look(folder: Path, store: Path) -> None:
+    """A failing call of the workers leaves a request to be computed, and takes no block of the pool."""
+    (prompt,) = prompts(LENGTH)
+    first = asked_anew(folder, store, prompt)
+    core = engine_with(folder, store)
+    call_all = core.stored._call_all
+
+    def failing(method: str, *given: object) -> Any:
+        if method == "load_blocks":
+            raise EngineError("lost")
+        return call_all(method, *given)
+
+    core.stored._call_all = failing
+    expect_same(asked(core, prompt), first)
+
+
+def test_a_runner_with_a_cache_of_its_own_has_no_store(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless its class says that blocks are in the caches."""
+
+    class OwnCache(ModelRunner):
+        def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
+            super().allocate_cache(num_blocks, num_states)
+
+    monkeypatch.setattr(worker, "ModelRunner", OwnCache)
+    with pytest.raises(ConfigError, match="OwnCache may keep blocks"):
+        engine_with(folder, store)
+    OwnCache.stores_blocks = True
+    engine_with(folder, store)
+
+
+def test_nobody_else_reads_the_folder(folder: Path, store: Path) -> None:
+    """It is made for its user alone, and a folder that others may read is refused."""
+    core = engine_with(folder, store)
+    asked(core, prompts(LENGTH)[0])
+    (own,) = store.iterdir()
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 0700"):
+        engine_with(folder, store)
+
+
+def test_passwords_are_not_told(folder: Path) -> None:
+    """A URL may hold a name and a password."""
+    with pytest.raises(ConfigError) as caught:
+        engine_with(folder, "nonsense://me:secret@host/folder")
+    assert "secret" not in str(caught.value)
 
 
 def test_tenants_share_no_blocks(folder: Path, store: Path) -> None:
@@ -258,20 +429,28 @@ def test_a_key_of_others_opens_nothing(folder: Path, store: Path, own_key: Path)
     assert asked_anew(folder, store, prompt, **with_key).restored == FULL
 
 
-def test_the_least_recently_used_blocks_go_first(folder: Path, store: Path) -> None:
-    """The folder stays within its limit, and a prompt that was asked again stays in it."""
+@pytest.mark.parametrize("again", ["from the store", "from the cache"])
+def test_the_least_recently_used_blocks_go_first(folder: Path, store: Path, again: str) -> None:
+    """The folder stays within its limit. A prompt that was asked again stays in it, and files of others too."""
     first, second, third = prompts(LENGTH, LENGTH, LENGTH)
+    foreign = [store / ("0" * 64), store / "models" / ("0" * 64)]
+    for file in foreign:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(1 << 20))
+        os.utime(file, (0, 0))
     core = engine_with(folder, store)
     names = asked(core, first).names
     size = file_of(store, names[0]).stat().st_size
     asked(core, second)
-    core.cache.clear()
-    assert asked(core, first).restored == FULL
+    if again == "from the store":
+        core.cache.clear()
+    assert asked(core, first).restored == (FULL if again == "from the store" else 0)
     core.shutdown()
     limit = size * 2 * len(names)
     core = engine_with(folder, store, cache={"store_bytes": limit})
     asked(core, third)
-    assert sum(each.stat().st_size for each in store.rglob("*") if each.is_file()) <= limit
+    assert all(each.exists() for each in foreign)
+    assert sum(each.stat().st_size for each in files_in(store) if each not in foreign) <= limit
     core.cache.clear()
     assert asked(core, first).restored == FULL
     core.cache.clear()
@@ -285,7 +464,8 @@ def test_a_store_in_memory(folder: Path) -> None:
     first = asked(core, prompt)
     core.cache.clear()
     again = asked(core, prompt)
-    assert (again.tokens, again.restored) == (first.tokens, FULL)
+    expect_same(again, first)
+    assert again.restored == FULL
 
 
 def test_a_small_cache_takes_what_it_has_room_for(folder: Path, store: Path) -> None:
@@ -306,20 +486,22 @@ def test_engines_that_write_and_remove_at_once(folder: Path, store: Path) -> Non
     expected = [asked_anew(folder, store.with_name("quiet"), prompt).tokens for prompt in given]
     engines = [engine_with(folder, store) for _ in range(2)]
     found: list[list[list[int]]] = [[], []]
+    restored = [0, 0]
     ended = threading.Event()
 
     def remove() -> None:
-        while not ended.wait(0.001):
-            for file in list(store.rglob("*"))[::5]:
-                if file.is_file():
-                    os.truncate(file, file.stat().st_size // 2) if len(
-                        file.name
-                    ) % 2 else file.unlink(missing_ok=True)
+        for turn in itertools.count():
+            if ended.wait(0.02):
+                return
+            for file in files_in(store)[-1:]:
+                with suppress(FileNotFoundError):
+                    os.truncate(file, 99) if turn % 2 else file.unlink()
 
     def ask(number: int) -> None:
         for _ in range(3):
             engines[number].cache.clear()
             found[number] = [asked(engines[number], prompt).tokens for prompt in given]
+            restored[number] = engines[number].counters.restored_tokens
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
     remover = threading.Thread(target=remove)
@@ -330,6 +512,7 @@ def test_engines_that_write_and_remove_at_once(folder: Path, store: Path) -> Non
     ended.set()
     remover.join()
     assert found == [expected, expected]
+    assert sum(restored) > 0
 
 
 def test_blocks_of_a_failed_request_do_not_stay(
@@ -345,9 +528,9 @@ def test_blocks_of_a_failed_request_do_not_stay(
     errors = []
     while core.has_work:
         errors += [output.error for output in core.step() if output.error]
-    core.executor.call_all("finish_saving")
+    store_of(core).finish(60)
     assert errors
-    assert not [each for each in store.rglob("*") if each.is_file()]
+    assert files_in(store) == []
 
 
 def test_a_folder_that_fails_stops_no_request(
@@ -362,7 +545,7 @@ def test_a_folder_that_fails_stops_no_request(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(StoredBlocks, "_write", full)
-    assert asked(core, prompt).tokens == plain.tokens
+    expect_same(asked(core, prompt), plain)
     assert asked(core, prompt[:20]).tokens
     told = [each.getMessage() for each in caplog.records if "No space left" in each.getMessage()]
     assert len(told) == 1
@@ -391,8 +574,6 @@ def test_files_that_change_during_the_load_have_no_name(
     folder: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights of which nobody knows from which files they are get no blocks."""
-    from opgraft.engine.runner.model_runner import ModelRunner
-
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     load = ModelRunner.load_model

@@ -88,7 +88,10 @@ class ModelRunner(PluggableClass):
     The other workers receive the tokens with the next step.
     """
     stores_blocks: ClassVar[bool] = True
-    """True if blocks of the caches may be read and written between two steps."""
+    """True if ``_compute`` and ``allocate_cache`` of the same class keep all blocks in ``caches``.
+
+    A subclass with its own of these has no store of blocks, unless the subclass says so, too.
+    """
     takes_adapters: ClassVar[bool] = True
     """True if ``_compute`` of the same class calls the layers of the model within ``_adapting``.
 
@@ -237,10 +240,18 @@ class ModelRunner(PluggableClass):
                 "cache.store is set, and the model has layers that keep a state of each sequence, "
                 "which is in no block: leave it out"
             )
-        if not self.stores_blocks:
+        own = {definer(type(self), name) for name in ("_compute", "allocate_cache")}
+        if not self.stores_blocks or not all("stores_blocks" in vars(cls) for cls in own if cls):
             raise ConfigError(
-                f"cache.store is set, and {type(self).__name__} keeps blocks where only its own "
-                "programs reach them: leave it out"
+                f"cache.store is set, and {type(self).__name__} may keep blocks where only its own "
+                "code reaches them: leave it out, or set stores_blocks in the class that computes "
+                "steps and allocates the cache"
+            )
+        blocks = self.num_blocks + blocks_of_padding(self.opgraft_config)
+        if any(len(cache) != blocks for cache in self.caches.values()):
+            raise ConfigError(
+                "cache.store is set, and the first dimension of a layer's cache is not that of the "
+                "blocks, as its kv_cache_shape tells: leave it out"
             )
         return [{name: self.caches[name] for name in group} for group in self.layout.groups]
 

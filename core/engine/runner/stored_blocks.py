@@ -5,22 +5,24 @@ of an entry is named by everything that the numbers depend on, and the file by t
 tokens up to the end of the block. So an entry of another model, kernel or prompt is never found.
 
 An entry that was cut, exchanged or changed does not have its signature. It counts as missing, and
-is removed.
+is written again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import re
 import secrets
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -32,23 +34,31 @@ from opgraft.config.environment import cache_home
 from opgraft.errors import ConfigError, InputError
 from torch import Tensor
 
-_ENTRY = re.compile("[0-9a-f]{64}")
-"""The name of an entry. Files of other names belong to others, and stay."""
+_FOLDER = "opgraft-blocks"
+"""The folder of all entries, within the one of the settings. Nothing else is ever removed."""
+
+_ENTRY = re.compile(f"/{_FOLDER}/[0-9a-f]{{32}}/[0-9a-f]{{64}}")
+"""The end of the path of an entry."""
 
 _SIGNATURE_BYTES = sha256().digest_size
 _KEY_BYTES = 32
 
 _MOST_WAITING = 1 << 28
-"""Bytes of blocks that wait to be written, at most. Further blocks are not saved."""
-
-_MOST_KNOWN = 1 << 16
-"""Names of entries that are known to exist, at most."""
+"""Bytes of blocks that wait to be written, at most. Later blocks of a step are left out."""
 
 _CHECKS = 64
-"""The size of the folder is checked so often while as many bytes are written as it may have."""
+"""After each such part of its limit is written, the folder is measured."""
 
 _LEFT = 0.9
 """The share of the limit that is left to entries, once they take more than the limit."""
+
+_PATIENCE = 5.0
+"""Seconds for reading the blocks of a request. Blocks that come later are computed."""
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+
+_OPEN: weakref.WeakSet[StoredBlocks] = weakref.WeakSet()
+"""The stores of this process."""
 
 
 class StoredBlocks:
@@ -58,7 +68,7 @@ class StoredBlocks:
 
     Args:
         settings: ``cache.store``, ``store_bytes`` and ``store_key``.
-        origin: everything that the numbers in a block depend on, beside its tokens.
+        origin: everything that the numbers in a block depend on, beside its tokens, as plain data.
         groups: the caches of the layers of each group, ``[blocks, …]``.
 
     Raises:
@@ -68,44 +78,53 @@ class StoredBlocks:
     def __init__(
         self,
         settings: CacheConfig,
-        origin: Mapping[str, str],
+        origin: Mapping[str, Any],
         groups: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self._files, self._root = _file_system(str(settings.store))
         self._key = _key(settings.store_key)
         self._limit = settings.store_bytes
-        rows = "".join(f"{name}\0{value}\0" for name, value in sorted(origin.items()))
+        text = json.dumps(origin, sort_keys=True)
         # By the key, so that nobody takes the entries of another key for damaged ones.
-        named = hmac.new(self._key, rows.encode(), "sha256").hexdigest()
-        self._folder = f"{self._root}/{named[:32]}"
+        name = hmac.new(self._key, text.encode(), "sha256").hexdigest()[:32]
+        self._folder = f"{self._root}/{name}"
         self._groups = [list(layers.values()) for layers in groups]
-        self._entry_bytes = sum(map(_bytes_of_block, self._caches()))
-        # Entries that are there, unless another process has removed them since.
-        self._known: OrderedDict[str, None] = OrderedDict()
-        self._lock = Lock()
+        caches = [cache for layers in self._groups for cache in layers]
+        self._entry_bytes = sum(map(_bytes_of_block, caches))
+        self._damaged: set[str] = set()
         self._has_warned = False
         self._unchecked = self._limit
         self._writer = ThreadPoolExecutor(1, "opgraft-stored-blocks")
         self._writes: list[tuple[Future[None], int]] = []
-
-    def _caches(self) -> list[Tensor]:
-        return [cache for layers in self._groups for cache in layers]
+        _OPEN.add(self)
 
     @torch.inference_mode()
-    def save(self, blocks: Sequence[tuple[bytes, Sequence[int]]]) -> None:
+    def save(
+        self, blocks: Sequence[tuple[bytes, Sequence[int]]], used: Sequence[bytes] = ()
+    ) -> None:
         """Copy blocks, and write them from a thread.
 
         Args:
             blocks: the hash of the tokens, and the block of each group.
+            used: hashes of blocks that requests found in the cache.
         """
-        fresh = [(digest, each) for digest, each in blocks if digest.hex() not in self._known]
-        nbytes = len(fresh) * self._entry_bytes
+        try:
+            copied = {}
+            for digest, each in blocks[: self._room()]:
+                copied[self._name(digest)] = self._copied(each)
+            names = [self._name(digest) for digest in used]
+            write = self._writer.submit(self._write_all, copied, names)
+        # A device may lack the memory for a copy.
+        except Exception as error:
+            self._warn("copied", error)
+            return
+        self._writes.append((write, len(copied) * self._entry_bytes))
+
+    def _room(self) -> int:
+        """Return the number of blocks that may wait to be written now."""
         self._writes = [(write, size) for write, size in self._writes if not write.done()]
         waiting = sum(size for _, size in self._writes)
-        if not fresh or waiting + nbytes > _MOST_WAITING:
-            return
-        copied = [(digest.hex(), self._copied(each)) for digest, each in fresh]
-        self._writes.append((self._writer.submit(self._write_all, copied), nbytes))
+        return max(0, _MOST_WAITING - waiting) // self._entry_bytes
 
     def _copied(self, blocks: Sequence[int]) -> bytearray:
         """Return the bytes of one block of each group."""
@@ -117,16 +136,25 @@ class StoredBlocks:
         return content
 
     def count(self, digests: Sequence[bytes]) -> int:
-        """Return the number of hashes with an entry, up to the first one without."""
-        for place, digest in enumerate(digests):
-            name = digest.hex()
-            if name not in self._known and not self._exists(name):
-                return place
-        return len(digests)
+        """Return about how many of the hashes have an entry, up to the first one without.
+
+        Few entries are looked at: behind a missing one, later ones count as missing.
+        """
+        try:
+            if not digests or self._is_missing(digests[0]):
+                return 0
+            return bisect_left(digests, True, key=self._is_missing)
+        # File systems may raise anything.
+        except Exception as error:
+            self._warn("read", error)
+            return 0
+
+    def _is_missing(self, digest: bytes) -> bool:
+        return not self._is_whole(self._path(self._name(digest)))
 
     @torch.inference_mode()
     def load(self, wanted: Sequence[tuple[bytes, Sequence[int | None]]]) -> int:
-        """Fill blocks from entries, in order, until an entry is missing or damaged.
+        """Fill blocks from entries, in order, until one is missing, damaged or late.
 
         Args:
             wanted: the hash of the tokens, and the block of each group; ``None`` if the group needs
@@ -135,12 +163,18 @@ class StoredBlocks:
         Returns:
             The number of the filled ones.
         """
-        for number, (digest, blocks) in enumerate(wanted):
-            content = self._read(digest.hex())
-            if content is None:
-                return number
-            self._fill(blocks, torch.frombuffer(content, dtype=torch.uint8))
-        return len(wanted)
+        filled = 0
+        end = time.monotonic() + _PATIENCE
+        try:
+            for digest, blocks in wanted:
+                content = self._read(self._name(digest))
+                if content is None or time.monotonic() > end:
+                    break
+                self._fill(blocks, torch.frombuffer(content, dtype=torch.uint8))
+                filled += 1
+        except Exception as error:
+            self._warn("read", error)
+        return filled
 
     def _fill(self, blocks: Sequence[int | None], content: Tensor) -> None:
         begin = 0
@@ -152,125 +186,118 @@ class StoredBlocks:
                     cache[block].copy_(part.view(cache.shape[1:]))
                 begin = end
 
-    def discard(self, digests: Sequence[bytes]) -> None:
-        """Remove entries, also those that are being written."""
-        names = [digest.hex() for digest in digests]
-        self._writes.append((self._writer.submit(self._remove_all, names), 0))
+    def finish(self, seconds: float) -> None:
+        """Wait until all blocks are written, so many seconds at most."""
+        wait([write for write, _ in self._writes], seconds)
 
-    def finish(self) -> None:
-        """Wait until all blocks are written."""
-        wait(write for write, _ in self._writes)
-
-    def _write_all(self, copied: Sequence[tuple[str, bytearray]]) -> None:
-        """Write entries. Only the thread of the writer calls this."""
+    def _write_all(self, copied: Mapping[str, bytearray], used: Iterable[str]) -> None:
+        """Write entries, and note the use of others. Only the thread of the writer calls this."""
         try:
-            for name, content in copied:
-                if not self._exists(name):
+            for name, content in copied.items():
+                if name in self._damaged or not self._is_whole(self._path(name)):
                     self._write(name, content)
-                self._note(name)
-            if self._unchecked >= self._limit // _CHECKS:
-                self._unchecked = 0
-                self._make_room()
-        # File systems may raise anything.
+            for name in used:
+                self._touch(self._path(name))
         except Exception as error:
             self._warn("written", error)
+        finally:
+            # After a failure too: the disk may be full.
+            with contextlib.suppress(Exception):
+                self._make_room_if_due()
 
     def _write(self, name: str, content: bytearray) -> None:
+        path = self._path(name)
         self._files.makedirs(self._folder, exist_ok=True)
-        # A reader of a half written entry takes it for a damaged one.
-        self._files.pipe_file(self._path(name), self._signature(name, content) + content)
+        # A link in its place would lead to a file of others.
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
+        # A reader of a half written entry takes it for a missing one.
+        self._files.pipe_file(path, self._signature(name, content) + content)
+        self._damaged.discard(name)
         self._unchecked += len(content)
 
     def _read(self, name: str) -> bytearray | None:
         """Return the content of an entry; ``None`` if it is missing or damaged."""
         path = self._path(name)
-        try:
-            found = self._files.cat_file(path)
-        except FileNotFoundError:
-            self._known.pop(name, None)
+        if not self._is_whole(path):
             return None
-        except Exception as error:
-            self._warn("read", error)
-            return None
+        found = self._files.cat_file(path)
         signature, content = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(name, content)):
-            self._remove_all([name])
+            self._damaged.add(name)
             return None
-        self._note(name)
-        # Other file systems than the local one tell the time of writing only.
-        with contextlib.suppress(Exception):
-            self._files.touch(path, truncate=False)
+        self._touch(path)
         return bytearray(content)
 
-    def _remove_all(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._known.pop(name, None)
-            # Another process may have removed the file.
-            with contextlib.suppress(Exception):
-                self._files.rm_file(self._path(name))
-
-    def _exists(self, name: str) -> bool:
+    def _is_whole(self, path: str) -> bool:
+        """Return True for a plain file of the size of an entry. Nothing is read from it."""
         try:
-            return bool(self._files.exists(self._path(name)))
-        except Exception as error:
-            self._warn("read", error)
+            found = self._files.info(path)
+        except FileNotFoundError:
             return False
+        is_plain = found["type"] == "file" and not found.get("islink")
+        return is_plain and found["size"] == _SIGNATURE_BYTES + self._entry_bytes
+
+    def _touch(self, path: str) -> None:
+        # Other file systems than the local one tell the time of writing only.
+        if _is_local(self._files):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def _name(self, digest: bytes) -> str:
+        """Return the name of an entry. Nobody else can tell which tokens it is for."""
+        return hmac.new(self._key, digest, "sha256").hexdigest()
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
 
-    def _note(self, name: str) -> None:
-        # The thread of the writer notes entries, too.
-        with self._lock:
-            self._known[name] = None
-            self._known.move_to_end(name)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
-
     def _signature(self, name: str, content: bytes | bytearray) -> bytes:
         # With the name: an entry in the place of another one is damaged.
-        place = f"{self._folder.removeprefix(self._root)}/{name}/"
+        place = f"{self._folder.rpartition('/')[2]}/{name}/"
         signed = hmac.new(self._key, place.encode(), "sha256")
         signed.update(content)
         return signed.digest()
 
-    def _make_room(self) -> None:
-        """Remove the least recently used entries of all ranks and models, if there are too many."""
+    def _make_room_if_due(self) -> None:
+        if self._unchecked < self._limit // _CHECKS:
+            return
+        self._unchecked = 0
+        self._files.invalidate_cache(self._root)
         entries = []
         for path, details in self._files.find(self._root, detail=True).items():
-            if _ENTRY.fullmatch(path.rpartition("/")[2]):
-                entries.append((path, details["size"]))
-        nbytes = sum(size for _, size in entries)
+            if _ENTRY.search(path):
+                entries.append((_time_of(details), details["size"], path))
+        nbytes = sum(size for _, size, _ in entries)
         if nbytes <= self._limit:
             return
-        for path, size in sorted(entries, key=lambda entry: self._last_use(entry[0])):
+        for _, size, path in sorted(entries):
             if nbytes <= self._limit * _LEFT:
                 return
-            with contextlib.suppress(FileNotFoundError):
+            # Another process may have removed the file.
+            with contextlib.suppress(Exception):
                 self._files.rm_file(path)
             nbytes -= size
-
-    def _last_use(self, path: str) -> float:
-        try:
-            return float(self._files.modified(path).timestamp())
-        # Another process has removed the file.
-        except FileNotFoundError:
-            return 0.0
 
     def _warn(self, verb: str, error: Exception) -> None:
         """Warn once, since a folder that cannot be reached fails again and again."""
         if not self._has_warned:
             logger.warning(
-                "blocks of the cache cannot be %s in %s (%s): they are computed instead",
+                "blocks of the cache cannot be %s in cache.store (%s): they are computed instead",
                 verb,
-                self._root,
-                described(error),
+                _without_credentials(described(error)),
             )
         self._has_warned = True
 
 
+def finish_writing(seconds: float) -> None:
+    """Wait until the stores of this process have written all, so many seconds at most."""
+    end = time.monotonic() + seconds
+    for store in list(_OPEN):
+        store.finish(max(0.0, end - time.monotonic()))
+
+
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path there.
+    """Return the file system of a URL, and the path of our folder there.
 
     Raises:
         ConfigError: the URL cannot be used.
@@ -279,15 +306,37 @@ def _file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        files, path = fsspec.url_to_fs(os.path.expanduser(url))
-        files.makedirs(path, exist_ok=True)
+        # Other processes add entries, which a kept listing would not have.
+        files, path = fsspec.url_to_fs(os.path.expanduser(url), use_listings_cache=False)
+        folder = f"{path.rstrip('/')}/{_FOLDER}"
+        if _is_local(files):
+            _make_own(Path(folder))
+        else:
+            files.makedirs(folder, exist_ok=True)
     # File systems may raise anything.
     except Exception as error:
         raise ConfigError(
-            f"cache.store is {url!r:.200}, which cannot be used: {described(error)}: name a folder "
+            f"cache.store cannot be used: {_without_credentials(described(error))}: name a folder "
             "that this process may write to, or a URL of fsspec"
         ) from error
-    return files, path.rstrip("/")
+    return files, folder
+
+
+def _is_local(files: Any) -> bool:
+    return "file" in (files.protocol if isinstance(files.protocol, tuple) else (files.protocol,))
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder that nobody else may read.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of mode 0700 of this user")
 
 
 def _key(file: str | None) -> bytes:
@@ -320,6 +369,17 @@ def _make_key(file: Path) -> None:
             os.link(written, file)
     finally:
         written.unlink(missing_ok=True)
+
+
+def _time_of(details: Mapping[str, Any]) -> float:
+    """Return the time of the last use of a file, or of its writing, if a listing tells it."""
+    told = details.get("mtime") or details.get("LastModified") or details.get("created") or 0.0
+    return float(told.timestamp() if hasattr(told, "timestamp") else told)
+
+
+def _without_credentials(text: str) -> str:
+    """Return a text without the names and passwords of URLs."""
+    return _CREDENTIALS.sub("", text)
 
 
 def _bytes_of_block(cache: Tensor) -> int:

@@ -647,6 +647,7 @@ class Scheduler(PluggableClass):
             request.context = request.num_tokens
             request.rotation = self._rotation(request)
             request.block_hashes = []
+            request.was_sought = False
             self._requeue(request)
 
     def _is_outgrown(self, request: Request, drafted: int = 0) -> bool:

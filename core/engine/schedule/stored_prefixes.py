@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from opgraft.engine.request import Request
@@ -28,6 +29,8 @@ class StoredPrefixes:
     A stored beginning becomes one of the cache: free blocks are filled with the contents, and get
     their keys. After that, sequences find them like those of an earlier sequence.
 
+    If workers are lost meanwhile, the beginning is computed: the next step tells the loss.
+
     Args:
         cache: the tables of blocks.
         call_all: calls a method of all workers, between two steps.
@@ -43,24 +46,42 @@ class StoredPrefixes:
         self._cache = cache
         self._call_all = call_all
         self.counters = counters
-        self._full: dict[bytes, Sequence[int]] = {}
+        self._full: dict[bytes, tuple[Request, Sequence[int]]] = {}
+        self._used: dict[bytes, None] = {}
 
-    def note(self, digest: bytes, blocks: Sequence[int]) -> None:
-        """Note a full block of each group, to be saved before the next step."""
-        self._full[digest] = blocks
+    def note(self, request: Request, digest: bytes, blocks: Sequence[int]) -> None:
+        """Note a full block of each group, to be saved once the request has a token.
+
+        Before that, nobody knows whether the numbers are finite.
+        """
+        self._full[digest] = request, blocks
+
+    def use(self, digests: Iterable[bytes]) -> None:
+        """Note that a request uses blocks, which are to stay in the store longer than others."""
+        self._used.update(dict.fromkeys(digests))
+
+    def forget(self, request: Request | None = None) -> None:
+        """Forget the noted blocks of a request that gives them back; by default of all."""
+        if request is None:
+            self._full = {}
+        elif not request.output:
+            others = {key: value for key, value in self._full.items() if value[0] is not request}
+            self._full = others
 
     def save(self) -> None:
-        """Let the workers save the noted blocks."""
-        if self._full:
-            full, self._full = list(self._full.items()), {}
-            self._call_all("save_blocks", full)
-
-    def discard(self, digests: Iterable[bytes]) -> None:
-        """Forget blocks of a failed sequence, which may hold NaN."""
-        bad = list(digests)
-        for digest in bad:
-            self._full.pop(digest, None)
-        self._call_all("discard_blocks", bad)
+        """Let the workers save the noted blocks of requests with a token."""
+        full = []
+        waiting = {}
+        for digest, (request, blocks) in self._full.items():
+            if request.output:
+                full.append((digest, blocks))
+            else:
+                waiting[digest] = request, blocks
+        self._full = waiting
+        if full or self._used:
+            used, self._used = list(self._used), {}
+            with suppress(Exception):
+                self._call_all("save_blocks", full, used)
 
     def restore(self, request: Request) -> None:
         """Fill free blocks with the next ones of a request's beginning, as far as they are stored.
@@ -81,7 +102,9 @@ class StoredPrefixes:
                 absent.append(hashes[place])
         if not absent:
             return
-        stored = min(self._call_all("stored_blocks", absent))
+        stored = 0
+        with suppress(Exception):
+            stored = min(self._call_all("stored_blocks", absent))
         if stored:
             behind = len(hashes) if stored == len(absent) else hashes.index(absent[stored])
             self._fill(hashes[:behind], found, length)
@@ -97,21 +120,23 @@ class StoredPrefixes:
             held += [block for block in blocks[first : len(hashes)] if block is not None]
         # Free blocks of this beginning are not to be overwritten by the rest of it.
         cache.pool.share(held)
-        missing = []
-        room = cache.pool.num_free
-        for place in range(length, len(hashes)):
-            groups = [
-                group
-                for group, blocks in enumerate(found)
-                if blocks[place] is None and place >= first_kept[group]
-            ]
-            room -= len(groups)
-            if room < 0:
-                break
-            if groups:
-                missing.append(_Missing(hashes[place], groups))
-        self._load(missing)
-        cache.pool.free(held)
+        try:
+            missing = []
+            room = cache.pool.num_free
+            for place in range(length, len(hashes)):
+                groups = [
+                    group
+                    for group, blocks in enumerate(found)
+                    if blocks[place] is None and place >= first_kept[group]
+                ]
+                room -= len(groups)
+                if room < 0:
+                    break
+                if groups:
+                    missing.append(_Missing(hashes[place], groups))
+            self._load(missing)
+        finally:
+            cache.pool.free(held)
 
     def _load(self, missing: Sequence[_Missing]) -> None:
         """Let the workers fill free blocks, and note the keys of those that all could fill."""
@@ -124,9 +149,13 @@ class StoredPrefixes:
             for group, block in zip(each.groups, taken[-1], strict=True):
                 blocks[group] = block
             wanted.append((each.digest, blocks))
-        filled = min(self._call_all("load_blocks", wanted)) if wanted else 0
-        for each, blocks_of_place in list(zip(missing, taken, strict=True))[:filled]:
-            for group, block in zip(each.groups, blocks_of_place, strict=True):
-                pool.keep(block, (group, each.digest))
-        self.counters.restored_tokens += filled * self._cache.block_size
-        pool.free([block for blocks_of_place in taken for block in blocks_of_place])
+        filled = 0
+        try:
+            with suppress(Exception):
+                filled = min(self._call_all("load_blocks", wanted))
+            for each, blocks_of_place in list(zip(missing, taken, strict=True))[:filled]:
+                for group, block in zip(each.groups, blocks_of_place, strict=True):
+                    pool.keep(block, (group, each.digest))
+            self.counters.restored_tokens += filled * self._cache.block_size
+        finally:
+            pool.free([block for blocks_of_place in taken for block in blocks_of_place])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from opgraft.base.text import described
 from opgraft.binding.blame import replaced_among
 from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.compilation.key import origin_of_numbers
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group
 from opgraft.engine.lora.adapters import LoRAReport
@@ -68,6 +69,8 @@ class Worker(PluggableClass):
         self.opgraft_config = opgraft_config.resolved()
         self.local_rank = local_rank
         self.local_size = local_size
+        self.store: StoredBlocks | None = None
+        self._checkpoint: object = None
         self._paged = False
         self._patches = LatePatches()
 
@@ -336,57 +339,50 @@ class Worker(PluggableClass):
                 "stored blocks: leave one of them out"
             )
         groups = self.runner.cache_groups()
-        origin = self._origin_of_blocks(groups)
+        origin = self._origin_of_blocks()
         if state_of_checkpoint(str(self.opgraft_config.model.name)) != self._checkpoint:
             raise ConfigError(
                 f"cache.store is set, and the files of {self.opgraft_config.model.name} have "
                 "changed while the model was loaded, so that blocks have no name: start again"
             )
-        self._store = StoredBlocks(self.opgraft_config.cache, origin, groups)
+        self.store = StoredBlocks(self.opgraft_config.cache, origin, groups)
 
-    def _origin_of_blocks(self, groups: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, str]:
+    def _origin_of_blocks(self) -> dict[str, Any]:
         """Return everything that the numbers in this rank's blocks depend on, beside tokens."""
         config = self.opgraft_config
-        layers = {name: tuple(cache.shape[1:]) for group in groups for name, cache in group.items()}
-        parts = (
-            config.model.implementation,
-            config.model.batch_invariant,
-            config.model.part,
-            config.model.max_model_len,
-            config.quantization,
-            config.compilation_config.level,
-            self.runner.layout.dtype,
-            layers,
-        )
-        ranks = get_tp_group()
+        model = self.runner.model
+        explained = self.explain()
+        kernels = {(row.op_class, row.kernel, str(row.provider)) for row in explained.rows}
+        classes = {(row.name, row.cls, str(row.provider)) for row in explained.classes}
+        layout = self.runner.layout
         return {
-            **process_rows(),
-            "weights": digest_of_checkpoint(str(config.model.name)),
-            "settings": repr(parts),
-            "kernels": str(self.explain()),
-            "processor": torch.backends.cpu.get_cpu_capability(),
-            "rank": f"{ranks.rank_in_group} of {ranks.world_size}",
+            **origin_of_numbers(model, config.compilation_config),
+            "process": process_rows(),
+            "checkpoint": digest_of_checkpoint(str(config.model.name)),
+            "dtypes": [str(model.dtype), str(layout.dtype)],
+            "longest context": config.model.max_model_len,
+            "implementation": [config.model.implementation, config.model.part],
+            "invariant": config.model.batch_invariant,
+            "quantization": repr(config.quantization),
+            "layers": [list(map(str, group)) for group in layout.groups],
+            "kernels": sorted(kernels),
+            "classes": sorted(classes),
         }
 
-    def save_blocks(self, blocks: Sequence[tuple[bytes, Sequence[int]]]) -> None:
-        """Write full blocks to the store, in the background."""
-        self._store.save(blocks)
+    def save_blocks(
+        self, blocks: Sequence[tuple[bytes, Sequence[int]]], used: Sequence[bytes]
+    ) -> None:
+        """Write full blocks to the store in the background, and note the use of others."""
+        if self.store is not None:
+            self.store.save(blocks, used)
 
     def stored_blocks(self, digests: Sequence[bytes]) -> int:
-        """Return the number of hashes whose blocks are stored, up to the first one without."""
-        return self._store.count(digests)
+        """Return about how many of the hashes have a stored block, up to the first without."""
+        return 0 if self.store is None else self.store.count(digests)
 
     def load_blocks(self, wanted: Sequence[tuple[bytes, Sequence[int | None]]]) -> int:
         """Fill blocks from the store, up to the first failure; return their number."""
-        return self._store.load(wanted)
-
-    def discard_blocks(self, digests: Sequence[bytes]) -> None:
-        """Remove blocks from the store."""
-        self._store.discard(digests)
-
-    def finish_saving(self) -> None:
-        """Wait until all blocks are written."""
-        self._store.finish()
+        return 0 if self.store is None else self.store.load(wanted)
 
     def embed(
         self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool

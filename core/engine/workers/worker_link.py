@@ -41,6 +41,7 @@ STAGES_OF_START = MappingProxyType(
         "load_model": "loading the model",
         "cache_bytes": "measuring memory",
         "allocate_cache": "making the cache",
+        "open_store": "reading the checkpoint, for the names of stored blocks",
         "add_lora": "reading an adapter",
     }
 )

@@ -19,11 +19,13 @@ from opgraft.binding.provenance import exits_as_errors, kernels_told_when_late
 from opgraft.config import set_config
 from opgraft.distributed import init_distributed
 from opgraft.engine.runner.model_runner import gather_on_first_rank
+from opgraft.engine.runner.stored_blocks import finish_writing
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.step import step_of
 from opgraft.engine.workers.engine_digest import ENGINE, engine_digest, expect_same_digest
 from opgraft.engine.workers.worker import Worker
 from opgraft.engine.workers.worker_link import (
+    END_SECONDS,
     EXECUTE_PARTS,
     STAGES_OF_START,
     Meeting,
@@ -225,6 +227,7 @@ def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> No
         logger.critical("the thread that compiles grammars has ended: %s", described(error))
         os._exit(EngineError.exit_code)
     if exits:
+        finish_writing(END_SECONDS / 2)
         os._exit(0)
 
 
