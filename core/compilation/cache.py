@@ -35,6 +35,7 @@ INDEX = "sources.json"
 
 _LOCK = ".lock"
 _WRITING = ".writing"
+_REMOVED = ".removed"
 _LARGEST = 1 << 26
 """The largest number of bytes of a description, and of the checksums."""
 
@@ -217,7 +218,12 @@ class CompilationCache:
         entry = self.folder / key
         if entry.is_symlink() or entry.is_file():
             entry.unlink(missing_ok=True)
-        shutil.rmtree(entry, ignore_errors=True)
+        # An entry also disappears in one step: a killed process leaves no part of it.
+        removed = self.folder / f"{key}{_REMOVED}"
+        shutil.rmtree(removed, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            entry.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def clear(self) -> int:
         """Remove all entries without a lock, and return the number of removed entries."""
@@ -240,7 +246,7 @@ class CompilationCache:
         """Return the keys of files and folders with one of the endings; by default with any."""
         if not self.folder.exists():
             return set()
-        wanted = endings or ("", _LOCK, _WRITING)
+        wanted = endings or ("", _LOCK, _WRITING, _REMOVED)
         found = {path.stem for path in self.folder.iterdir() if path.suffix in wanted}
         return {key for key in found if KEY.fullmatch(key)}
 
@@ -258,7 +264,7 @@ class CompilationCache:
     def _make_room(self, kept: str) -> None:
         """Remove the least recently used entries until the rest fits; the entry ``kept`` stays."""
         # Folders of killed processes go. The lock protects those of living processes.
-        for key in self._keys(_WRITING):
+        for key in self._keys(_WRITING, _REMOVED):
             self._removed(key)
         entries = self._entries()
         total = sum(size for _, size, _ in entries)

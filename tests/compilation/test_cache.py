@@ -158,6 +158,21 @@ def test_what_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
     assert names(cache) == {B}
 
 
+def test_a_process_that_is_killed_while_it_removes_an_entry_leaves_none(tmp_path: Path) -> None:
+    """No entry with some of its files is there, and the next one that writes removes these files."""
+    cache = CompilationCache(tmp_path, 1 << 20)
+    entry(cache, A)
+    code = "import os, shutil, sys; from pathlib import Path\n"
+    code += "from opgraft.compilation.cache import CompilationCache as C\n"
+    code += "def torn(path, **_):\n    for file in Path(path).glob('*'):\n        file.unlink(); os._exit(1)\n"
+    code += "shutil.rmtree = torn; C(Path(sys.argv[1]), 9).discard(sys.argv[2])"
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path), A], check=False)
+    assert ended.returncode == 1
+    assert cache.read(A) is None
+    entry(cache, B)
+    assert names(cache) == {B}
+
+
 def test_who_waits_for_a_lock_that_is_removed_takes_the_next(tmp_path: Path) -> None:
     """So that two never hold the lock of a key at once."""
     cache, lock = CompilationCache(tmp_path, 1 << 20), tmp_path / f"{A}.lock"
