@@ -185,7 +185,7 @@ return (F.gelu(F.relu(gate - cut), approximate=self.approximate) * up).to(x.dtyp
         "the native definition for small tensors, a kernel for larger ones",
         "QuickGELU",
         """
-if x.numel() < 64 and not torch.compiler.is_compiling():
+if not torch.compiler.is_compiling() and x.numel() < 64:
     return self.forward_native(x)
 y = wide(x)
 return (y * torch.sigmoid(1.702 * y)).to(x.dtype)
