@@ -59,7 +59,12 @@ from opgraft.plugins.host import check_loaded_with, decide_with_plugins, plugins
 from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry import watching
-from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
+from opgraft.registry.choice import (
+    ReplacementChoice,
+    choose_replacement,
+    objection_to,
+    settled,
+)
 from opgraft.registry.decision import Decision, Provider
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.finding import Finding
@@ -266,7 +271,18 @@ def _declaration_of(target: type, cls: type) -> tuple[Replacement, str | None]:
         return undeclared, f"this op was saved as {cls.__qualname__}, which nothing registers here"
     if known in state.active:
         platform = selected_platform().platform
-        wanted = state.settings().chosen_provider(op_name_of(target, state))
+        name = op_name_of(target, state)
+        active = state.active
+        settings = settled(
+            state.settings(),
+            target,
+            op_name=name,
+            own=discover().provider_of(target.__module__),
+            active=active,
+            platform=platform,
+            other_replacements=other_replacements_of_op(target, active),
+        )
+        wanted = settings.chosen_provider(name)
         objection = objection_to(known, platform, wanted)
     else:
         objection = _inactive(known, state)

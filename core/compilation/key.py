@@ -85,12 +85,6 @@ def key_of(
     call = (example.args, dict(example.kwargs), example.dynamic_shapes)
     parts = {
         **_decisions(settings, descriptions, sources),
-        "compilers": [
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.mkldnn.enabled,
-            without_contents.of(changed_settings()),
-        ],
-        "variables": read_compilers(),
         "model": described,
         "weights": list(_weights(modules)),
         "example": [without_contents.of(each) for each in call],
@@ -119,6 +113,12 @@ def _decisions(
     names = descriptions.modules | {name.partition(":")[0] for name in _names_of_passes(settings)}
     return {
         **_process_parts(),
+        "compilers": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled,
+            Descriptions({}, contents=False).of(changed_settings()),
+        ],
+        "variables": read_compilers(),
         "settings": [*_settings_in_key(settings), passes, *_host_settings()],
         "providers": sorted(_providers(sources)),
         "ranks": [str(parallelism().layout), get_world_group().rank],

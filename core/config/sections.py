@@ -488,9 +488,9 @@ class ServerConfig(Section):
         default="opgraft",
         choices=("opgraft", "vllm"),
     )
-    time_ops_every: int = setting(
+    time_ops_every: int | None = setting(
         "each so many steps, one step tells the time of each op for the metrics; 0: none does",
-        default=256,
         minimum=0,
+        unset="256 in a server, 0 elsewhere",
     )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

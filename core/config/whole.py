@@ -573,9 +573,14 @@ def _skipped_or_quantized(config: OpgraftConfig) -> bool:
 
 def _choices_agree(config: OpgraftConfig) -> bool:
     switched = CustomOpsSetting.parse(config.compilation_config.custom_ops or ())
-    choices = (config.providers or {}).items()
-    native = {op for op, choice in choices if choice == NATIVE_CHOICE}
-    plugins = {op for op, choice in choices if choice not in (NATIVE_CHOICE, "opgraft")}
+    native = set()
+    plugins = set()
+    for op, choice in (config.providers or {}).items():
+        names = (choice,) if isinstance(choice, str) else tuple(choice)
+        if names[0] == NATIVE_CHOICE:
+            native.add(op)
+        if not {NATIVE_CHOICE, "opgraft"} & set(names):
+            plugins.add(op)
     return not (native & switched.on or plugins & switched.off)
 
 

@@ -41,6 +41,16 @@ def test_a_short_request_overtakes_long_prompts() -> None:
     assert counts(step(scheduler)) == {"long 1": 1524, "short": 1, "long 2": 523}
 
 
+def test_a_long_prompt_takes_the_whole_step_if_no_short_one_can_be_admitted() -> None:
+    """Short requests that wait for blocks take nothing from the steps of a running long prompt."""
+    scheduler = make_scheduler(budget=16, num_blocks=26, max_model_len=96)
+    scheduler.add(request("long", 90))
+    assert counts(step(scheduler)) == {"long": 16}
+    scheduler.add(request("next", 90, token=2))
+    scheduler.add(request("short", 4, token=3))
+    assert counts(step(scheduler)) == {"long": 16}
+
+
 def test_long_prompts_are_computed_while_short_ones_come() -> None:
     """Each of the long prompts, in their order, is through in a bounded number of steps."""
     scheduler = make_scheduler(budget=16, num_blocks=200)

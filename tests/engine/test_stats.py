@@ -248,12 +248,13 @@ def test_times_of_ops(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"server.time_ops_every": 0},
         {"server.time_ops_every": 1, "compilation_config": {"mode": 1, "backend": "eager"}},
     ],
 )
 def test_times_of_ops_can_be_left_out(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """With 0, no step times its ops, nor does a step of compiled code."""
+    """Outside of servers no step times its ops, nor does one with 0, or one of compiled code."""
     llm, _ = opened(checkpoint, **settings)
     llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     assert llm.stats().counters.op_seconds == {}

@@ -515,22 +515,42 @@ def test_engines_that_write_and_remove_at_once(folder: Path, store: Path) -> Non
     assert sum(restored) > 0
 
 
-def test_blocks_of_a_failed_request_do_not_stay(
-    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that gives NaN leaves nothing in the store that a later request would find."""
-    (prompt,) = prompts(LENGTH)
-    core = engine_with(folder, store, scheduler={"max_num_batched_tokens": 16})
-    runner = core.executor.worker.runner
-    logits = runner._logits
-    monkeypatch.setattr(runner, "_logits", lambda *args: logits(*args) * float("nan"))
-    core.add([Request("a", prompt, SamplingParams(temperature=0, max_tokens=6))])
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_numbers_that_are_not_finite_are_not_stored(folder: Path, store: Path, dtype: str) -> None:
+    """A prompt whose keys are NaN fails, and its first chunks leave nothing in the store."""
+    good, bad = prompts(LENGTH, LENGTH)
+    core = engine_with(
+        folder, store, scheduler={"max_num_batched_tokens": 16}, cache={"dtype": dtype}
+    )
+    asked(core, good)
+    before = files_in(store)
+    model = core.executor.worker.runner.model
+    with torch.inference_mode():
+        next(each for name, each in model.named_parameters() if "embed" in name).fill_(torch.nan)
+    core.add([Request("a", bad, SamplingParams(temperature=0, max_tokens=6))])
     errors = []
     while core.has_work:
         errors += [output.error for output in core.step() if output.error]
     store_of(core).finish(60)
     assert errors
-    assert files_in(store) == []
+    assert files_in(store) == before != []
+
+
+def test_windows_that_move_on_before_the_first_token(tmp_path: Path, store: Path) -> None:
+    """In small chunks, blocks before the window serve other tokens soon, and keep their content in the store."""
+    written("Mistral", tmp_path / "model", sliding_window=9, head_dim=16)
+    long, other = prompts(45, 41)
+    chunks = {"scheduler": {"max_num_batched_tokens": 8}, "cache": {"num_blocks": 12}}
+    core = engine_with(tmp_path / "model", store, **chunks)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    serve(core, [Request("a", long, params), Request("b", other, params)])
+    store_of(core).finish(60)
+    for length in range(9, 45, 4):
+        begun = [*long[:length], 5]
+        plain = asked_anew(tmp_path / "model", tmp_path / f"other {length}", begun)
+        again = asked_anew(tmp_path / "model", store, begun)
+        assert again.restored > 0
+        expect_same(again, plain)
 
 
 def test_a_folder_that_fails_stops_no_request(

@@ -107,7 +107,7 @@ class ModelRunner(PluggableClass):
         self.recorded: RecordedSteps | None = None
         self.link: StageLink | None = None
         self.adapters: Adapters | None = None
-        self._op_times = OpTimes(self.opgraft_config.server.time_ops_every, device)
+        self._op_times = OpTimes(self.opgraft_config.server.time_ops_every or 0, device)
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -814,7 +814,8 @@ class ModelRunner(PluggableClass):
             for _ in self._computed_apart([[0], [0, 0]], [NO_LORA, number]):
                 pass
         except Exception as error:
-            return described(error)
+            # The cache has the memory that this would take. A step needs none of it.
+            return "" if is_out_of_memory(error) else described(error)
         return ""
 
     def _computed_apart(

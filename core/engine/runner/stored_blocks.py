@@ -10,6 +10,7 @@ is written again.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -19,11 +20,13 @@ import secrets
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.base.log import logger
@@ -32,12 +35,13 @@ from opgraft.compilation.bundles import read_key
 from opgraft.config import CacheConfig
 from opgraft.config.environment import cache_home
 from opgraft.errors import ConfigError, InputError
+from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES
 from torch import Tensor
 
 _FOLDER = "opgraft-blocks"
 """The folder of all entries, within the one of the settings. Nothing else is ever removed."""
 
-_ENTRY = re.compile(f"/{_FOLDER}/[0-9a-f]{{32}}/[0-9a-f]{{64}}")
+_ENTRY = re.compile(f"/{_FOLDER}/[0-9a-f]{{32}}/[0-9a-f]{{64}}$")
 """The end of the path of an entry."""
 
 _SIGNATURE_BYTES = sha256().digest_size
@@ -55,10 +59,21 @@ _LEFT = 0.9
 _PATIENCE = 5.0
 """Seconds for reading the blocks of a request. Blocks that come later are computed."""
 
+_MOST_TASKS = 8
+"""Tasks of the thread that wait, at most, before it is told of the use of entries."""
+
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 _OPEN: weakref.WeakSet[StoredBlocks] = weakref.WeakSet()
 """The stores of this process."""
+
+
+class _Task(NamedTuple):
+    """Entries to write, the names of entries that were used, and a mark that both is done."""
+
+    copied: Mapping[str, bytearray]
+    used: Sequence[str]
+    is_done: Event
 
 
 class StoredBlocks:
@@ -94,8 +109,10 @@ class StoredBlocks:
         self._damaged: set[str] = set()
         self._has_warned = False
         self._unchecked = self._limit
-        self._writer = ThreadPoolExecutor(1, "opgraft-stored-blocks")
-        self._writes: list[tuple[Future[None], int]] = []
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._waiting: list[_Task] = []
+        # As a daemon, so that a folder that hangs keeps no process from ending.
+        Thread(target=self._work, daemon=True, name="opgraft-stored-blocks").start()
         _OPEN.add(self)
 
     @torch.inference_mode()
@@ -108,31 +125,46 @@ class StoredBlocks:
             blocks: the hash of the tokens, and the block of each group.
             used: hashes of blocks that requests found in the cache.
         """
+        self._waiting = [task for task in self._waiting if not task.is_done.is_set()]
+        room = self._room()
+        if len(blocks) > room:
+            self._warn("written", InputError(f"{len(blocks) - room} blocks find no place to wait"))
+        names = [self._name(digest) for digest in used] if self._may_touch() else []
+        copied = {}
         try:
-            copied = {}
-            for digest, each in blocks[: self._room()]:
-                copied[self._name(digest)] = self._copied(each)
-            names = [self._name(digest) for digest in used]
-            write = self._writer.submit(self._write_all, copied, names)
+            for digest, each in blocks[:room]:
+                content = self._copied(each)
+                if content is not None:
+                    copied[self._name(digest)] = content
         # A device may lack the memory for a copy.
         except Exception as error:
             self._warn("copied", error)
-            return
-        self._writes.append((write, len(copied) * self._entry_bytes))
+        if copied or names:
+            task = _Task(copied, names, Event())
+            self._waiting.append(task)
+            self._tasks.put(task)
 
     def _room(self) -> int:
         """Return the number of blocks that may wait to be written now."""
-        self._writes = [(write, size) for write, size in self._writes if not write.done()]
-        waiting = sum(size for _, size in self._writes)
-        return max(0, _MOST_WAITING - waiting) // self._entry_bytes
+        waiting = sum(len(task.copied) for task in self._waiting)
+        most = max(1, _MOST_WAITING // self._entry_bytes)
+        return max(0, most - waiting)
 
-    def _copied(self, blocks: Sequence[int]) -> bytearray:
-        """Return the bytes of one block of each group."""
+    def _may_touch(self) -> bool:
+        """Return True if the use of entries can be noted, and the thread keeps up with that."""
+        return _is_local(self._files) and len(self._waiting) < _MOST_TASKS
+
+    def _copied(self, blocks: Sequence[int]) -> bytearray | None:
+        """Return the bytes of one block of each group; ``None`` if a number is not finite."""
         parts = []
         for block, caches in zip(blocks, self._groups, strict=True):
-            parts += [cache[block].flatten().view(torch.uint8) for cache in caches]
+            parts += [cache[block] for cache in caches]
+        numbers = [_numbers(part).flatten() for part in parts]
+        if not torch.isfinite(torch.cat(numbers)).all():
+            return None
         content = bytearray(self._entry_bytes)
-        torch.frombuffer(content, dtype=torch.uint8).copy_(torch.cat(parts))
+        flat = [part.flatten().view(torch.uint8) for part in parts]
+        torch.frombuffer(content, dtype=torch.uint8).copy_(torch.cat(flat))
         return content
 
     def count(self, digests: Sequence[bytes]) -> int:
@@ -141,6 +173,8 @@ class StoredBlocks:
         Few entries are looked at: behind a missing one, later ones count as missing.
         """
         try:
+            # Other processes add entries, which a kept listing would not have.
+            self._files.invalidate_cache(self._folder)
             if not digests or self._is_missing(digests[0]):
                 return 0
             return bisect_left(digests, True, key=self._is_missing)
@@ -168,10 +202,12 @@ class StoredBlocks:
         try:
             for digest, blocks in wanted:
                 content = self._read(self._name(digest))
-                if content is None or time.monotonic() > end:
+                if content is None:
                     break
                 self._fill(blocks, torch.frombuffer(content, dtype=torch.uint8))
                 filled += 1
+                if time.monotonic() > end:
+                    break
         except Exception as error:
             self._warn("read", error)
         return filled
@@ -187,23 +223,32 @@ class StoredBlocks:
                 begin = end
 
     def finish(self, seconds: float) -> None:
-        """Wait until all blocks are written, so many seconds at most."""
-        wait([write for write, _ in self._writes], seconds)
+        """Wait until all blocks are written, at most for the given time."""
+        end = time.monotonic() + seconds
+        for task in list(self._waiting):
+            if not task.is_done.wait(max(0.0, end - time.monotonic())):
+                return
 
-    def _write_all(self, copied: Mapping[str, bytearray], used: Iterable[str]) -> None:
-        """Write entries, and note the use of others. Only the thread of the writer calls this."""
-        try:
-            for name, content in copied.items():
-                if name in self._damaged or not self._is_whole(self._path(name)):
-                    self._write(name, content)
-            for name in used:
-                self._touch(self._path(name))
-        except Exception as error:
-            self._warn("written", error)
-        finally:
-            # After a failure too: the disk may be full.
-            with contextlib.suppress(Exception):
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                self._write_all(task)
+            except Exception as error:
+                self._warn("written", error)
+            try:
+                # After a failure too: the disk may be full.
                 self._make_room_if_due()
+            except Exception as error:
+                self._warn("removed", error)
+            task.is_done.set()
+
+    def _write_all(self, task: _Task) -> None:
+        for name, content in task.copied.items():
+            if name in self._damaged or not self._is_whole(self._path(name)):
+                self._write(name, content)
+        for name in task.used:
+            self._touch(self._path(name))
 
     def _write(self, name: str, content: bytearray) -> None:
         path = self._path(name)
@@ -289,8 +334,9 @@ class StoredBlocks:
         self._has_warned = True
 
 
-def finish_writing(seconds: float) -> None:
-    """Wait until the stores of this process have written all, so many seconds at most."""
+@atexit.register
+def finish_writing(seconds: float = 10.0) -> None:
+    """Wait until the stores of this process have written all, at most for the given time."""
     end = time.monotonic() + seconds
     for store in list(_OPEN):
         store.finish(max(0.0, end - time.monotonic()))
@@ -306,8 +352,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        # Other processes add entries, which a kept listing would not have.
-        files, path = fsspec.url_to_fs(os.path.expanduser(url), use_listings_cache=False)
+        files, path = fsspec.url_to_fs(os.path.expanduser(url))
         folder = f"{path.rstrip('/')}/{_FOLDER}"
         if _is_local(files):
             _make_own(Path(folder))
@@ -373,13 +418,25 @@ def _make_key(file: Path) -> None:
 
 def _time_of(details: Mapping[str, Any]) -> float:
     """Return the time of the last use of a file, or of its writing, if a listing tells it."""
-    told = details.get("mtime") or details.get("LastModified") or details.get("created") or 0.0
-    return float(told.timestamp() if hasattr(told, "timestamp") else told)
+    for name in ("mtime", "LastModified", "last_modified", "created"):
+        told = details.get(name)
+        if isinstance(told, datetime):
+            return told.timestamp()
+        if isinstance(told, (int, float)):
+            return float(told)
+    return 0.0
 
 
 def _without_credentials(text: str) -> str:
     """Return a text without the names and passwords of URLs."""
     return _CREDENTIALS.sub("", text)
+
+
+def _numbers(part: Tensor) -> Tensor:
+    """Return the numbers of a part of a cache, or the scales of its codes."""
+    if part.dtype not in LARGEST_CODES:
+        return part
+    return part[..., -SCALE_BYTES:].contiguous().view(torch.float32)
 
 
 def _bytes_of_block(cache: Tensor) -> int:

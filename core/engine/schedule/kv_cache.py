@@ -72,14 +72,14 @@ class Prefix(NamedTuple):
 class BlockStore(Protocol):
     """Keeps full blocks outside of the cache."""
 
-    def note(self, request: Request, digest: bytes, blocks: Sequence[int]) -> None:
+    def note(self, digest: bytes, blocks: Sequence[int]) -> None:
         """Note a full block of each group, by the hash of the tokens up to its end."""
 
     def use(self, digests: Iterable[bytes]) -> None:
         """Note that a request has found blocks in the cache."""
 
-    def forget(self, request: Request | None = None) -> None:
-        """Forget the noted blocks of a request that gives them back; by default of all."""
+    def clear(self) -> None:
+        """Forget what was noted, as the cache has lost its contents."""
 
     def restore(self, request: Request) -> None:
         """Fill free blocks with the next ones of a request's beginning, as far as they are kept."""
@@ -171,7 +171,7 @@ class KVCacheManager(PluggableClass):
         self._tables: dict[str, list[_Table]] = {}
         self._lack: _Lack | None = None
         if self.stored is not None:
-            self.stored.forget()
+            self.stored.clear()
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """Return the most blocks of a sequence in use at once, in steps of ``chunk`` tokens."""
@@ -419,7 +419,7 @@ class KVCacheManager(PluggableClass):
         if self.stored is not None:
             for index in range(first, last):
                 blocks = [table.blocks[index] for table in tables]
-                self.stored.note(request, hashes[index], blocks)
+                self.stored.note(hashes[index], blocks)
         at_end_of_block = not request.num_computed % self.block_size
         if self.states and start < len(request.prompt) and at_end_of_block:
             self.states.keep(request.request_id, hashes[-1])
@@ -440,15 +440,11 @@ class KVCacheManager(PluggableClass):
         """Forget the contents of a failed sequence: its blocks may hold NaN."""
         groups = range(len(self.kinds))
         self.pool.discard((group, digest) for group in groups for digest in request.block_hashes)
-        if self.stored is not None:
-            self.stored.forget(request)
         if self.states:
             self.states.pool.discard(request.block_hashes)
 
     def close(self, request: Request) -> None:
         """Give the blocks of a sequence back. The contents stay until others need the blocks."""
-        if self.stored is not None:
-            self.stored.forget(request)
         for table in self._tables.pop(request.request_id):
             self.pool.free(table.held())
         if self.states:

@@ -483,7 +483,7 @@ class Scheduler(PluggableClass):
         if pending.reserved_tokens and request.rank[0] <= pending.reserved_for_priority:
             return budget
         if pending.reserved_for_short is None:
-            pending.reserved_for_short = self._wanted_by_short(request.rank[0])
+            pending.reserved_for_short = self._wanted_by_short(request)
         room = max(pending.budget - pending.reserved_for_short, 0)
         # One long prompt gets on in each step, however many short requests come.
         if not pending.has_long:
@@ -491,17 +491,23 @@ class Scheduler(PluggableClass):
         pending.has_long = True
         return min(budget, room)
 
-    def _wanted_by_short(self, priority: int) -> int:
+    def _wanted_by_short(self, long: Request) -> int:
         """Return the tokens that short requests want and the step has not yet, up to a limit.
 
         Args:
-            priority: requests of a worse one do not count.
+            long: runs, or is the first waiting one that is admitted. Requests of a worse priority
+                do not count.
         """
         most = self._longest_short
-        waiting = self.waiting if len(self.running) < self.config.max_num_seqs else ()
         wanted = 0
+        # Without a place or blocks for the first one, no waiting request is admitted.
+        has_room = long.status == "waiting"
+        if not has_room:
+            first = self._first_with_slot()
+            has_room = first is not None and self._prefix_if_room(first) is not None
+        waiting = self.waiting if has_room else ()
         for request in itertools.chain(self.running, waiting):
-            if request.rank[0] > priority:
+            if request.rank[0] > long.rank[0]:
                 continue
             missing = request.num_tokens - request.num_computed
             if missing <= most and request.computing is None:

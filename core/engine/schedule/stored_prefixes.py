@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
+from opgraft.base.log import logger
+from opgraft.base.text import described
 from opgraft.engine.request import Request
 from opgraft.engine.schedule.kv_cache import KVCacheManager
 from opgraft.engine.stats import Counters
@@ -29,8 +30,6 @@ class StoredPrefixes:
     A stored beginning becomes one of the cache: free blocks are filled with the contents, and get
     their keys. After that, sequences find them like those of an earlier sequence.
 
-    If workers are lost meanwhile, the beginning is computed: the next step tells the loss.
-
     Args:
         cache: the tables of blocks.
         call_all: calls a method of all workers, between two steps.
@@ -46,42 +45,41 @@ class StoredPrefixes:
         self._cache = cache
         self._call_all = call_all
         self.counters = counters
-        self._full: dict[bytes, tuple[Request, Sequence[int]]] = {}
+        self._full: dict[bytes, Sequence[int]] = {}
         self._used: dict[bytes, None] = {}
+        self._has_warned = False
 
-    def note(self, request: Request, digest: bytes, blocks: Sequence[int]) -> None:
-        """Note a full block of each group, to be saved once the request has a token.
-
-        Before that, nobody knows whether the numbers are finite.
-        """
-        self._full[digest] = request, blocks
+    def note(self, digest: bytes, blocks: Sequence[int]) -> None:
+        """Note a full block of each group, to be saved before the next step."""
+        self._full[digest] = blocks
 
     def use(self, digests: Iterable[bytes]) -> None:
         """Note that a request uses blocks, which are to stay in the store longer than others."""
         self._used.update(dict.fromkeys(digests))
 
-    def forget(self, request: Request | None = None) -> None:
-        """Forget the noted blocks of a request that gives them back; by default of all."""
-        if request is None:
-            self._full = {}
-        elif not request.output:
-            others = {key: value for key, value in self._full.items() if value[0] is not request}
-            self._full = others
+    def clear(self) -> None:
+        """Forget the noted blocks, as the cache has lost its contents."""
+        self._full = {}
+        self._used = {}
 
     def save(self) -> None:
-        """Let the workers save the noted blocks of requests with a token."""
-        full = []
-        waiting = {}
-        for digest, (request, blocks) in self._full.items():
-            if request.output:
-                full.append((digest, blocks))
-            else:
-                waiting[digest] = request, blocks
-        self._full = waiting
-        if full or self._used:
-            used, self._used = list(self._used), {}
-            with suppress(Exception):
-                self._call_all("save_blocks", full, used)
+        """Let the workers save the noted blocks."""
+        if self._full or self._used:
+            full = list(self._full.items())
+            used = list(self._used)
+            self.clear()
+            self._asked("save_blocks", full, used)
+
+    def _asked(self, method: str, *given: object) -> list[Any]:
+        """Return the answers of all workers; none after an error."""
+        try:
+            return list(self._call_all(method, *given))
+        # If workers are lost, the next step fails, and tells it.
+        except Exception as error:
+            if not self._has_warned:
+                logger.warning("stored blocks cannot be used: %s", described(error))
+            self._has_warned = True
+            return []
 
     def restore(self, request: Request) -> None:
         """Fill free blocks with the next ones of a request's beginning, as far as they are stored.
@@ -102,9 +100,7 @@ class StoredPrefixes:
                 absent.append(hashes[place])
         if not absent:
             return
-        stored = 0
-        with suppress(Exception):
-            stored = min(self._call_all("stored_blocks", absent))
+        stored = min(self._asked("stored_blocks", absent), default=0)
         if stored:
             behind = len(hashes) if stored == len(absent) else hashes.index(absent[stored])
             self._fill(hashes[:behind], found, length)
@@ -149,10 +145,8 @@ class StoredPrefixes:
             for group, block in zip(each.groups, taken[-1], strict=True):
                 blocks[group] = block
             wanted.append((each.digest, blocks))
-        filled = 0
         try:
-            with suppress(Exception):
-                filled = min(self._call_all("load_blocks", wanted))
+            filled = min(self._asked("load_blocks", wanted), default=0) if wanted else 0
             for each, blocks_of_place in list(zip(missing, taken, strict=True))[:filled]:
                 for group, block in zip(each.groups, blocks_of_place, strict=True):
                     pool.keep(block, (group, each.digest))

@@ -71,6 +71,7 @@ class Worker(PluggableClass):
         self.local_size = local_size
         self.store: StoredBlocks | None = None
         self._checkpoint: object = None
+        self._tried: set[str] = set()
         self._paged = False
         self._patches = LatePatches()
 
@@ -340,6 +341,11 @@ class Worker(PluggableClass):
             )
         groups = self.runner.cache_groups()
         origin = self._origin_of_blocks()
+        if self._checkpoint is None:
+            raise ConfigError(
+                f"cache.store is set, and {type(self).__name__} loads models without noting the "
+                "files: leave it out, or call load_model of opgraft.engine.workers.worker:Worker"
+            )
         if state_of_checkpoint(str(self.opgraft_config.model.name)) != self._checkpoint:
             raise ConfigError(
                 f"cache.store is set, and the files of {self.opgraft_config.model.name} have "
@@ -355,8 +361,11 @@ class Worker(PluggableClass):
         kernels = {(row.op_class, row.kernel, str(row.provider)) for row in explained.rows}
         classes = {(row.name, row.cls, str(row.provider)) for row in explained.classes}
         layout = self.runner.layout
+        ranks = get_tp_group()
         return {
             **origin_of_numbers(model, config.compilation_config),
+            # Replicas share blocks. The names of layers tell stages of a pipeline apart.
+            "ranks": [ranks.rank_in_group, ranks.world_size],
             "process": process_rows(),
             "checkpoint": digest_of_checkpoint(str(config.model.name)),
             "dtypes": [str(model.dtype), str(layout.dtype)],
@@ -464,10 +473,14 @@ class Worker(PluggableClass):
         if adapters is None:
             return LoRAReport("lora.enabled is not set")
         report = adapters.add(request)
-        if report.error or report.elsewhere:
+        # Requests wait for a trial. An adapter that is read again needs no other one.
+        if report.error or report.elsewhere or report.digest in self._tried:
             return report
         error = self.runner.try_adapter(request.lora_int_id)
-        return LoRAReport(error) if error else report
+        if error:
+            return LoRAReport(error)
+        self._tried.add(report.digest)
+        return report
 
     def remove_lora(self, number: int) -> None:
         """Forget an adapter."""

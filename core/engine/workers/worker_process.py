@@ -133,6 +133,7 @@ def serve_calls(
     with set_config(job.opgraft_config, origin=ENGINE):
         made = WorkerCalls(job, note)
         _answer(calls, made, made.note_end)
+        finish_writing(END_SECONDS / 2)
 
 
 class WorkerCalls:
@@ -227,8 +228,10 @@ def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> No
         logger.critical("the thread that compiles grammars has ended: %s", described(error))
         os._exit(EngineError.exit_code)
     if exits:
-        finish_writing(END_SECONDS / 2)
-        os._exit(0)
+        try:
+            finish_writing(END_SECONDS / 2)
+        finally:
+            os._exit(0)
 
 
 def _answer(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _CHARACTERS = 64
 """Characters for each token of the context. A longer text is not tokenized."""
+
+TIME_OPS_EVERY = 256
+"""One step in so many times its ops, if the settings leave that open."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,9 @@ class Service:
         self.admission = Admission(self.settings)
         self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission, prefix)
         self.tracing = tracing
-        self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._observe)
+        self._model = AsyncLLM(
+            opgraft_config=_with_times_of_ops(opgraft_config), on_step=self._observe
+        )
         self.adapters = ServedAdapters(self._model, self.names)
         if not self._model.embeds:
             self._show_grammars()
@@ -381,6 +386,14 @@ class Service:
             lora_request=job.lora,
             arrival=job.arrival,
         )
+
+
+def _with_times_of_ops(opgraft_config: OpgraftConfig) -> OpgraftConfig:
+    """Return settings under which some steps time their ops, unless the given ones decide that."""
+    if opgraft_config.server.time_ops_every is not None:
+        return opgraft_config
+    server = replace(opgraft_config.server, time_ops_every=TIME_OPS_EVERY)
+    return replace(opgraft_config, server=server)
 
 
 def _name_of(model: str) -> str:
