@@ -106,9 +106,10 @@ def _fallbacks(subject: Subject) -> Iterator[bool]:
 
 def _fallbacks_of(trial: Trial) -> Iterator[bool]:
     spec = trial.spec
-    # A kernel may leave small inputs to the native definition.
     cases = [(spec.leads[1], size) for size in spec.sizes]
-    for lead, size in (*cases, *spec.large):
+    # A kernel may leave small inputs to the native definition. The spec of the short form has no
+    # others.
+    for lead, size in (*cases, *SPECS[trial.form.name].large):
         arguments = trial.arguments(lead, size)
         for call in trial.calls:
             yield _is_native(trial, call, arguments)

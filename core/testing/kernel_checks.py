@@ -282,19 +282,27 @@ def kept_calls(trial: Trial) -> list[checks.Implementation]:
 
     def call(**arguments: Any) -> Any:
         op, inputs = trial.subject.build(arguments)
-        made.append(op)
-        _update(made[0], op)
+        if not made or not _is_updated(made[0], op):
+            made[:] = [op]
         return made[0](*inputs)
 
     return [*calls[:-1], call]
 
 
-def _update(op: nn.Module, other: nn.Module) -> None:
-    """Copy parameters and buffers into the memory of an op, as an update of weights does."""
-    for own, new in zip(_state_of(op), _state_of(other), strict=True):
+def _is_updated(op: nn.Module, other: nn.Module) -> bool:
+    """Copy parameters and buffers into the memory of an op, as an update of weights does.
+
+    Returns:
+        False if their shapes are others. Then nothing is copied.
+    """
+    pairs = list(zip(_state_of(op), _state_of(other), strict=True))
+    if any(own.shape != new.shape for own, new in pairs):
+        return False
+    for own, new in pairs:
         # The arguments of the first call are the parameters of its module.
-        if own.shape == new.shape and own.data_ptr() != new.data_ptr():
+        if own.data_ptr() != new.data_ptr():
             own.copy_(new)
+    return True
 
 
 def _state_of(op: nn.Module) -> list[Tensor]:

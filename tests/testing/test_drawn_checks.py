@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from opgraft.binding.functional import Functional
+from opgraft.ops.spec import OpSpec
 from opgraft.testing import honesty
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.conformance import Conformance, again, alone
 from opgraft.testing.departures import departure, expected
 from opgraft.testing.examples import LAYOUTS, VALUES, Example, sweep
 from support.defective_plugins import BEGINNING, of_gelu
+from torch import Tensor
+
+ENCODER = """
+from opgraft.ops import MMEncoderAttention
+@MMEncoderAttention.register_oot
+class Acme(MMEncoderAttention):
+    def forward_oot(self, *inputs, **named):
+        return self.forward_native(*inputs, **named)
+"""
 
 FORGETFUL = (
     "out = gelu(input, approximate=self.approximate)\nif input.numel() >= 300: out[..., -1] = 0"
@@ -64,6 +78,69 @@ def test_the_native_definition_departs_from_itself_nowhere(form: str) -> None:
                 told.append(departure(example, spec.functional.native, wanted))
     assert set(told) == {""}
     assert taken > 20
+
+
+def gelu_with(native: Callable[..., Any]) -> OpSpec:
+    """Return the spec of GELU with another native definition."""
+    functional = Functional(native, "gelu", native, (), None, differentiable=False)
+    return dataclasses.replace(SPECS["gelu"], functional=functional)
+
+
+def departs(spec: OpSpec, call: Callable[..., Any], rows: int) -> str:
+    """Return how a call departs for some rows of 64 elements."""
+    example = Example(next(iter(spec.variants)), torch.float32, (rows,), 64)
+    wanted = expected(spec, example)
+    assert wanted is not None
+    return departure(example, call, wanted)
+
+
+def test_few_codes_may_differ_by_a_step() -> None:
+    """A code may be off by one step, not by two; and not many of many codes."""
+
+    def codes(x: Tensor, approximate: str = "none") -> Tensor:
+        return (x * 16).round().to(torch.int8)
+
+    def first_by(steps: int, count: int = 1) -> Callable[..., Tensor]:
+        def call(**arguments: Any) -> Tensor:
+            out = codes(**arguments)
+            out.view(-1)[:count] += steps
+            return out
+
+        return call
+
+    spec = gelu_with(codes)
+    assert departs(spec, first_by(1), 1) == ""
+    assert departs(spec, first_by(2), 1) == "1 of 64 integers are others"
+    assert departs(spec, first_by(1, 100), 40) == ""
+    assert departs(spec, first_by(1, 640), 40) == "25% of all codes are others"
+
+
+LARGE_ONES_ONLY = """
+if input.numel() < 100_000:
+    return self.forward_native(input)
+out = gelu(input, approximate=self.approximate)
+"""
+
+
+def test_a_kernel_for_large_inputs_is_honest(site) -> None:
+    """The short form accuses no kernel that leaves small inputs to the native definition."""
+    site.plugin("acme", BEGINNING + of_gelu(LARGE_ONES_ONLY))
+    with alone("acme"):
+        conformance = Conformance("acme", brief=True)
+        (case,) = (case for case in conformance.cases if str(case) == "gelu-honesty")
+        outcome = conformance.judge(case)
+    assert (outcome.status, outcome.reason) == ("passed", "")
+
+
+def test_no_switch_is_asked_for_an_op_without_one(site) -> None:
+    """``custom_ops`` does not switch every op, and no kernel is to blame."""
+    site.plugin("acme", BEGINNING + ENCODER)
+    with alone("acme"):
+        conformance = Conformance("acme")
+        name = "mm_encoder_attn-switching"
+        (case,) = (case for case in conformance.cases if str(case) == name)
+        outcome = conformance.judge(case)
+    assert (outcome.status, outcome.reason) == ("skipped", "custom_ops does not switch this op")
 
 
 def test_what_a_plugin_replaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
