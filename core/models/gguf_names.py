@@ -474,8 +474,9 @@ class _PermutedTensor(StoredTensor):
         rows = bounds[0]
         first = rows.start // size * size
         end = -(-rows.stop // size) * size
-        others = tuple(slice(one.start, one.stop) for one in bounds[1:])
-        stored = self._tensor[(slice(first, end), *others)]
+        others = [slice(one.start, one.stop) for one in bounds[1:]]
+        index = (slice(first, end), *others)
+        stored = self._tensor[index]
         shape = stored.shape
         pairs = stored.reshape(-1, size // 2, 2, *shape[1:])
         whole = pairs.transpose(1, 2).reshape(shape)
