@@ -102,6 +102,7 @@ class EngineCore:
         hands_over: True if requests stay for ``surrender`` when the workers are lost. Otherwise
             they fail.
         step_failure: the exception of the last failed step, if a plugin raised it.
+        stored: blocks outside of the cache; ``None`` unless ``cache.store`` is set.
 
     Raises:
         ModelError: no model is named, or the model has no attention layers and is no decoder.
@@ -109,6 +110,8 @@ class EngineCore:
             the memory; the context is longer than the model was made for; or the devices cannot
             compute the split.
     """
+
+    stored: StoredPrefixes | None = None
 
     def __init__(
         self, opgraft_config: OpgraftConfig | None = None, starting: Starting = nullcontext
@@ -120,7 +123,6 @@ class EngineCore:
         worker: type[Worker] = choose_class(Worker).cls
         worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
-        self.stored: StoredPrefixes | None = None
         self.adapters = HeldAdapters(
             self.opgraft_config, self.executor.call_all, lambda: self.scheduler.requests
         )

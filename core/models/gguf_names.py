@@ -478,6 +478,6 @@ class _PermutedTensor(StoredTensor):
         index = (slice(first, end), *others)
         stored = self._tensor[index]
         shape = stored.shape
-        pairs = stored.reshape(-1, size // 2, 2, *shape[1:])
+        pairs = stored.reshape((end - first) // size, size // 2, 2, *shape[1:])
         whole = pairs.transpose(1, 2).reshape(shape)
         return whole[rows.start - first : rows.stop - first]

@@ -88,9 +88,9 @@ def check_honesty(trial: Trial) -> str | None:
         _expect_unobserved(trial, call, trial.small())
     # A kernel with the mark says when it runs other code.
     if winner.fallback is None and all(_fallbacks(subject)):
-        raise AssertionError(
-            f"every call of {subject.name} runs the native definition: nothing else was checked. "
-            "Mark a kernel that cannot run here with @opgraft.needs"
+        return (
+            "every call runs the native definition, so nothing else was checked: mark a kernel "
+            "that cannot run here with @opgraft.needs"
         )
     return None
 

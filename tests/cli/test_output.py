@@ -186,7 +186,7 @@ def complete(python: str, site, words: str) -> list[str]:
     ("words", "expected"),
     [
         ("opgraft plu", ["plugins"]),
-        ("opgraft plugins ", ["list", "show", "lock", "diff", "check", "doctor"]),
+        ("opgraft plugins ", ["list", "show", "lock", "diff", "check", "trial", "doctor"]),
         ("opgraft plugins show ac", ["acme"]),
         ("opgraft detect --platform cu", ["cuda"]),
         ("opgraft detect --plugins_disable ", ["acme"]),

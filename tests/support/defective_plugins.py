@@ -151,11 +151,6 @@ DEFECTS = {
             "KEPT = {}",
         ),
     ),
-    "nothing but the native definition": Defect(
-        "gelu-honesty",
-        "every call of gelu runs the native definition",
-        of_gelu("out = self.forward_native(input)"),
-    ),
     "the reference of a proof": Defect(
         "gelu-honesty",
         "gelu runs the reference of a proof",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
+from opgraft.testing import drawn_checks
 from opgraft.testing.conformance import Conformance, alone
 from support.defective_plugins import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
 from torch import Tensor
@@ -38,8 +39,10 @@ def expect_found(plugin: str, defect: Defect) -> None:
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_of_an_op_is_found(site, name: str) -> None:
+def test_a_defect_of_an_op_is_found(site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question that it concerns is asked, and answered by a failure with a reason that tells it."""
+    # Beside other work, the kit would draw fewer inputs.
+    monkeypatch.setattr(drawn_checks, "PATIENCE", 120.0)
     site.plugin("acme", BEGINNING + DEFECTS[name].source)
     expect_found("acme", DEFECTS[name])
 
