@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +22,9 @@ from opgraft.config.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
 from opgraft.machine.child import ChildRemains, run_child
 from opgraft.machine.host_memory import memory_limit
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import Offer, discover
 from opgraft.plugins.quarantine import against, confine
+from opgraft.plugins.requirements import asked_for
 from opgraft.registry.decision import Provider
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
@@ -95,7 +96,7 @@ def examined(
     left_out: list[Finding] = []
     while True:
         without = [finding.provider.name for finding in left_out if finding.provider]
-        given = _going_without(without)
+        given = going_without(without)
         outcome = isolated(module, function, *arguments, limits=limits, given=given)
         crash = outcome.crash
         if crash is None or crash.provider is None or crash.provider.name in without:
@@ -168,12 +169,35 @@ def _advised(crash: Finding) -> Finding:
     return replace(crash, message=f"{crash.message}. {advice}")
 
 
-def _going_without(names: Sequence[str]) -> dict[str, str]:
+def going_without(names: Sequence[str]) -> dict[str, str]:
+    """Return the settings for a child that leave plugins out.
+
+    The names go off the allow list and out of ``providers``, too, as these ask for the plugins.
+
+    Args:
+        names: of entry points or distributions, as in ``plugins_disable``.
+    """
     if not names:
         return {}
-    config = host_state().settings().config
-    denied = config.plugins_disable or ()
-    return {"plugins_disable": ",".join([*denied, *names])}
+    settings = host_state().settings()
+    config = settings.config
+    given = {"plugins_disable": ",".join([*(config.plugins_disable or ()), *names])}
+    left_out = [offer for offer in discover().offers if asked_for(offer, names)]
+    # Each plugin on the allow list must become active.
+    if config.plugins is not None:
+        others = [offer for offer in discover().offers if offer not in left_out]
+        allowed = {offer.name for offer in others if asked_for(offer, config.plugins)}
+        given["plugins"] = ",".join(sorted(allowed))
+    wanted = {op: settings.wanted_providers(op) for op in config.providers or ()}
+    kept = {op: _unanswered(names, left_out) for op, names in wanted.items()}
+    if kept != wanted:
+        given["providers"] = json.dumps({op: names for op, names in kept.items() if names})
+    return given
+
+
+def _unanswered(names: Iterable[str], offers: Sequence[Offer]) -> tuple[str, ...]:
+    """Return those names that no offer answers to."""
+    return tuple(name for name in names if not any(offer.answers_to(name) for offer in offers))
 
 
 def load_alone(linger: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import click
-from opgraft.cli.isolation import Limits, isolated
+from opgraft.cli.isolation import Limits, going_without, isolated
 from opgraft.cli.output import (
     COMMAND_LINE,
     SettingsCommand,
@@ -21,7 +23,7 @@ from opgraft.cli.output import (
 from opgraft.cli.trial_verdict import Trial, TrialRun, faults_of
 from opgraft.config.checkpoints import find_checkpoint
 from opgraft.errors import InputError, close_matches
-from opgraft.plugins.discovery import PLUGIN_GROUP, Offer, discover
+from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.registry.finding import Finding
 from opgraft.registry.state import host_state
 
@@ -58,44 +60,41 @@ def command(name: str, model: str, tokens: int, time_limit: float, as_json: bool
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
-    plugin = _plugin_named(name)
+    plugins = _plugins_named(name)
     find_checkpoint(model)
-    trial = _tried(plugin, model, tokens, time_limit)
-    if as_json:
-        _print_as_json(plugin.name, model, trial)
-    else:
-        _print_as_text(plugin.name, trial)
+    trial = _tried(plugins, model, tokens, time_limit)
+    print_trial(", ".join(plugins), model, trial, as_json)
     sys.exit(1 if trial.worse else 0)
 
 
-def _plugin_named(name: str) -> Offer:
-    """Return the plugin with a name.
+def _plugins_named(name: str) -> list[str]:
+    """Return the names of the plugin, or of each plugin of the distribution, with a name.
 
     Raises:
         InputError: no plugin has the name.
     """
     offers = discover().of_group(PLUGIN_GROUP)
-    for offer in offers:
-        if offer.answers_to(name):
-            return offer
+    named = [offer.name for offer in offers if offer.answers_to(name)]
+    if named:
+        return named
     near = close_matches(name, [offer.name for offer in offers])
     raise InputError(f"no plugin {name!r} is installed: {near}")
 
 
-def _tried(plugin: Offer, model: str, tokens: int, time_limit: float) -> Trial:
-    """Run a model with and without a plugin, in turns.
+def _tried(plugins: Sequence[str], model: str, tokens: int, time_limit: float) -> Trial:
+    """Run a model with and without plugins, in turns.
 
     Raises:
-        InputError: the model fails without the plugin.
+        InputError: the model fails without the plugins.
     """
     pairs: list[tuple[TrialRun, TrialRun]] = []
     while True:
-        without = _run(plugin, model, tokens, time_limit, _going_without(plugin))
+        without = _run(plugins, model, tokens, time_limit, going_without(plugins))
         if isinstance(without, Finding):
-            raise InputError(f"{model} cannot be run without {plugin.name}: {without}")
-        within = _run(plugin, model, tokens, time_limit, {})
+            raise InputError(f"{model} cannot be run without {', '.join(plugins)}: {without}")
+        within = _run(plugins, model, tokens, time_limit, {})
         if isinstance(within, Finding):
-            return Trial([(without, without)], (f"the model fails with it: {within}",))
+            return Trial(pairs, (f"the model fails with it: {within}",), unpaired=without)
         pairs.append((without, within))
         if len(pairs) < _PAIRS:
             continue
@@ -105,26 +104,14 @@ def _tried(plugin: Offer, model: str, tokens: int, time_limit: float) -> Trial:
             return Trial(pairs, tuple(fault.words for fault in faults))
 
 
-def _going_without(plugin: Offer) -> dict[str, str]:
-    """Return the settings that leave a plugin out."""
-    config = host_state().settings().config
-    denied = [*(config.plugins_disable or ()), plugin.name]
-    given = {"plugins_disable": ",".join(denied)}
-    # Each plugin on the allow list must become active.
-    if config.plugins is not None:
-        others = [name for name in config.plugins if not plugin.answers_to(name)]
-        given["plugins"] = ",".join(others)
-    return given
-
-
 def _run(
-    plugin: Offer, model: str, tokens: int, time_limit: float, given: Mapping[str, str]
+    plugins: Sequence[str], model: str, tokens: int, time_limit: float, given: Mapping[str, str]
 ) -> TrialRun | Finding:
     """Run a model in a process of its own, and return the finding if the process fails."""
     outcome = isolated(
         "opgraft.cli.trial_run",
         "run_alone",
-        plugin.name,
+        ",".join(plugins),
         model,
         str(tokens),
         limits=Limits(time_limit),
@@ -135,7 +122,19 @@ def _run(
     return TrialRun(**outcome.result)
 
 
+def print_trial(plugin: str, model: str, trial: Trial, as_json: bool) -> None:
+    """Print the runs and the faults."""
+    if as_json:
+        _print_as_json(plugin, model, trial)
+    else:
+        _print_as_text(plugin, trial)
+
+
 def _print_as_text(plugin: str, trial: Trial) -> None:
+    # Without a run to compare, there are no figures.
+    if trial.unpaired is not None:
+        print_wrapped(f"worse: {words}" for words in trial.worse)
+        return
     _, within = trial.pairs[-1]
     if within.status != "activated":
         print_wrapped(f"{plugin} is {within.status}: {within.reason}")
@@ -159,8 +158,22 @@ def _in_words(seconds: float) -> str:
 
 
 def _print_as_json(plugin: str, model: str, trial: Trial) -> None:
-    runs = []
+    runs: list[dict[str, Any]] = []
     for without, within in trial.pairs:
-        runs.append({"without": asdict(without), "with": asdict(within)})
+        runs.append({"without": _as_json(without), "with": _as_json(within)})
+    if trial.unpaired is not None:
+        runs.append({"without": _as_json(trial.unpaired), "with": None})
     data = {"plugin": plugin, "model": model, "runs": runs, "worse": list(trial.worse)}
     print_json("opgraft.plugins.trial/1", data)
+
+
+def _as_json(run: TrialRun) -> dict[str, Any]:
+    """Return a run as plain data. JSON has no word for NaN or infinity, so they become null."""
+    answers = []
+    for places in run.logprobs:
+        answers.append([_finite(place) for place in places])
+    return {**asdict(run), "logprobs": answers}
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}

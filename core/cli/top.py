@@ -7,6 +7,7 @@ import http.client
 import importlib
 import math
 import time
+import unicodedata
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,8 +164,12 @@ class _Server:
         self._opener = urllib.request.build_opener(_SameServer)
         self._headers = {}
         if key is not None:
-            if len(key.splitlines()) > 1:
-                raise InputError("the API key has several lines, and cannot be sent: see --api-key")
+            # The library shows the header in the error about a line break.
+            if any(unicodedata.category(each) == "Cc" for each in key):
+                raise InputError(
+                    "the API key has a line break or another control character, and cannot be "
+                    "sent: see --api-key"
+                )
             # Servers read UTF-8, and the library writes latin-1.
             sent = key.encode("utf-8", "surrogateescape").decode("latin-1")
             self._headers["Authorization"] = f"Bearer {sent}"

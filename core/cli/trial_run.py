@@ -5,23 +5,27 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from opgraft.binding.profiling import CalledOp, timed_ops
 from opgraft.cli.answer import asked, expect_answers
 from opgraft.config import CacheConfig, OpgraftConfig, ParallelConfig, set_config
+from opgraft.engine.runner.op_times import clock_of
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.models.build import dtype_of
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights
-from opgraft.registry.state import host_state
+from opgraft.plugins.selection import current_platform
+from opgraft.registry.state import PluginStatus, host_state
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.llm import LLM
-from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.outputs import Logprob, RequestOutput
 
 PROMPTS = (
     "Once upon a time",
@@ -38,12 +42,15 @@ _TIMED_ROUNDS = 3
 _ENOUGH = 3.0
 """Seconds for all rounds; at least five rounds run."""
 
+_LIKELIEST = 5
+"""Tokens with a log-probability at each place of an answer, besides the chosen one."""
 
-def run_alone(plugin: str, model: str, tokens: str) -> Mapping[str, Any]:
+
+def run_alone(plugins: str, model: str, tokens: str) -> Mapping[str, Any]:
     """Return the fields of a ``TrialRun``.
 
     Args:
-        plugin: the name of the plugin, active or not.
+        plugins: the names of the plugins with commas between, active or not.
         model: a checkpoint or its name.
         tokens: the number in each answer.
 
@@ -59,7 +66,7 @@ def run_alone(plugin: str, model: str, tokens: str) -> Mapping[str, Any]:
                     f"{model} is an encoder, and 'opgraft plugins trial' compares answers: give a "
                     "decoder"
                 )
-            return {"dtype": _dtype(model), **_measured(llm, plugin, int(tokens), began)}
+            return {"dtype": _dtype(model), **_measured(llm, plugins, int(tokens), began)}
         finally:
             llm.shutdown()
 
@@ -70,9 +77,10 @@ def _dtype(model: str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _measured(llm: LLM, plugin: str, tokens: int, began: float) -> Mapping[str, Any]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-    first = _answered(llm, params)
+def _measured(llm: LLM, plugins: str, tokens: int, began: float) -> Mapping[str, Any]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    # The log-probabilities of other rounds would only cost time.
+    first = _answered(llm, replace(params, logprobs=_LIKELIEST))
     start = time.monotonic() - began
     # The second round has all memory that the first one left.
     _answered(llm, params)
@@ -81,7 +89,7 @@ def _measured(llm: LLM, plugin: str, tokens: int, began: float) -> Mapping[str, 
     after, peak = _memory()
     median = statistics.median(seconds for seconds, _ in rounds)
     return {
-        **_stage(plugin),
+        **_stage(plugins.split(",")),
         "start": start,
         "kernels": _kernels(llm),
         "tokens": _tokens(first),
@@ -94,12 +102,19 @@ def _measured(llm: LLM, plugin: str, tokens: int, began: float) -> Mapping[str, 
     }
 
 
-def _stage(plugin: str) -> Mapping[str, str]:
-    """Return the stage of a plugin, with the reason."""
-    record = host_state().plugins.get(plugin)
-    if record is None:
+def _stage(plugins: Sequence[str]) -> Mapping[str, str]:
+    """Return the stage of the plugins, with the reason.
+
+    If the stages differ, a failed plugin comes first, then another one that is not active.
+    """
+    known = host_state().plugins
+    records = [known[name] for name in plugins if name in known]
+    failed = [record for record in records if record.status is PluginStatus.FAILED]
+    idle = [record for record in records if record.status is not PluginStatus.ACTIVATED]
+    told = [*failed, *idle, *records]
+    if not told:
         return {"status": "absent", "reason": ""}
-    return {"status": record.status.value, "reason": record.reason}
+    return {"status": told[0].status.value, "reason": told[0].reason}
 
 
 def _rounds(llm: LLM, params: SamplingParams) -> Iterator[tuple[float, list[list[int]]]]:
@@ -125,14 +140,17 @@ def _tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     return [[*output.outputs[0].token_ids] for output in outputs]
 
 
-def _logprobs(outputs: Iterable[RequestOutput]) -> list[list[float]]:
-    """Return the log-probability of each token of each answer."""
+def _logprobs(outputs: Iterable[RequestOutput]) -> list[list[dict[str, float]]]:
+    """Return the log-probabilities at each place of each answer, by token as in JSON."""
     found = []
     for output in outputs:
-        answer = output.outputs[0]
-        places = zip(answer.token_ids, answer.logprobs or (), strict=True)
-        found.append([place[token].logprob for token, place in places])
+        places = output.outputs[0].logprobs or ()
+        found.append([_by_token(place) for place in places])
     return found
+
+
+def _by_token(place: Mapping[int, Logprob]) -> dict[str, float]:
+    return {str(token): known.logprob for token, known in place.items()}
 
 
 def _kernels(llm: LLM) -> dict[str, int]:
@@ -145,7 +163,10 @@ def _kernels(llm: LLM) -> dict[str, int]:
 
 
 def _memory() -> tuple[int, int]:
-    """Return the bytes of this process in memory, now and at most; zeros outside of Linux."""
+    """Return the bytes of this process in the host's memory, now and at most.
+
+    Zeros outside of Linux. The memory of a device does not count.
+    """
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -199,7 +220,8 @@ class _Timer:
         self._block = ExitStack()
 
     def start(self, engine: object) -> None:
-        self.seconds = self._block.enter_context(timed_ops(time.perf_counter))
+        device = torch.device(current_platform().device_type)
+        self.seconds = self._block.enter_context(timed_ops(clock_of(device)))
 
     def stop(self, engine: object) -> None:
         self._block.close()

@@ -40,12 +40,13 @@ class TrialRun:
         start: seconds until the model had answered for the first time.
         kernels: kernel and provider, as ``rms_norm: Kernel of provider``, with the count.
         tokens: of each answer.
-        logprobs: of these tokens.
+        logprobs: at each place of each answer, the log-probabilities of the chosen token and of the
+            likeliest ones. Tokens are text, as keys of JSON are.
         repeats: all rounds have given the same answers.
         step: seconds of a step, the median of the rounds.
         ops: seconds of each op in a step, without the ops within it.
-        peak: the most bytes of the process.
-        growth: bytes that a round has added to the process.
+        peak: the most bytes of the process in the host's memory.
+        growth: bytes of the host's memory that a round has added to the process.
     """
 
     status: str
@@ -54,7 +55,7 @@ class TrialRun:
     start: float
     kernels: dict[str, int]
     tokens: list[list[int]]
-    logprobs: list[list[float]]
+    logprobs: list[list[dict[str, float]]]
     repeats: bool
     step: float
     ops: dict[str, float]
@@ -69,6 +70,15 @@ Figure = Callable[[TrialRun], float]
 """A figure of a run. Less is better."""
 
 
+class Place(NamedTuple):
+    """A place of an answer: the log-probabilities and the token, without the plugin and with it."""
+
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    token: str
+    other: str
+
+
 class Fault(NamedTuple):
     """Something that got worse. ``of_time`` marks a time, which other programs change, too."""
 
@@ -78,10 +88,17 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """All runs, and the faults in words."""
+    """All runs, and the faults in words.
+
+    Attributes:
+        pairs: the complete ones.
+        worse: the faults.
+        unpaired: the last run without the plugin, if the model fails with the plugin.
+    """
 
     pairs: Sequence[Pair]
     worse: tuple[str, ...]
+    unpaired: TrialRun | None = None
 
     def changed_kernels(self) -> Iterator[tuple[str, str, str]]:
         """Yield each op with other kernels: the op, the kernels without, and those with it."""
@@ -109,7 +126,7 @@ class Trial:
         return (
             f"{changed} tokens of {tokens} changed, the largest change of a log-probability is "
             f"{change:.2g}; ready after {without.start:.1f} s without and {within.start:.1f} s "
-            f"with it; at most {before} MiB without and {after} MiB with it"
+            f"with it; at most {before} MiB of the host without and {after} MiB with it"
         )
 
 
@@ -159,35 +176,80 @@ def largest_change(without: TrialRun, within: TrialRun) -> float:
     Answers are compared up to the first token that differs. The rest has another beginning.
     """
     largest = 0.0
+    for before, after, token, _ in _compared(without, within):
+        if any(map(math.isnan, [*before.values(), *after.values()])):
+            return math.inf
+        # A token that changes may be none of the likeliest ones any more.
+        if token in after:
+            largest = max(largest, abs(before[token] - after[token]))
+    return largest
+
+
+def _compared(without: TrialRun, within: TrialRun) -> Iterator[Place]:
+    """Yield each place of each answer up to the first token that differs."""
     for number, tokens in enumerate(without.tokens):
         others = within.tokens[number]
         before = without.logprobs[number]
         after = within.logprobs[number]
         for place, token in enumerate(tokens):
-            change = abs(before[place] - after[place])
-            if math.isnan(change):
-                return math.inf
-            largest = max(largest, change)
+            yield Place(before[place], after[place], str(token), str(others[place]))
             if token != others[place]:
                 break
-    return largest
+
+
+def _allowed(without: TrialRun, within: TrialRun) -> float:
+    """Return the most that a log-probability may change."""
+    sizes = []
+    for number, tokens in enumerate(without.tokens):
+        places = zip(tokens, without.logprobs[number], strict=True)
+        sizes += [abs(place[str(token)]) for token, place in places]
+    return _CLOSE.get(within.dtype, _COARSE) * (1 + max(sizes))
+
+
+def _is_tie(place: Place, allowed: float) -> bool:
+    """Return True if both runs give the two tokens of a place about the same log-probability.
+
+    Rounding decides between such tokens.
+    """
+    tokens = (place.token, place.other)
+    values = [run.get(token) for run in (place.before, place.after) for token in tokens]
+    known = [value for value in values if value is not None]
+    return len(known) == len(values) and max(known) - min(known) <= allowed
+
+
+def _logprobs_change(without: TrialRun, within: TrialRun) -> bool:
+    """Return True if a log-probability changes by more than rounding changes it."""
+    return largest_change(without, within) > _allowed(without, within)
+
+
+def _answers_change(without: TrialRun, within: TrialRun) -> bool:
+    """Return True if a token changes for another reason than rounding."""
+    allowed = _allowed(without, within)
+    return any(
+        place.token != place.other and not _is_tie(place, allowed)
+        for place in _compared(without, within)
+    )
 
 
 def faults_of(pairs: Sequence[Pair]) -> list[Fault]:
-    """Return what got worse. A loss of time or of memory must show in every pair."""
-    return [*_faults_of_answers(pairs[-1]), *_faults_of_time(pairs), *_faults_of_memory(pairs)]
+    """Return what got worse, each fault once.
+
+    A loss of time or of memory must show in every pair. Answers may change in one pair only.
+    """
+    return [*_faults_of_answers(pairs), *_faults_of_time(pairs), *_faults_of_memory(pairs)]
 
 
-def _faults_of_answers(pair: Pair) -> Iterator[Fault]:
-    without, within = pair
-    if within.status == "failed":
-        yield Fault(f"the plugin fails: {within.reason}")
-    sizes = [abs(value) for row in without.logprobs for value in row]
-    allowed = _CLOSE.get(within.dtype, _COARSE)
-    change = largest_change(without, within)
-    if change > allowed * (1 + max(sizes)):
-        yield Fault(f"log-probabilities change by up to {change:.2g}")
-    if without.repeats and not within.repeats:
+def _faults_of_answers(pairs: Sequence[Pair]) -> Iterator[Fault]:
+    reasons = [within.reason for _, within in pairs if within.status == "failed"]
+    if reasons:
+        yield Fault(f"the plugin fails: {reasons[0]}")
+    tokens = [differing_tokens(*pair) for pair in pairs if _answers_change(*pair)]
+    if tokens:
+        yield Fault(f"{max(tokens)} tokens changed")
+    changes = [largest_change(*pair) for pair in pairs if _logprobs_change(*pair)]
+    if changes:
+        yield Fault(f"log-probabilities change by up to {max(changes):.2g}")
+    if any(without.repeats and not within.repeats for without, within in pairs):
         yield Fault("the same request gets other answers from round to round")
 
 

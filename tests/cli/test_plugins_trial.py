@@ -8,9 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from opgraft.cli.isolation import going_without
+from opgraft.cli.plugins_trial import print_trial
 from opgraft.cli.trial_run import run_alone
-from opgraft.cli.trial_verdict import TrialRun, faults_of
+from opgraft.cli.trial_verdict import Trial, TrialRun, faults_of
+from opgraft.config import OpgraftConfig, set_config
 from support.small_words import word_llama
+
+SCHEMAS = Path(__file__).parents[2] / "docs/reference/schemas"
+TOKENS = [[1, 2, 3], [4, 5, 6]]
+
+
+def by_token(
+    first: list[float], second: list[float], tokens: list[list[int]] = TOKENS, **others: float
+) -> list[list[dict[str, float]]]:
+    """The log-probabilities of two answers; those of other tokens, such as ``t9``, at each place."""
+    likely = {name.removeprefix("t"): value for name, value in others.items()}
+    answers = []
+    for row, values in zip(tokens, (first, second), strict=True):
+        places = zip(row, values, strict=True)
+        answers.append([{**likely, str(token): value} for token, value in places])
+    return answers
+
 
 RUN = TrialRun(
     status="activated",
@@ -18,8 +38,8 @@ RUN = TrialRun(
     dtype="float32",
     start=3.0,
     kernels={"linear: Linear.forward_native of opgraft": 9},
-    tokens=[[1, 2, 3], [4, 5, 6]],
-    logprobs=[[-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2]],
+    tokens=TOKENS,
+    logprobs=by_token([-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2]),
     repeats=True,
     step=0.010,
     ops={"linear": 0.006, "rms_norm": 0.001},
@@ -42,8 +62,8 @@ def words_of(*runs: TrialRun) -> list[str]:
     ("run", "words"),
     [
         (changed(status="failed", reason="no library"), "the plugin fails: no library"),
-        (changed(logprobs=[[-0.5, -1.0, -2.1], [-0.1, -3.0, -0.2]]), "change by up to 0.1"),
-        (changed(logprobs=[[-0.5, -1.0, NAN], [-0.1, -3.0, -0.2]]), "change by up to inf"),
+        (changed(logprobs=by_token([-0.5, -1.0, -2.1], [-0.1, -3.0, -0.2])), "change by up to 0.1"),
+        (changed(logprobs=by_token([-0.5, -1.0, NAN], [-0.1, -3.0, -0.2])), "change by up to inf"),
         (changed(repeats=False), "other answers from round to round"),
         (changed(step=0.012), "a step takes 1.20 times as long"),
         (changed(ops={"linear": 0.006, "rms_norm": 0.002}), "rms_norm takes 2.00 times as long"),
@@ -66,7 +86,7 @@ def test_what_got_worse(run: TrialRun, words: str) -> None:
         (RUN, changed(start=30.0, peak=8 << 30, growth=1e9)),
         (changed(step=0.011), changed(step=0.011)),
         (changed(step=0.001, ops={}, start=0.1, peak=0, growth=-1e9),) * 2,
-        (changed(logprobs=[[-0.5, -1.001, -2.0], [-0.1, -3.004, -0.2]]),) * 2,
+        (changed(logprobs=by_token([-0.5, -1.001, -2.0], [-0.1, -3.004, -0.2])),) * 2,
         (changed(status="rejected", reason="applies on cuda only"),) * 2,
         (changed(ops={"linear": 0.006, "rms_norm": 0.0016}),) * 2,
     ],
@@ -76,13 +96,99 @@ def test_what_is_no_fault(runs: tuple[TrialRun, TrialRun]) -> None:
     assert words_of(*runs) == []
 
 
-def test_a_changed_token_ends_the_comparison() -> None:
-    """Behind another token, the answers go on from other texts; at the token, the two are about as likely."""
-    within = changed(tokens=[[1, 9, 7], [4, 5, 6]], logprobs=[[-0.5, -1.0, -9.0], RUN.logprobs[1]])
-    assert words_of(within, within) == []
-    within = changed(tokens=[[1, 9, 3], [4, 5, 6]], logprobs=[[-0.5, -1.5, -2.0], RUN.logprobs[1]])
-    (found,) = words_of(within, within)
-    assert "change by up to 0.5" in found
+OTHER = [[1, 9, 7], [4, 5, 6]]
+"""The tokens of an answer that goes on otherwise."""
+
+
+@pytest.mark.parametrize(
+    ("rival", "logprobs", "words"),
+    [
+        # Rounding decides between two tokens. Behind them, the texts differ.
+        (-1.001, by_token([-0.5, -0.999, -9.0], [-0.1, -3.0, -0.2], OTHER, t2=-1.0), []),
+        # The plugin gives the token of another id: its log-probability is that of the former one.
+        (
+            -7.0,
+            by_token([-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2], OTHER, t2=-7.0),
+            ["2 tokens changed", "log-probabilities change by up to 6"],
+        ),
+        # The former token is none of the likeliest.
+        (
+            -7.0,
+            by_token([-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2], OTHER),
+            ["2 tokens changed"],
+        ),
+        # The plugin gives the second-best token, with its true log-probability.
+        (
+            -1.1,
+            by_token([-0.5, -1.1, -2.0], [-0.1, -3.0, -0.2], OTHER, t2=-1.0),
+            ["2 tokens changed"],
+        ),
+    ],
+)
+def test_other_tokens(
+    rival: float, logprobs: list[list[dict[str, float]]], words: list[str]
+) -> None:
+    """Another token is a fault, unless both runs give both tokens about the same log-probability."""
+    before = by_token([-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2], t9=rival)
+    pair = changed(logprobs=before), changed(tokens=OTHER, logprobs=logprobs)
+    assert [fault.words for fault in faults_of([pair, pair])] == words
+
+
+def test_every_token_changed() -> None:
+    """The rows of the head are rolled by one: all log-probabilities are equal, and all tokens differ."""
+    tokens = [[token + 1 for token in row] for row in TOKENS]
+    logprobs = by_token([-0.5, -1.0, -2.0], [-0.1, -3.0, -0.2], tokens)
+    within = changed(tokens=tokens, logprobs=logprobs)
+    assert words_of(within, within) == ["6 tokens changed"]
+
+
+def test_answers_of_one_pair() -> None:
+    """A fault of the answers counts in any pair, and is told once."""
+    wrong = changed(logprobs=by_token([-0.5, -1.0, NAN], [-0.1, -3.0, -0.2]), repeats=False)
+    slightly = changed(logprobs=by_token([-0.5, -1.0, -2.1], [-0.1, -3.0, -0.2]))
+    told = [
+        "log-probabilities change by up to inf",
+        "the same request gets other answers from round to round",
+    ]
+    assert words_of(wrong, RUN) == words_of(wrong, slightly) == told
+    failed = changed(status="failed", reason="no library")
+    assert words_of(failed, RUN) == ["the plugin fails: no library"]
+
+
+def test_the_answer_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log-probability that is no number is null, and so is the run of a model that fails."""
+    broken = changed(logprobs=by_token([NAN, -1.0, -2.0], [-0.1, float("-inf"), -0.2]))
+    print_trial("acme", "llama", Trial([(RUN, broken)], ("it fails",), unpaired=RUN), True)
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    schema = json.loads((SCHEMAS / "opgraft.plugins.trial.1.json").read_text())
+    assert list(Draft202012Validator(schema).iter_errors(told)) == []
+    first, second = told["runs"]
+    assert first["with"]["logprobs"][0][0] == {"1": None}
+    assert first["with"]["logprobs"][1][1] == {"5": None}
+    assert first["without"] == second["without"]
+    assert second["with"] is None
+
+
+def test_a_model_that_fails_has_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text has the fault alone."""
+    trial = Trial([], ("the model fails with it: status 3",), unpaired=RUN)
+    print_trial("acme", "llama", trial, False)
+    assert capsys.readouterr().out == "worse: the model fails with it: status 3\n"
+
+
+def test_going_without_what_settings_name(site) -> None:
+    """The names leave the allow list and ``providers``; other plugins of the distribution stay."""
+    points = {"opgraft.plugins": ["acme = acme", "brix = brix"]}
+    site.install("acme-dist", {"acme.py": "", "brix.py": ""}, points)
+    wanted = {"rms_norm": ("acme", "native"), "silu": "acme-dist", "gelu": "brix"}
+    with set_config(OpgraftConfig(plugins=("acme-dist",), providers=wanted)):
+        given = going_without(["acme"])
+        assert going_without([]) == {}
+        both = going_without(["acme-dist"])
+    assert (given["plugins_disable"], given["plugins"]) == ("acme", "brix")
+    assert json.loads(given["providers"]) == {"rms_norm": ["native"], "gelu": ["brix"]}
+    assert both["plugins"] == ""
+    assert json.loads(both["providers"]) == {"rms_norm": ["native"]}
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +211,11 @@ def test_a_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.dtype == "float32"
     assert run.repeats
     assert [len(row) for row in run.tokens] == [len(row) for row in run.logprobs] == [4, 4, 4]
-    assert all(value < 0 for row in run.logprobs for value in row)
+    for tokens, places in zip(run.tokens, run.logprobs, strict=True):
+        for token, place in zip(tokens, places, strict=True):
+            assert len(place) == 5
+            assert place[str(token)] == max(place.values()) < 0
     assert any(row.startswith("rms_norm: ") for row in run.kernels)
-    assert run.ops["linear"] > 0
     assert run.ops["linear"] > 0
     assert sum(run.ops.values()) < 3 * run.step
     assert run.peak > 1 << 26
@@ -166,7 +274,7 @@ WORSE = {
             before="STATE.append(0)",
             after="found = found * (float('nan') if len(STATE) > 40 else 1)",
         ),
-        "",
+        "other answers from round to round",
     ),
     "fails late": (
         plugin(before="STATE.append(0); STATE[len(STATE) > 40 and 10**9]"),
@@ -181,6 +289,20 @@ WORSE = {
     "keeps its results": (
         plugin(before="STATE.append(torch.ones(30000))"),
         "MiB behind",
+    ),
+    "rolls the head by one": (
+        """
+import opgraft
+from opgraft.ops import LogitsProcessor
+platforms = "any"
+class Mine(LogitsProcessor):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs).roll(1, -1)
+@opgraft.hookimpl
+def opgraft_register_ops():
+    LogitsProcessor.register_oot(Mine)
+""",
+        "tokens changed",
     ),
     "takes much memory": (plugin(hook="STATE.append(torch.ones(1 << 26))"), "as much memory"),
 }
@@ -256,7 +378,8 @@ def test_a_plugin_that_makes_something_worse(cli, site, model: Path, name: str) 
 def test_an_honest_plugin(cli, site, model: Path, name: str) -> None:
     """The exit code is 0, and the answer compares the runs."""
     site.plugin("acme", HONEST[name])
-    allowed = {"OPGRAFT_PLUGINS": "acme"} if name == "computes the same" else {}
+    named = {"OPGRAFT_PLUGINS": "acme", "OPGRAFT_PROVIDERS": "silu_and_mul=acme"}
+    allowed = named if name == "computes the same" else {}
     result = cli("plugins", "trial", "acme", str(model), **allowed)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "nothing got worse" in result.stdout

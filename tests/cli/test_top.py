@@ -198,6 +198,7 @@ def test_it_outlives_a_lost_server(stranger: str) -> None:
         (("{url}", "--api-key", "geheim"), ("status 401", "its keys have no such key")),
         (("{url}", "--api-key", "ключ"), ("status 401", "its keys have no such key")),
         (("{url}", "--api-key", "two\nlines"), ("cannot be sent", "--api-key")),
+        (("{url}", "--api-key", "geheim\n"), ("cannot be sent", "--api-key")),
         (("{strange}/long",), ("over 16 MiB", "opgraft serve")),
         (("{url}/v2", "--api-key", "secret"), ("status 404", "see that the URL is right")),
         (
@@ -224,6 +225,7 @@ def test_errors_tell_the_next_step(
     assert answer.returncode == InputError.exit_code
     assert answer.stdout == ""
     assert answer.stderr.startswith("error: ")
+    assert "geheim" not in answer.stderr
     for word in words:
         assert word in answer.stderr
 
