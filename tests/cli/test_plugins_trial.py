@@ -123,6 +123,12 @@ OTHER = [[1, 9, 7], [4, 5, 6]]
             by_token([-0.5, -1.1, -2.0], [-0.1, -3.0, -0.2], OTHER, t2=-1.0),
             ["2 tokens changed"],
         ),
+        # The two are close, and the plugin gives the less likely one.
+        (
+            -1.001,
+            by_token([-0.5, -1.001, -2.0], [-0.1, -3.0, -0.2], OTHER, t2=-1.0),
+            ["2 tokens changed"],
+        ),
     ],
 )
 def test_other_tokens(
