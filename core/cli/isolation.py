@@ -185,19 +185,29 @@ def going_without(names: Sequence[str]) -> dict[str, str]:
     left_out = [offer for offer in discover().offers if asked_for(offer, names)]
     # Each plugin on the allow list must become active.
     if config.plugins is not None:
-        others = [offer for offer in discover().offers if offer not in left_out]
-        allowed = {offer.name for offer in others if asked_for(offer, config.plugins)}
+        allowed = set()
+        for offer in discover().offers:
+            if offer in left_out:
+                continue
+            if asked_for(offer, config.plugins):
+                allowed.add(offer.name)
         given["plugins"] = ",".join(sorted(allowed))
-    wanted = {op: settings.wanted_providers(op) for op in config.providers or ()}
-    kept = {op: _unanswered(names, left_out) for op, names in wanted.items()}
-    if kept != wanted:
-        given["providers"] = json.dumps({op: names for op, names in kept.items() if names})
+    providers = {}
+    is_named = False
+    for op in config.providers or ():
+        wanted = settings.wanted_providers(op)
+        kept = [name for name in wanted if not _answers(left_out, name)]
+        is_named = is_named or len(kept) < len(wanted)
+        if kept:
+            providers[op] = kept
+    if is_named:
+        given["providers"] = json.dumps(providers)
     return given
 
 
-def _unanswered(names: Iterable[str], offers: Sequence[Offer]) -> tuple[str, ...]:
-    """Return those names that no offer answers to."""
-    return tuple(name for name in names if not any(offer.answers_to(name) for offer in offers))
+def _answers(offers: Iterable[Offer], name: str) -> bool:
+    """Return True if a setting names one of the offers."""
+    return any(offer.answers_to(name) for offer in offers)
 
 
 def load_alone(linger: str) -> None:

@@ -169,11 +169,10 @@ def _print_as_json(plugin: str, model: str, trial: Trial) -> None:
 
 def _as_json(run: TrialRun) -> dict[str, Any]:
     """Return a run as plain data. JSON has no word for NaN or infinity, so they become null."""
-    answers = []
-    for places in run.logprobs:
-        answers.append([_finite(place) for place in places])
-    return {**asdict(run), "logprobs": answers}
-
-
-def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+    data = asdict(run)
+    for answer in data["logprobs"]:
+        for place in answer:
+            for token, value in place.items():
+                if not math.isfinite(value):
+                    place[token] = None
+    return data

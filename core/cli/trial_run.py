@@ -103,18 +103,16 @@ def _measured(llm: LLM, plugins: str, tokens: int, began: float) -> Mapping[str,
 
 
 def _stage(plugins: Sequence[str]) -> Mapping[str, str]:
-    """Return the stage of the plugins, with the reason.
-
-    If the stages differ, a failed plugin comes first, then another one that is not active.
-    """
-    known = host_state().plugins
-    records = [known[name] for name in plugins if name in known]
-    failed = [record for record in records if record.status is PluginStatus.FAILED]
-    idle = [record for record in records if record.status is not PluginStatus.ACTIVATED]
-    told = [*failed, *idle, *records]
-    if not told:
-        return {"status": "absent", "reason": ""}
-    return {"status": told[0].status.value, "reason": told[0].reason}
+    """Return the stage of the first plugin that failed, else of the last one, with the reason."""
+    stage = {"status": "absent", "reason": ""}
+    for name in plugins:
+        record = host_state().plugins.get(name)
+        if record is None:
+            continue
+        stage = {"status": record.status.value, "reason": record.reason}
+        if record.status is PluginStatus.FAILED:
+            break
+    return stage
 
 
 def _rounds(llm: LLM, params: SamplingParams) -> Iterator[tuple[float, list[list[int]]]]:

@@ -71,12 +71,12 @@ Figure = Callable[[TrialRun], float]
 
 
 class Place(NamedTuple):
-    """A place of an answer: the log-probabilities and the token, without the plugin and with it."""
+    """A place of an answer: the token and the log-probabilities, without the plugin and with it."""
 
-    before: Mapping[str, float]
-    after: Mapping[str, float]
     token: str
     other: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
 
 
 class Fault(NamedTuple):
@@ -176,12 +176,15 @@ def largest_change(without: TrialRun, within: TrialRun) -> float:
     Answers are compared up to the first token that differs. The rest has another beginning.
     """
     largest = 0.0
-    for before, after, token, _ in _compared(without, within):
-        if any(map(math.isnan, [*before.values(), *after.values()])):
+    for token, _, before, after in _compared(without, within):
+        values = [*before.values(), *after.values()]
+        if any(map(math.isnan, values)):
             return math.inf
         # A token that changes may be none of the likeliest ones any more.
-        if token in after:
-            largest = max(largest, abs(before[token] - after[token]))
+        if token not in after:
+            continue
+        change = abs(before[token] - after[token])
+        largest = max(largest, change)
     return largest
 
 
@@ -189,21 +192,24 @@ def _compared(without: TrialRun, within: TrialRun) -> Iterator[Place]:
     """Yield each place of each answer up to the first token that differs."""
     for number, tokens in enumerate(without.tokens):
         others = within.tokens[number]
-        before = without.logprobs[number]
-        after = within.logprobs[number]
-        for place, token in enumerate(tokens):
-            yield Place(before[place], after[place], str(token), str(others[place]))
-            if token != others[place]:
+        former = without.logprobs[number]
+        present = within.logprobs[number]
+        for token, other, before, after in zip(tokens, others, former, present, strict=True):
+            yield Place(str(token), str(other), before, after)
+            if token != other:
                 break
 
 
 def _allowed(without: TrialRun, within: TrialRun) -> float:
     """Return the most that a log-probability may change."""
-    sizes = []
+    largest = 0.0
     for number, tokens in enumerate(without.tokens):
-        places = zip(tokens, without.logprobs[number], strict=True)
-        sizes += [abs(place[str(token)]) for token, place in places]
-    return _CLOSE.get(within.dtype, _COARSE) * (1 + max(sizes))
+        places = without.logprobs[number]
+        for token, place in zip(tokens, places, strict=True):
+            size = abs(place[str(token)])
+            largest = max(largest, size)
+    share = _CLOSE.get(within.dtype, _COARSE)
+    return share * (1 + largest)
 
 
 def _is_tie(place: Place, allowed: float) -> bool:
@@ -212,27 +218,35 @@ def _is_tie(place: Place, allowed: float) -> bool:
     Rounding decides between such tokens. The run with the plugin must still choose the token that
     is likelier by its own log-probabilities.
     """
-    runs = (place.before, place.after)
-    tokens = (place.token, place.other)
-    if any(token not in run for run in runs for token in tokens):
+    values = []
+    for run in (place.before, place.after):
+        for token in (place.token, place.other):
+            if token not in run:
+                return False
+            values.append(run[token])
+    spread = max(values) - min(values)
+    if spread > allowed:
         return False
-    values = [run[token] for run in runs for token in tokens]
-    is_close = max(values) - min(values) <= allowed
-    return is_close and place.after[place.other] >= place.after[place.token]
+    return place.after[place.other] >= place.after[place.token]
 
 
-def _logprobs_change(without: TrialRun, within: TrialRun) -> bool:
-    """Return True if a log-probability changes by more than rounding changes it."""
-    return largest_change(without, within) > _allowed(without, within)
-
-
-def _answers_change(without: TrialRun, within: TrialRun) -> bool:
-    """Return True if a token changes for another reason than rounding."""
+def _changed_tokens(without: TrialRun, within: TrialRun) -> int:
+    """Return the number of tokens that differ; 0 if rounding alone changes the answers."""
     allowed = _allowed(without, within)
-    return any(
-        place.token != place.other and not _is_tie(place, allowed)
-        for place in _compared(without, within)
-    )
+    for place in _compared(without, within):
+        if place.token == place.other:
+            continue
+        if not _is_tie(place, allowed):
+            return differing_tokens(without, within)
+    return 0
+
+
+def _change_of_logprobs(without: TrialRun, within: TrialRun) -> float:
+    """Return the largest change of a log-probability; 0 if rounding changes as much."""
+    change = largest_change(without, within)
+    if change <= _allowed(without, within):
+        return 0.0
+    return change
 
 
 def faults_of(pairs: Sequence[Pair]) -> list[Fault]:
@@ -247,12 +261,12 @@ def _faults_of_answers(pairs: Sequence[Pair]) -> Iterator[Fault]:
     reasons = [within.reason for _, within in pairs if within.status == "failed"]
     if reasons:
         yield Fault(f"the plugin fails: {reasons[0]}")
-    tokens = [differing_tokens(*pair) for pair in pairs if _answers_change(*pair)]
+    tokens = max(_changed_tokens(*pair) for pair in pairs)
     if tokens:
-        yield Fault(f"{max(tokens)} tokens changed")
-    changes = [largest_change(*pair) for pair in pairs if _logprobs_change(*pair)]
-    if changes:
-        yield Fault(f"log-probabilities change by up to {max(changes):.2g}")
+        yield Fault(f"{tokens} tokens changed")
+    change = max(_change_of_logprobs(*pair) for pair in pairs)
+    if change:
+        yield Fault(f"log-probabilities change by up to {change:.2g}")
     if any(without.repeats and not within.repeats for without, within in pairs):
         yield Fault("the same request gets other answers from round to round")
 
