@@ -32,7 +32,11 @@ def open_model(name: str, dtype: str, folder: str) -> None:
     """Load the model of this process."""
     from opgraft import LLM, SamplingParams
 
-    settings = {"cache.store": folder, "cache.block_size": BLOCK, "load.progress": False}
+    settings: dict[str, Any] = {
+        "cache.store": folder,
+        "cache.block_size": BLOCK,
+        "load.progress": False,
+    }
     _MODEL[:] = [LLM(name, dtype=dtype, **settings)]
     # The first answer of a process makes what later ones use.
     _MODEL[0].generate([[3] * 100], SamplingParams(max_tokens=2, temperature=0))
