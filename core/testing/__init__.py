@@ -9,11 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from opgraft.testing.conformance import again as again
+    from opgraft.testing.examples import Example as Example
     from opgraft.testing.isolation import isolated_host as isolated_host
     from opgraft.testing.plugin_conformance import PluginConformance as PluginConformance
 
 _HOME = {
+    "Example": "opgraft.testing.examples",
     "PluginConformance": "opgraft.testing.plugin_conformance",
+    "again": "opgraft.testing.conformance",
     "isolated_host": "opgraft.testing.isolation",
 }
 

@@ -157,7 +157,7 @@ def _told(trial: Trial, example: Example, call: checks.Implementation) -> str:
     plugin = trial.subject.replacement.provider.name
     return (
         f"{told}. To see that again: import torch; "
-        f"from opgraft.testing.conformance import Example, again; "
+        f"from opgraft.testing import Example, again; "
         f"print(again({plugin!r}, {trial.form.name!r}, {small}))"
     )
 

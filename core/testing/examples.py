@@ -121,7 +121,7 @@ class Example:
     settings: tuple[tuple[str, Any], ...] = ()
     wide: bool = False
     int32: bool = False
-    seed: int = FRESH
+    seed: int = dataclasses.field(default_factory=lambda: FRESH)
 
     def __repr__(self) -> str:
         """Return a program text without the fields that have their default."""
