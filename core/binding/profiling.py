@@ -61,8 +61,7 @@ def profile() -> Iterator[None]:
 def timed_ops(now: Callable[[], float]) -> Iterator[dict[CalledOp, float]]:
     """Time the calls of ops and functional forms by this thread within the block.
 
-    The time of an op excludes that of the ops that it calls. Calls within compiled code have no
-    time.
+    The time of an op excludes the ops within. Calls within compiled code have no time.
 
     Args:
         now: returns the seconds on a clock.

@@ -94,7 +94,9 @@ def key_of(
 
 
 def origin_of_numbers(model: nn.Module, settings: CompilationConfig) -> dict[str, Any]:
-    """Return what decides how a model computes, besides its checkpoint and its own settings.
+    """Return versions, platform, settings of compilation, plugins, ranks and sources of a model.
+
+    Together with the checkpoint and the settings of the model they decide on its numbers.
 
     Args:
         model: the model.

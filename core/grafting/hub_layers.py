@@ -73,7 +73,7 @@ _LAYERS: Mapping[type[nn.Module], Functional[..., Any]] = MappingProxyType(
         QuickGELU: activation.quick_gelu,
     }
 )
-"""Layer, under the name that transformers gives it → the form that the layer calls."""
+"""Layer, by its name in transformers → the form of an op."""
 
 
 @dataclass(frozen=True)

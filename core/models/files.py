@@ -236,7 +236,7 @@ def state_of_checkpoint(name: str) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def digest_of_checkpoint(name: str) -> str:
-    """Return the SHA-256 of all files of a checkpoint that decide what its model computes."""
+    """Return the SHA-256 of a checkpoint: of its weights, and of its files of settings."""
     digest = sha256()
     for file in _read_files(name):
         header = f"{file.name}\0{file.stat().st_size}\0"

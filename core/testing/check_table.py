@@ -446,7 +446,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "honesty",
         OP,
-        "the kernel computes by itself, also unobserved, and leaves clocks and comparisons alone",
+        "values are the same unobserved, and no reference, clock or comparison is touched",
         honesty.check_honesty,
         brief=True,
         variants=_first_variant,

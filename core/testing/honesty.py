@@ -1,4 +1,4 @@
-"""A check that a kernel computes by itself, also unobserved, and leaves clocks and tests alone."""
+"""A check that a kernel computes alike unobserved, and leaves references and clocks alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,11 @@ def replaced() -> list[str]:
 
 
 def check_honesty(trial: Trial) -> str | None:
-    """The kernel computes by itself, also unobserved, and leaves clocks and comparisons alone."""
+    """Values are the same unobserved, and no reference, clock or comparison is touched.
+
+    Returns:
+        A reason why nothing was checked, or ``None``.
+    """
     subject = trial.subject
     told = replaced()
     if told:

@@ -438,8 +438,8 @@ class Scheduler(PluggableClass):
         """Admit waiting requests in order, at most ``most``, until the first misfit.
 
         Requests behind this one wait too, even if they would fit. Otherwise a long prompt might
-        wait for ever. A request that lacks no more than a slot for its adapter is no misfit, nor is
-        a long prompt that leaves its room to shorter requests.
+        wait for ever. Two kinds count as no misfit: requests that only lack a slot for an adapter,
+        and long prompts that leave their room to shorter requests.
         """
         while pending.budget and most:
             request = self._first_with_slot()

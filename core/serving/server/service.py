@@ -389,7 +389,7 @@ class Service:
 
 
 def _with_times_of_ops(opgraft_config: OpgraftConfig) -> OpgraftConfig:
-    """Return settings under which some steps time their ops, unless the given ones decide that."""
+    """Return settings with times of ops in some steps, unless the given ones tell a number."""
     if opgraft_config.server.time_ops_every is not None:
         return opgraft_config
     server = replace(opgraft_config.server, time_ops_every=TIME_OPS_EVERY)
