@@ -41,7 +41,7 @@ from engine_rows import Finding, Roof, print_findings
 from engine_rows import Shape as Work
 from machine_limits import speeds
 from parallel_ranks import Ranks, decode, left_out, load
-from timing import machine
+from timing import machine, this_run
 
 MOST = {
     "float32": {1: 0.40, 4: 0.36, 16: 0.40, 64: 0.44},
@@ -392,6 +392,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     arguments, findings = parsed(), list[Finding]()
+    run = this_run()
     for part in arguments.rows:
         findings += PARTS[part](arguments)
         print(f"measured: {part}", file=sys.stderr)
@@ -399,9 +400,8 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        arguments.json.write_text(
-            json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"machine": machine(), **run, "rows": rows}, indent=1)
+        arguments.json.write_text(f"{text}\n", encoding="utf-8")
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from timing import machine
+from timing import machine, this_run
 
 STATUSES = ("passed", "failed", "skipped")
 LONGEST = 160
@@ -29,6 +29,9 @@ def summed(evidence: Mapping[str, Any]) -> dict[str, Any]:
     answers = [each for each in evidence["outcomes"] if each["op"] == "(device)"]
     suite = evidence["device_suite"]
     parts = []
+    asked = (
+        f"opgraft conformance {evidence['plugin']} --device-suite --suite-level {suite['level']}"
+    )
     for part, left_out in suite["left_out"].items():
         counts = Counter(each["status"] for each in answers if each["check"].startswith(part))
         row = {status: counts[status] for status in STATUSES}
@@ -36,6 +39,9 @@ def summed(evidence: Mapping[str, Any]) -> dict[str, Any]:
     failed = [each for each in answers if each["status"] == "failed"]
     return {
         "machine": machine(),
+        **this_run(),
+        "command": asked + "".join(f" --suite-part {part}" for part in suite["left_out"]),
+        "date": evidence["date"],
         "device": evidence["device"],
         "versions": evidence["versions"],
         "suite": suite,

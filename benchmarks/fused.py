@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import date
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,7 +35,7 @@ from fused_ranks import (
 )
 from opgraft import functional
 from parallel_ranks import Ranks, prefer
-from timing import machine
+from timing import machine, this_run
 from torch import Tensor
 
 HIDDEN, INTERMEDIATE, HEADS, HEAD_SIZE = 2048, 5632, 16, 64
@@ -232,6 +230,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
+    run = this_run()
     findings: list[Finding] = []
     with torch.inference_mode():
         for part in arguments.rows:
@@ -240,9 +239,7 @@ def main() -> None:
     print_findings(findings)
     if arguments.json:
         rows: list[Any] = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        given = shlex.join(sys.argv[1:])
-        of_run = {"date": date.today().isoformat(), "command": f"benchmarks/fused.py {given}"}
-        text = json.dumps({"machine": machine(), **of_run, "rows": rows}, indent=1)
+        text = json.dumps({"machine": machine(), **run, "rows": rows}, indent=1)
         arguments.json.write_text(f"{text}\n", encoding="utf-8")
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 

@@ -37,7 +37,7 @@ from opgraft.registry.state import host_state
 from support.faults.store_rows import WRITERS
 from support.random_decoders import written
 from support.small_tokenizers import trained_tokenizer
-from timing import machine
+from timing import machine, this_run
 
 FORK = multiprocessing.get_context("fork")
 """Processes start with opgraft imported, as a start anew takes seconds."""
@@ -358,6 +358,7 @@ def main() -> int:
     if asked.alone:
         print(json.dumps(scene(asked.alone, asked.runs, asked.seed)))
         return 0
+    run = this_run()
     rows: list[dict[str, Any]] = []
     share = sum(SHARES[name] for name in asked.scenes)
     for name in asked.scenes:
@@ -365,23 +366,25 @@ def main() -> int:
         given = ["--alone", name, "--runs", str(runs), "--seed", str(asked.seed)]
         command = [sys.executable, __file__, *given]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        rows.append(json.loads(told.splitlines()[-1]))
+        # Rows of former runs may stand beside this one.
+        rows.append(json.loads(told.splitlines()[-1]) | {"commit": run["commit"]})
         print(f"{name}: {rows[-1]['correct']} of {rows[-1]['runs']} correct", *rows[-1]["faults"])
         # After each scene, as all of them may take an hour.
         if asked.json:
-            keep(asked.json, rows[-1])
+            keep(asked.json, rows[-1], run)
     correct, runs = (sum(row[key] for row in rows) for key in ("correct", "runs"))
     print(f"{correct} of {runs} runs ended correctly, with the seed {asked.seed}")
     return 0 if correct == runs else 1
 
 
-def keep(path: Path, row: dict[str, Any]) -> None:
+def keep(path: Path, row: dict[str, Any], run: dict[str, str]) -> None:
     """Write the row of a scene into a file, and leave the rows of other scenes and seeds there."""
     rows = json.loads(path.read_text())["scenes"] if path.exists() else []
     known = {(each["scene"], each["seed"]): each for each in [*rows, row]}
     order = [*SHARES]
     scenes = sorted(known.values(), key=lambda each: (order.index(each["scene"]), each["seed"]))
-    path.write_text(json.dumps({"machine": machine(), "scenes": scenes}, indent=2) + "\n")
+    table = {"machine": machine(), **run, "scenes": scenes}
+    path.write_text(json.dumps(table, indent=2) + "\n")
 
 
 if __name__ == "__main__":

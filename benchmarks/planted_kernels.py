@@ -31,7 +31,7 @@ from support.planted.correct import CORRECT
 from support.planted.kernelbench import KERNELBENCH
 from support.planted.plant import Plant
 from support.planted.subtle import SUBTLE
-from timing import machine
+from timing import machine, this_run
 
 KINDS = {"corner": CORNERS, "cheat": CHEATS, "subtle": SUBTLE, "correct": CORRECT}
 """The plants by kind. All kinds but the last are wrong."""
@@ -158,9 +158,9 @@ def together(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str
     return [by_name[plant.name] for plant in plants if plant.name in by_name]
 
 
-def keep(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows into a file."""
-    table = {"machine": machine(), "counts": counted(rows), "plants": rows}
+def keep(path: Path, rows: Sequence[dict[str, Any]], run: dict[str, str]) -> None:
+    """Write rows into a file, with the command and the commit of the last run."""
+    table = {"machine": machine(), **run, "counts": counted(rows), "plants": rows}
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
@@ -184,6 +184,7 @@ def main() -> int:
     if given.triton:
         os.environ["TRITON_INTERPRET"] = "1"
         sys.path.append(given.triton)
+    run = this_run()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         plants = chosen(given.only, bool(given.triton))
@@ -193,9 +194,9 @@ def main() -> int:
             told = [", ".join(each.split(":")[0] for each in row[form]) or "-" for form in FEWEST]
             print(f"{row['kind']} {row['name']}: {told[0]}; in brief: {told[1]}", flush=True)
             # After each plant, as all of them may take an hour.
-            rows = together(given.json, [*rows, row])
+            rows = together(given.json, [*rows, row | {"commit": run["commit"]}])
             if given.json:
-                keep(given.json, rows)
+                keep(given.json, rows, run)
     print(json.dumps(counted(rows)))
     faults = list(faults_of_the_kit(rows)) if is_whole(rows) else []
     print("\n".join(faults), file=sys.stderr)

@@ -6,13 +6,18 @@ import argparse
 import gc
 import json
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
 
 NEAR = 1.25
 """Times what is possible, up to which a row counts as near it."""
@@ -134,6 +139,32 @@ def _seconds(seconds: float) -> str:
 def machine() -> dict[str, str]:
     """Describe the machine as far as a reader needs it to compare these figures with others."""
     return {"cpu": _cpu_name(), "torch": version("torch"), "python": platform.python_version()}
+
+
+def this_run() -> dict[str, str]:
+    """Return the command of this process, the day, and the commit of the code that runs."""
+    script = Path(sys.argv[0]).resolve()
+    # From the repository, as the targets of the Makefile call it.
+    name = script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script.name
+    return {
+        "command": shlex.join([str(name), *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    """Return the commit, with a mark if files other than figures were changed since then."""
+    if not (REPOSITORY / ".git").exists():
+        return "unknown"
+    # A run may have written figures before this one.
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/figures")
+    return _git("rev-parse", "HEAD") + (" with changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _cpu_name() -> str:

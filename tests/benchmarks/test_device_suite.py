@@ -25,9 +25,16 @@ def answer(check: str, status: str) -> dict[str, Any]:
 
 def evidence(*answers: dict[str, Any]) -> dict[str, Any]:
     """Answers of the device suite about two parts, and an answer of the kit."""
-    suite = {"score": 0.5, "left_out": {"rng": {"device_count": 2, "ieee754": 1}, "errors": {}}}
+    left_out = {"rng": {"device_count": 2, "ieee754": 1}, "errors": {}}
+    suite = {"score": 0.5, "level": 8, "left_out": left_out}
     of_kit = {"op": "gelu", "check": "rng", "status": "failed", "reason": "not close"}
-    about = {"device": "An NPU", "versions": {"torch": "2.13"}, "device_suite": suite}
+    about = {
+        "plugin": "acme",
+        "date": "2026-11-30",
+        "device": "An NPU",
+        "versions": {"torch": "2.13"},
+        "device_suite": suite,
+    }
     return {**about, "outcomes": [of_kit, *answers]}
 
 
@@ -39,6 +46,9 @@ def test_each_part_is_counted(script: dict[str, Any]) -> None:
     rng, errors = summary["parts"]
     assert rng == {"part": "rng", "passed": 2, "failed": 1, "skipped": 1, "left_out": 3}
     assert errors == {"part": "errors", "passed": 1, "failed": 0, "skipped": 0, "left_out": 0}
+    asked = "opgraft conformance acme --device-suite --suite-level 8"
+    assert summary["command"] == f"{asked} --suite-part rng --suite-part errors"
+    assert summary["date"] == "2026-11-30"
     name = "rng/test_a.py::failed"
     assert summary["failed"] == {name: f"{name} is failed"}
 

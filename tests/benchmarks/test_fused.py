@@ -1,11 +1,7 @@
-"""The benchmark of joined kernels: what it makes of what each rank measured, and what its file has."""
+"""The benchmark of joined kernels: what it makes of what each rank measured."""
 
 from __future__ import annotations
 
-import json
-import sys
-from datetime import date
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,16 +24,3 @@ def test_a_median_is_that_of_the_calls_of_both_ranks(fused: ModuleType) -> None:
     product, work, divided = fused.product_shares([quick, waiting], "x", 1)
     assert (product.measured, work.measured, divided.measured) == (2 / 4, 2.5 / 4, 3 / 2)
     assert divided.name == "x, product in two parts / at once"
-
-
-def test_a_file_names_its_command(
-    fused: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Figures without a date and a command cannot be measured again."""
-    path = tmp_path / "fused.json"
-    monkeypatch.setattr(sys, "argv", ["fused.py", "--json", str(path), "--rounds", "3", "--rows"])
-    with pytest.raises(SystemExit, match="False"):
-        fused.main()
-    found = json.loads(path.read_text())
-    assert found["command"] == f"benchmarks/fused.py --json {path} --rounds 3 --rows"
-    assert date.fromisoformat(found["date"]) <= date.today()
