@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import unquote
 
 from opgraft.config import (
     FIELDS,
@@ -47,6 +49,10 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Each variable of opgraft with the meaning: one for each setting, some for the whole process."""
+
+_COMPRESSIONS = ("none", "gzip", "deflate")
+_TOKEN = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+"""The name of a header, by RFC 9110."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 """The values of ``OPGRAFT_LOG``."""
@@ -298,6 +304,88 @@ def read_compilers(variables: Mapping[str, str] | None = None) -> dict[str, str]
         for name in sorted(values)
         if _OF_COMPILERS.fullmatch(name) and name not in _FOLDERS
     }
+
+
+@dataclass(frozen=True)
+class OtlpExport:
+    """Settings for sending spans to a receiver of OTLP over HTTP.
+
+    Attributes:
+        headers: of each request, by name and value.
+        timeout: seconds for a request with further tries.
+        compression: ``none``, ``gzip`` or ``deflate``.
+        certificate: file of the certificates to trust, or ``None`` for those of the system.
+        client_certificate: file of the client's own certificate, or ``None``.
+        client_key: file of the key to this certificate, or ``None``.
+        delay: seconds in which spans are collected for a request.
+    """
+
+    headers: tuple[tuple[str, str], ...] = ()
+    timeout: float = 10.0
+    compression: str = "none"
+    certificate: str | None = None
+    client_certificate: str | None = None
+    client_key: str | None = None
+    delay: float = 5.0
+
+
+def read_otlp(variables: Mapping[str, str] | None = None) -> OtlpExport:
+    """Read OpenTelemetry's variables for an exporter of spans, by default from ``os.environ``.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    values = os.environ if variables is None else variables
+
+    def text(name: str, otherwise: str = "") -> str:
+        # The variable for spans alone goes first.
+        of_spans = values.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}")
+        return of_spans or values.get(f"OTEL_EXPORTER_OTLP_{name}") or otherwise
+
+    compression = text("COMPRESSION", "none").lower()
+    if compression not in _COMPRESSIONS:
+        raise ConfigError(
+            f"OTEL_EXPORTER_OTLP_COMPRESSION is {compression!r:.80}: set one of "
+            + ", ".join(_COMPRESSIONS)
+        )
+    delay = values.get("OTEL_BSP_SCHEDULE_DELAY") or "5000"
+    return OtlpExport(
+        _headers(text("HEADERS")),
+        _seconds("OTEL_EXPORTER_OTLP_TIMEOUT", text("TIMEOUT", "10")),
+        compression,
+        text("CERTIFICATE") or None,
+        text("CLIENT_CERTIFICATE") or None,
+        text("CLIENT_KEY") or None,
+        _seconds("OTEL_BSP_SCHEDULE_DELAY", delay) / 1000,
+    )
+
+
+def _headers(text: str) -> tuple[tuple[str, str], ...]:
+    """Return names and values of headers. They may be secret: no message has the values.
+
+    Raises:
+        ConfigError: the text has something else.
+    """
+    found = []
+    for pair in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = pair.partition("=")
+        if not equals or not _TOKEN.fullmatch(name.strip()):
+            raise ConfigError(
+                "OTEL_EXPORTER_OTLP_HEADERS is no list such as name=value,other=value, with "
+                "values as in URLs"
+            )
+        found.append((name.strip().lower(), unquote(value).strip()))
+    return tuple(found)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise ConfigError(f"{name}={text!r:.80} is no duration: give a number of at least 0")
+    return seconds
 
 
 def cache_home(variables: Mapping[str, str] | None = None) -> Path:

@@ -18,27 +18,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.resource.v1 import resource_pb2
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable, shortened
 from opgraft.base.timeline import Computation
 from opgraft.base.version import __version__
 from opgraft.binding.sharing import decisions
+from opgraft.config.environment import read_otlp
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import ConfigError
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.server.span_sender import SpanSender
 from opgraft.serving.server.spans import (
     RECEIVE,
     SPANS_OF_STEP,
     SpansOfTrace,
     StepSpan,
     Trace,
+    attributes_of,
     new_context,
 )
 from starlette.datastructures import Headers
@@ -50,7 +53,7 @@ SHARE = 0.01
 _SAVED_SECONDS = 60.0
 """Seconds whose unused share may be spent later."""
 
-_FIRST_COST = 5e-5
+_FIRST_COST = 1e-5
 """Seconds of a processor for a span, before any was made."""
 
 _MOST_STEPS = 1 << 15
@@ -58,9 +61,6 @@ _MOST_STEPS = 1 << 15
 
 _MOST_DETAILED = 1000
 """Steps of a request that get spans. To make them takes some hundredths of a second at once."""
-
-_MOST_UNSENT = 1 << 16
-"""Spans that wait for the receiver, at most."""
 
 _MOST_WAITING = 256
 """Ended requests that wait for their spans, at most."""
@@ -111,30 +111,6 @@ class Budget:
             return int(self._left / seconds_of_span)
 
 
-class _Exporter(OTLPSpanExporter):
-    """Sends spans, and counts the processor's time.
-
-    Args:
-        endpoint: the receiver's URL.
-        budget: counts the time.
-
-    Raises:
-        ConfigError: the URL cannot be used.
-    """
-
-    def __init__(self, endpoint: str, budget: Budget) -> None:
-        super().__init__(endpoint=url_of_traces(endpoint))
-        self._budget = budget
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans."""
-        begin = time.thread_time()
-        try:
-            return super().export(spans)
-        finally:
-            self._budget.spend(time.thread_time() - begin, 0)
-
-
 class Tracing:
     """Makes the spans of requests and of the start, and sends them to a receiver.
 
@@ -161,12 +137,13 @@ class Tracing:
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come second, and win.
         resource = own.merge(OTELResourceDetector().detect())
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._resource = provider.resource
+        told = attributes_of(provider.resource.attributes)
+        self._resource = resource_pb2.Resource(attributes=told)
         self._sampler = provider.sampler
         self._ids = provider.id_generator
         self._budget = Budget()
-        self._exporter = _Exporter(endpoint, self._budget)
-        self._sending = BatchSpanProcessor(self._exporter, max_queue_size=_MOST_UNSENT)
+        url = url_of_traces(endpoint)
+        self._sender = SpanSender(url, read_otlp(), lambda cost: self._budget.spend(cost, 0))
         # asyncio's own threads are for the work of requests.
         self._thread = ThreadPoolExecutor(1, "opgraft-spans")
         self._free = threading.Semaphore(_MOST_WAITING)
@@ -235,10 +212,9 @@ class Tracing:
         """
         if self.start.ended:
             return
-        status = Status()
-        if error is not None:
-            status = Status(StatusCode.ERROR, printable(shortened(described(error))))
-        self._make(self.start, self.start.end(), "start", SpanKind.INTERNAL, {}, status)
+        status = Status() if error is None else _failed(described(error))
+        end = self.start.end()
+        self._make(self.start, end, "start", Span.SPAN_KIND_INTERNAL, {}, status)
         self._open.discard(self.start)
 
     @_harmless()
@@ -264,7 +240,7 @@ class Tracing:
             timeline,
             end,
             f"{record['method']} {record['path']}",
-            SpanKind.SERVER,
+            Span.SPAN_KIND_SERVER,
             _of_http(record, status),
             _status(record, status),
         )
@@ -278,17 +254,12 @@ class Tracing:
 
     def shutdown(self) -> None:
         """Send the last spans, unless the receiver does not answer in time."""
-        # A receiver that hangs holds the export up for longer, and the process need not wait.
-        ending = threading.Thread(target=self._send_rest, daemon=True)
-        ending.start()
-        ending.join(_END_SECONDS)
-        if ending.is_alive():
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
-
-    @_harmless()
-    def _send_rest(self) -> None:
-        self._thread.shutdown()
-        self._sending.shutdown()  # type: ignore[no-untyped-call]
+        until = time.monotonic() + _END_SECONDS
+        # The spans of a long answer may take some time.
+        making = threading.Thread(target=self._thread.shutdown, daemon=True)
+        making.start()
+        making.join(_END_SECONDS)
+        self._sender.shutdown(max(until - time.monotonic(), 0.0))
 
     @_harmless()
     def _make(
@@ -296,7 +267,7 @@ class Tracing:
         timeline: Trace,
         end: float,
         name: str,
-        kind: SpanKind,
+        kind: Span.SpanKind.ValueType,
         attributes: Mapping[str, Any],
         status: Status,
     ) -> None:
@@ -311,8 +282,7 @@ class Tracing:
         told = {**attributes, "opgraft.decision.digest": self._digest}
         detailed = len(steps) <= min(_MOST_DETAILED, left // SPANS_OF_STEP)
         spans.make(name, kind, told, status, detailed)
-        for span in spans.made:
-            self._sending.on_end(span)
+        self._sender.add(spans.request.SerializeToString())
         self._budget.spend(time.thread_time() - begun, len(spans.made))
 
     def _steps_of(self, timeline: Trace) -> Sequence[StepSpan]:
@@ -388,7 +358,9 @@ def _of_http(record: Mapping[str, Any], status: int) -> dict[str, Any]:
 
 def _status(record: Mapping[str, Any], status: int) -> Status:
     """Return the status of a span. Errors of clients are no errors of the server."""
-    if status < 500:
-        return Status()
-    error = record.get("error")
-    return Status(StatusCode.ERROR, error and printable(shortened(error)))
+    return Status() if status < 500 else _failed(record.get("error") or "")
+
+
+def _failed(reason: str) -> Status:
+    message = printable(shortened(reason))
+    return Status(code=Status.STATUS_CODE_ERROR, message=message)

@@ -19,10 +19,11 @@ from support.servers import Server, serving
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
-from opentelemetry.trace import SpanKind, Status
 from opgraft.base.timeline import (
     MOST_PHASES,
     NETWORK,
@@ -227,15 +228,15 @@ def test_steps_without_detail(detailed: bool) -> None:
     timeline.phases += [Phase(begin + at, name) for at, name in moments]
     timeline.add_steps(Computation(begin + 2.0, begin + 3.95, 0))
     steps = [StepSpan(begin + at, begin + at + 1, 0.2, 0.1, 2, 3, 0) for at in (2.0, 3.0)]
-    spans = SpansOfTrace(timeline, begin + 5, steps, Resource.get_empty(), ids)
-    spans.make("POST", SpanKind.SERVER, {}, Status(), detailed)
+    spans = SpansOfTrace(timeline, begin + 5, steps, Resource(), ids)
+    spans.make("POST", SpanMessage.SPAN_KIND_SERVER, {}, Status(), detailed)
     *_, root = spans.made
-    start = root.start_time or 0
+    start = root.start_time_unix_nano
     times = [
         (
             span.name,
-            round(((span.start_time or 0) - start) / 1e9, 3),
-            round(((span.end_time or 0) - start) / 1e9, 3),
+            round((span.start_time_unix_nano - start) / 1e9, 3),
+            round((span.end_time_unix_nano - start) / 1e9, 3),
         )
         for span in spans.made
     ]
