@@ -166,7 +166,7 @@ class OutputConfig(Body):
 class CountRequest(Body):
     """The body of ``/v1/messages/count_tokens``, and a part of the body of ``/v1/messages``."""
 
-    without_effect = _CACHED | {"speed"}
+    without_effect = _CACHED | {"speed", "user_profile_id"}
 
     model: str | None = None
     messages: Items[InputMessage]
@@ -183,7 +183,11 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest, SamplingFields):
     """The body of ``/v1/messages``."""
 
-    without_effect = SamplingFields.without_effect | CountRequest.without_effect | {"inference_geo"}
+    without_effect = (
+        SamplingFields.without_effect
+        | CountRequest.without_effect
+        | {"diagnostics", "inference_geo"}
+    )
 
     max_tokens: Whole
     stop_sequences: Items[str] | None = None

@@ -297,8 +297,9 @@ class SamplingFields(Body):
     without_effect = frozenset(
         {
             *("reasoning_effort", "verbosity", "prediction", "store", "service_tier"),
-            *("prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-            *("request_id", "skip_reading_prefix_cache", "guided_decoding_backend"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "request_id", "skip_reading_prefix_cache"),
+            "guided_decoding_backend",
         }
     )
 

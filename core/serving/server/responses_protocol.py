@@ -192,9 +192,7 @@ class ReasoningSettings(Body):
 class ResponsesRequest(SamplingFields):
     """The body of ``/v1/responses``."""
 
-    without_effect = SamplingFields.without_effect | {
-        *("max_tool_calls", "prompt_cache_options", "stream_options"),
-    }
+    without_effect = SamplingFields.without_effect | {"max_tool_calls", "stream_options"}
 
     input: Input
     instructions: str | None = None

@@ -23,6 +23,7 @@ WITHOUT_EFFECT = {
     "store": True,
     "service_tier": "flex",
     "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit"},
     "safety_identifier": "u",
     "metadata": {"a": "b"},
     "user": "u",
