@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -569,6 +571,48 @@ def test_a_folder_that_fails_stops_no_request(
     assert asked(core, prompt[:20]).tokens
     told = [each.getMessage() for each in caplog.records if "No space left" in each.getMessage()]
     assert len(told) == 1
+
+
+def test_a_folder_that_hangs_stops_no_request(
+    folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks that come too late are computed."""
+    (prompt,) = prompts(LENGTH)
+    plain = asked_anew(folder, store, prompt)
+    late, is_over = plain.names[2], threading.Event()
+    read = StoredBlocks._read
+
+    def hang(stored: StoredBlocks, name: str) -> Tensor | None:
+        if name == late:
+            is_over.wait()
+        return read(stored, name)
+
+    monkeypatch.setattr(StoredBlocks, "_read", hang)
+    monkeypatch.setattr(stored_blocks, "_PATIENCE", 0.5)
+    try:
+        again = asked_anew(folder, store, prompt)
+    finally:
+        is_over.set()
+    expect_same(again, plain)
+    assert again.restored == 2 * BLOCK
+    assert "reading takes more than 0.5 s" in caplog.text
+
+
+def test_a_store_ends_with_its_engine(folder: Path, store: Path) -> None:
+    """Neither a thread nor the memory of the cache is left."""
+    (prompt,) = prompts(LENGTH)
+    core = engine_with(folder, store)
+    asked(core, prompt)
+    stored = weakref.ref(store_of(core))
+    threads = [each for each in threading.enumerate() if each.name.endswith("-blocks")]
+    assert len(threads) >= 2
+    core.shutdown()
+    del core
+    gc.collect()
+    assert stored() is None
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_settings_that_cannot_be_kept(folder: Path, store: Path, tmp_path: Path) -> None:

@@ -20,9 +20,14 @@ import secrets
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
 from datetime import datetime
+from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -59,6 +64,12 @@ _LEFT = 0.9
 _PATIENCE = 5.0
 """Seconds for reading the blocks of a request. Blocks that come later are computed."""
 
+_READERS = 2
+"""Threads that read entries, as checking a signature takes longer than copying the bytes."""
+
+_AHEAD = 1 << 26
+"""Bytes of entries that are read ahead of filling, at most."""
+
 _MOST_TASKS = 8
 """Tasks of the thread that wait, at most, before it is told of the use of entries."""
 
@@ -66,6 +77,9 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 _OPEN: weakref.WeakSet[StoredBlocks] = weakref.WeakSet()
 """The stores of this process."""
+
+_Call = Callable[[], None]
+"""Work for a thread."""
 
 
 class _Task(NamedTuple):
@@ -105,14 +119,14 @@ class StoredBlocks:
         self._folder = f"{self._root}/{name}"
         self._groups = [list(layers.values()) for layers in groups]
         caches = [cache for layers in self._groups for cache in layers]
-        self._entry_bytes = sum(map(_bytes_of_block, caches))
+        self._part_bytes = list(map(_bytes_of_block, caches))
+        self._entry_bytes = sum(self._part_bytes)
         self._damaged: set[str] = set()
         self._has_warned = False
         self._unchecked = self._limit
-        self._tasks: SimpleQueue[_Task] = SimpleQueue()
         self._waiting: list[_Task] = []
-        # As a daemon, so that a folder that hangs keeps no process from ending.
-        Thread(target=self._work, daemon=True, name="opgraft-stored-blocks").start()
+        self._writing = _queue_of_threads(self, "opgraft-write-blocks", 1)
+        self._reading = _queue_of_threads(self, "opgraft-read-blocks", _READERS)
         _OPEN.add(self)
 
     @torch.inference_mode()
@@ -142,7 +156,7 @@ class StoredBlocks:
         if copied or names:
             task = _Task(copied, names, Event())
             self._waiting.append(task)
-            self._tasks.put(task)
+            self._writing.put(partial(self._write_task, task))
 
     def _room(self) -> int:
         """Return the number of blocks that may wait to be written now."""
@@ -199,28 +213,46 @@ class StoredBlocks:
         """
         filled = 0
         end = time.monotonic() + _PATIENCE
+        most = max(_READERS, _AHEAD // self._entry_bytes)
+        reads: deque[Future[Tensor | None]] = deque()
+        left = iter(wanted)
         try:
-            for digest, blocks in wanted:
-                content = self._read(self._name(digest))
+            for _, blocks in wanted:
+                for digest, _ in islice(left, most - len(reads)):
+                    reads.append(self._start_reading(digest))
+                content = reads.popleft().result(max(0.0, end - time.monotonic()))
                 if content is None:
                     break
-                self._fill(blocks, torch.frombuffer(content, dtype=torch.uint8))
+                self._fill(blocks, content)
                 filled += 1
-                if time.monotonic() > end:
-                    break
+        except NotInTime:
+            self._warn("read", InputError(f"reading takes more than {_PATIENCE:g} s"))
         except Exception as error:
             self._warn("read", error)
+        for read in reads:
+            read.cancel()
         return filled
 
+    def _start_reading(self, digest: bytes) -> Future[Tensor | None]:
+        read: Future[Tensor | None] = Future()
+        self._reading.put(partial(self._read_for, read, self._name(digest)))
+        return read
+
+    def _read_for(self, read: Future[Tensor | None], name: str) -> None:
+        if not read.set_running_or_notify_cancel():
+            return
+        try:
+            read.set_result(self._read(name))
+        except Exception as error:
+            read.set_exception(error)
+
     def _fill(self, blocks: Sequence[int | None], content: Tensor) -> None:
-        begin = 0
+        parts = iter(content.split(self._part_bytes))
         for block, caches in zip(blocks, self._groups, strict=True):
             for cache in caches:
-                end = begin + _bytes_of_block(cache)
+                part = next(parts)
                 if block is not None:
-                    part = content[begin:end].view(cache.dtype)
-                    cache[block].copy_(part.view(cache.shape[1:]))
-                begin = end
+                    cache[block].copy_(part.view(cache.dtype).view(cache.shape[1:]))
 
     def finish(self, seconds: float) -> None:
         """Wait until all blocks are written, at most for the given time."""
@@ -229,19 +261,17 @@ class StoredBlocks:
             if not task.is_done.wait(max(0.0, end - time.monotonic())):
                 return
 
-    def _work(self) -> None:
-        while True:
-            task = self._tasks.get()
-            try:
-                self._write_all(task)
-            except Exception as error:
-                self._warn("written", error)
-            try:
-                # After a failure too: the disk may be full.
-                self._make_room_if_due()
-            except Exception as error:
-                self._warn("removed", error)
-            task.is_done.set()
+    def _write_task(self, task: _Task) -> None:
+        try:
+            self._write_all(task)
+        except Exception as error:
+            self._warn("written", error)
+        try:
+            # After a failure too: the disk may be full.
+            self._make_room_if_due()
+        except Exception as error:
+            self._warn("removed", error)
+        task.is_done.set()
 
     def _write_all(self, task: _Task) -> None:
         for name, content in task.copied.items():
@@ -261,18 +291,22 @@ class StoredBlocks:
         self._damaged.discard(name)
         self._unchecked += len(content)
 
-    def _read(self, name: str) -> bytearray | None:
-        """Return the content of an entry; ``None`` if it is missing or damaged."""
+    def _read(self, name: str) -> Tensor | None:
+        """Return the bytes of the blocks of an entry; ``None`` if it is missing or damaged."""
         path = self._path(name)
         if not self._is_whole(path):
             return None
-        found = self._files.cat_file(path)
-        signature, content = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, self._signature(name, content)):
+        found = bytearray(_SIGNATURE_BYTES + self._entry_bytes)
+        with self._files.open(path, "rb") as opened:
+            length = opened.readinto(found)
+        content = memoryview(found)[_SIGNATURE_BYTES:]
+        signature = found[:_SIGNATURE_BYTES]
+        is_whole = length == len(found)
+        if not is_whole or not hmac.compare_digest(signature, self._signature(name, content)):
             self._damaged.add(name)
             return None
         self._touch(path)
-        return bytearray(content)
+        return torch.frombuffer(found, dtype=torch.uint8, offset=_SIGNATURE_BYTES)
 
     def _is_whole(self, path: str) -> bool:
         """Return True for a plain file of the size of an entry. Nothing is read from it."""
@@ -296,7 +330,7 @@ class StoredBlocks:
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
 
-    def _signature(self, name: str, content: bytes | bytearray) -> bytes:
+    def _signature(self, name: str, content: bytearray | memoryview) -> bytes:
         # With the name: an entry in the place of another one is damaged.
         place = f"{self._folder.rpartition('/')[2]}/{name}/"
         signed = hmac.new(self._key, place.encode(), "sha256")
@@ -340,6 +374,26 @@ def finish_writing(seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     for store in list(_OPEN):
         store.finish(max(0.0, end - time.monotonic()))
+
+
+def _queue_of_threads(store: StoredBlocks, name: str, count: int) -> SimpleQueue[_Call | None]:
+    """Return a queue of calls for new threads, which end with the store."""
+    calls: SimpleQueue[_Call | None] = SimpleQueue()
+    for _ in range(count):
+        # As a daemon, so that a folder that hangs keeps no process from ending.
+        Thread(target=_make_calls, args=(calls,), daemon=True, name=name).start()
+        weakref.finalize(store, calls.put, None)
+    return calls
+
+
+def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
+    while True:
+        call = calls.get()
+        if call is None:
+            return
+        call()
+        # The call holds the store, and with that the cache, while this thread waits.
+        del call
 
 
 def _file_system(url: str) -> tuple[Any, str]:
