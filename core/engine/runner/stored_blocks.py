@@ -67,8 +67,12 @@ _PATIENCE = 5.0
 _READERS = 2
 """Threads that read entries, as checking a signature takes longer than copying the bytes."""
 
-_AHEAD = 1 << 26
+_AHEAD = 1 << 23
 """Bytes of entries that are read ahead of filling, at most."""
+
+_TOUCHED = 1 << 28
+"""Bytes of blocks that are written once at the start, at most. The system finds memory for blocks at
+their first use, which can take longer than reading the entries."""
 
 _MOST_TASKS = 8
 """Tasks of the thread that wait, at most, before it is told of the use of entries."""
@@ -121,6 +125,9 @@ class StoredBlocks:
         caches = [cache for layers in self._groups for cache in layers]
         self._part_bytes = list(map(_bytes_of_block, caches))
         self._entry_bytes = sum(self._part_bytes)
+        # Blocks are taken in their order.
+        for cache in caches:
+            cache[: _TOUCHED // self._entry_bytes].zero_()
         self._damaged: set[str] = set()
         self._has_warned = False
         self._unchecked = self._limit
