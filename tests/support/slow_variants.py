@@ -328,7 +328,7 @@ EVERY = {
     "serving/server/test_messages.py::test_a_forced_call": 2,
     "serving/server/test_scoring.py::test_a_cross_encoder_of_sentence_transformers": 2,
     "serving/server/test_scoring.py::test_labels": 3,
-    "serving/server/test_simulated_device.py::test_the_server_answers_from_it": 4,
+    "serving/server/test_simulated_device.py::test_the_server_answers_from_it": 2,
     "serving/server/test_sockets.py::test_clients_that_leave": 2,
     "serving/server/test_sockets.py::test_what_is_no_http": 2,
     "serving/test_chat_template.py::test_limits": 5,
