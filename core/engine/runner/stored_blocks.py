@@ -71,8 +71,8 @@ _AHEAD = 1 << 23
 """Bytes of entries that are read ahead of filling, at most."""
 
 _TOUCHED = 1 << 28
-"""Bytes of blocks that are written once at the start, at most. The system finds memory for blocks at
-their first use, which can take longer than reading the entries."""
+"""Bytes of blocks that are written once at the start, at most. The system finds memory for blocks
+at their first use, which can take longer than reading the entries."""
 
 _MOST_TASKS = 8
 """Tasks of the thread that wait, at most, before it is told of the use of entries."""
@@ -254,7 +254,7 @@ class StoredBlocks:
             read.set_exception(error)
 
     def _fill(self, blocks: Sequence[int | None], content: Tensor) -> None:
-        parts = iter(content.split(self._part_bytes))
+        parts = iter(torch.split(content, self._part_bytes))
         for block, caches in zip(blocks, self._groups, strict=True):
             for cache in caches:
                 part = next(parts)
