@@ -8,9 +8,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.signing import Root
+from support.wheels import pip, plugin_and_dependency
 from timing import Row, report
 
 DISTRIBUTIONS, PLUGINS, REPLACEMENTS = 1000, 50, 500
@@ -74,29 +78,47 @@ print(json.dumps({"seconds": time.process_time() - start, "changes": changes}))
 TOY_NPU = Path(__file__).parents[1] / "reference_plugins/opgraft-toy-npu"
 
 
-def start_with_lockfile() -> Row:
-    """Measure what a start with a locked plugin takes: importing the reader, and comparing all files."""
+def starts_with_lockfile() -> Iterator[Row]:
+    """Measure starts with the toy NPU locked, and with a plugin that has a dependency and a signer."""
     with tempfile.TemporaryDirectory() as name:
-        site, path = f"{name}/site", f"{name}/opgraft.lock"
-        options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", site]
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, TOY_NPU], check=True)
-        environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": site}
-        lock = [sys.executable, "-m", "opgraft", "plugins", "lock", "--output", path]
-        subprocess.run(lock, env=environ, check=True, stdout=subprocess.DEVNULL)
-        files = sum(len(names) for _, _, names in os.walk(site))
-        command = [sys.executable, "-c", LOCKED, path]
-        seconds = []
-        for _ in range(2 * ROUNDS):
-            told = json.loads(
-                subprocess.run(command, env=environ, check=True, capture_output=True).stdout
-            )
-            if told["changes"] != [None]:
-                raise RuntimeError(f"the plugin is not as it was locked: {told}")
-            seconds.append(told["seconds"])
+        site = Path(name) / "site"
+        pip("--no-build-isolation", "--target", str(site))(site, [TOY_NPU])
+        yield start_with_lockfile("the toy NPU", site)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheels = plugin_and_dependency(folder)
+        pip("--target", "FOLDER")(folder / "site", wheels)
+        root = Root()
+        for wheel in wheels:
+            root.attest(wheel, "acme/probe")
+        trusted = root.write(folder / "root.json")
+        signed = ("--identity", str(folder), "--trust-root", str(trusted))
+        name_of_row = "a plugin with a dependency, both attested"
+        yield start_with_lockfile(name_of_row, folder / "site", *signed)
+
+
+def start_with_lockfile(what: str, site: Path, *options: str) -> Row:
+    """Measure what a start with a locked plugin takes: importing the reader, and comparing all files."""
+    path = site.with_name("opgraft.lock")
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(site)}
+    lock = [sys.executable, "-m", "opgraft", "plugins", "lock", "--output", str(path), *options]
+    subprocess.run(lock, env=environ, check=True, stdout=subprocess.DEVNULL)
+    if options and '"attestation": ' not in path.read_text(encoding="utf-8"):
+        raise RuntimeError("no attestation was kept")
+    files = sum(len(names) for _, _, names in os.walk(site))
+    command = [sys.executable, "-c", LOCKED, str(path)]
+    seconds = []
+    for _ in range(2 * ROUNDS):
+        done = subprocess.run(command, env=environ, check=True, capture_output=True)
+        told = json.loads(done.stdout)
+        if told["changes"] != [None]:
+            raise RuntimeError(f"the plugin is not as it was locked: {told}")
+        seconds.append(told["seconds"])
     # The first one writes bytecode.
     measured = statistics.median(seconds[1:]) * 1000
-    detail = f"{files} files of the toy NPU, processor time, {len(seconds) - 1} processes"
-    return Row("start with a lockfile, ms", measured, 5, detail)
+    size = f"a lockfile of {path.stat().st_size:,} bytes"
+    detail = f"{files} files, {size}, processor time, {len(seconds) - 1} processes"
+    return Row(f"start with a lockfile of {what}, ms", measured, 5, detail)
 
 
 def build(folder: Path) -> None:
@@ -156,7 +178,7 @@ def measure() -> list[Row]:
             f"{ROUNDS} rounds of 9,000",
         ),
         Row("memory that the records take, MB", (held[0] - held[1]) / 1e6, 10, detail),
-        start_with_lockfile(),
+        *starts_with_lockfile(),
     ]
 
 

@@ -88,3 +88,23 @@ def test_a_section_without_rows_has_no_table(monkeypatch: pytest.MonkeyPatch) ->
         .rstrip()
         .endswith("### Environment\n\n| | |\n|---|---|\n| ACME_THREADS | 2 |")
     )
+
+
+def test_changes_since_a_report_in_words(cli, site, tmp_path: Path) -> None:
+    """Each row that differs has a line, with both values. A report without changes ends with 0."""
+    site.plugin("acme", "platforms = 'any'\n")
+    (tmp_path / "env.json").write_text(cli("env", "--json", OMP_NUM_THREADS="1").stdout)
+    same = cli("env", "--diff", "env.json", OMP_NUM_THREADS="1")
+    assert (same.returncode, same.stdout) == (0, "nothing differs from env.json\n")
+    site.plugin("brix", "platforms = 'any'\n")
+    others = {"OMP_NUM_THREADS": "2\x1b[31m", "OPGRAFT_PLUGINS_DISABLE": "acme"}
+    told = cli("env", "--diff", "env.json", **others)
+    assert told.returncode == 1
+    assert told.stdout.splitlines() == [
+        "Plugins: plugin acme: acme 1.0 (acme): selected -> acme 1.0 (acme): rejected: on the deny "
+        "list plugins_disable (OPGRAFT_PLUGINS_DISABLE)",
+        "Plugins: plugin brix: (none) -> brix 1.0 (brix): selected",
+        'Settings: plugins_disable: [] (default) -> ["acme"] (OPGRAFT_PLUGINS_DISABLE)',
+        "Environment: OMP_NUM_THREADS: 1 -> 2\\x1b[31m",
+        "Environment: OPGRAFT_PLUGINS_DISABLE: (none) -> acme",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 PLANTED = "open(__file__ + '.imported', 'w').close()\n"
 
@@ -72,3 +73,27 @@ def test_a_lockfile_that_cannot_be_compared(cli, site, tmp_path) -> None:
         assert f"Name another, or write it by 'opgraft plugins lock --output {file}'" in words
         assert "command line" not in words
         assert "admitted" not in words
+
+
+def test_two_lockfiles_are_compared_in_words(cli, site, tmp_path) -> None:
+    """Each distribution that differs has a line, with what is other, new or gone. Equal files have none."""
+    for name in ("acme", "cedar"):
+        site.plugin(name, PLANTED)
+    assert cli("plugins", "lock", "--output", "old.lock").returncode == 0
+    for name in ("acme", "cedar"):
+        shutil.rmtree(site.folder / f"{name}-1.0.dist-info")
+    site.plugin("acme", PLANTED, version="2.0")
+    site.plugin("brix", PLANTED)
+    assert cli("plugins", "lock", "--output", "new.lock").returncode == 0
+    written = tmp_path / "new.lock"
+    # A lockfile comes from anybody.
+    written.write_text(written.read_text().replace("brix", "brix\\u001b[31m"))
+    told = cli("plugins", "diff", "old.lock", "new.lock")
+    assert (told.returncode, told.stderr) == (1, "")
+    assert told.stdout.splitlines() == [
+        "changed: acme 2.0: its version is 2.0, old.lock has 1.0",
+        "changed: brix\\x1b[31m 1.0: it is not in old.lock",
+        "changed: cedar 1.0: it is gone, nothing needs it any more, or the settings reject it",
+    ]
+    same = cli("plugins", "diff", "new.lock", "new.lock")
+    assert (same.returncode, same.stdout) == (0, "nothing differs from new.lock\n")
