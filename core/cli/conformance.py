@@ -167,6 +167,8 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
     for outcome in regressions or ():
         now = f"now {outcome['status']}: {outcome['reason']}"
         print_wrapped(f"regression: {_name(outcome)} passed before, {now}")
+    _report_lines(found)
+    _report_left_out(found)
     about = found.about
     counts = found.counted()
     plugin = f"{about['plugin']} {about['provider']['version']}"
@@ -175,6 +177,27 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
     print_wrapped(f"{where}: {', '.join(told)}")
     if found.device_suite:
         print_wrapped(_score(found))
+
+
+def _report_lines(found: ConformanceEvidence) -> None:
+    """Print for each op the lines of the kernel that no call ran, and ops without such lines."""
+    unknown: dict[str, list[str]] = {}
+    for op, lines in found.lines().items():
+        if lines.never_run:
+            print_wrapped(f"never run: {op}: {', '.join(lines.never_run)}")
+        if lines.unknown:
+            unknown.setdefault(lines.unknown, []).append(op)
+    for reason, ops in unknown.items():
+        print_wrapped(f"not known which branches ran, as {reason}: {', '.join(ops)}")
+
+
+def _report_left_out(found: ConformanceEvidence) -> None:
+    """Print the number of answers that left out inputs, and one of the reasons."""
+    answers = (each for each in found.outcomes.values() if not evidence.is_of_device(each))
+    passed = [each for each in answers if each["status"] == "passed"]
+    reasons = [f"{_name(each)}: {each['reason']}" for each in passed if each["reason"]]
+    if reasons:
+        print_wrapped(f"inputs left out in {len(reasons)} answers, such as {reasons[0]}")
 
 
 def _score(found: ConformanceEvidence) -> str:
@@ -374,7 +397,7 @@ class SuiteRun(Run):
         return str(file)
 
 
-_CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
+_CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0, "lines": None}
 
 
 def examine(plugin: str, brief: str, done: str, shapes: str) -> None:

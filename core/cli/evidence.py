@@ -10,13 +10,14 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from opgraft.base.files import read_regular, replace_file
 from opgraft.base.installed import version_of
 from opgraft.base.log import logger
+from opgraft.base.reached import ReachedLines, united
 from opgraft.base.text import printable
 from opgraft.config.environment import state_home
 from opgraft.errors import InputError, PluginError
@@ -95,6 +96,15 @@ class ConformanceEvidence:
         """Return the failed answers."""
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
+    def lines(self) -> dict[str, ReachedLines]:
+        """Return for each op the lines of the kernel that the calls of passed checks ran."""
+        noted: dict[str, list[ReachedLines]] = {}
+        for outcome in self.outcomes.values():
+            # Older evidence and other checks have none.
+            if outcome.get("lines"):
+                noted.setdefault(outcome["op"], []).append(ReachedLines.of(outcome["lines"]))
+        return {op: found for op, each in noted.items() if (found := united(each))}
+
     def of_device(self) -> list[dict[str, Any]]:
         """Return the answers of the device suite."""
         return [outcome for outcome in self.outcomes.values() if is_of_device(outcome)]
@@ -127,6 +137,7 @@ class ConformanceEvidence:
             "cases": self.cases,
             "counts": self.counted(),
             "outcomes": list(self.outcomes.values()),
+            "lines": {op: asdict(found) for op, found in self.lines().items()},
             "regressions": None if regressions is None else list(regressions),
             "device_suite": {**self.device_suite, "score": self.score()}
             if self.device_suite
@@ -236,6 +247,8 @@ def _evidence_of(data: Any) -> ConformanceEvidence:
     for outcome in outcomes:
         if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
             raise ValueError("an outcome has a value of another type")
+        if outcome.get("lines"):
+            ReachedLines.of(outcome["lines"])
         found.add(outcome)
     return found
 

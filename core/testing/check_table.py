@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from opgraft.base.reached import ReachedLines, united
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.specialisation import bind
 from opgraft.testing import checks, drawn_checks, honesty, kernel_checks, plugin_checks
+from opgraft.testing.reached_lines import LineWatch
 from opgraft.testing.replaying import calls_of, replayable
 from opgraft.testing.subjects import Subject, Trial
 
@@ -33,12 +35,14 @@ class CheckAnswer:
         speed: the speed as a multiple of the native definition's.
         skipped: the reason why the check does not apply; empty if the check passed.
         left_out: inputs without a comparison, each with the reason.
+        lines: the lines of the kernel that the calls ran, if noted.
     """
 
     error: float | None = None
     speed: float | None = None
     skipped: str = ""
     left_out: str = ""
+    lines: ReachedLines | None = None
 
     @classmethod
     def of(cls, answer: CheckAnswer | str | None) -> CheckAnswer:
@@ -54,7 +58,13 @@ def together(answers: Sequence[CheckAnswer]) -> CheckAnswer:
     # The check applies if it applies to one variant.
     skipped = reasons[0] if reasons and all(reasons) else ""
     left_out = "; ".join(dict.fromkeys(each.left_out for each in answers if each.left_out))
-    return CheckAnswer(max(errors, default=None), max(speeds, default=None), skipped, left_out)
+    return CheckAnswer(
+        max(errors, default=None),
+        max(speeds, default=None),
+        skipped,
+        left_out,
+        united(each.lines for each in answers if each.lines),
+    )
 
 
 def _no_form(subject: Subject) -> str | None:
@@ -122,7 +132,8 @@ def _no_variant(subject: Subject) -> tuple[str, ...]:
 
 
 def _values(trial: Trial) -> CheckAnswer:
-    thorough, *others = trial.calls
+    watch = LineWatch(trial)
+    thorough, *others = map(watch.over, trial.calls)
     given = trial.spec, trial.variant, trial.dtype
     # In the short form, other dtypes share the sizes of float32.
     few = trial.subject.brief and trial.dtype != torch.float32
@@ -130,7 +141,7 @@ def _values(trial: Trial) -> CheckAnswer:
     for call in others:
         # The other implementations share the arithmetic of the first one.
         shares.append(checks.check_values(*given, call, brief=True))
-    return CheckAnswer(max(shares))
+    return CheckAnswer(max(shares), lines=watch.lines)
 
 
 def _no_recorded_call(subject: Subject) -> str | None:
@@ -165,10 +176,11 @@ def _shapes(trial: Trial) -> CheckAnswer:
 
 
 def _inputs(trial: Trial) -> CheckAnswer:
-    compared, left_out = drawn_checks.check_inputs(trial)
+    watch = LineWatch(trial)
+    compared, left_out = drawn_checks.check_inputs(trial, watch.over)
     if not compared:
         return CheckAnswer(skipped=left_out or "the native definition takes no drawn input")
-    return CheckAnswer(left_out=left_out)
+    return CheckAnswer(left_out=left_out, lines=watch.lines)
 
 
 def _strides(trial: Trial) -> None:

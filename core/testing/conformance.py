@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from opgraft.base.reached import ReachedLines
 from opgraft.base.text import described, printable
 from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.config import OpgraftConfig, set_config
@@ -71,6 +72,8 @@ class CheckOutcome:
             compared.
         speed: the speed as a multiple of the native definition's, if measured.
         seconds: the time that the answer took.
+        lines: the lines of the kernel that the calls of a passed check ran, as far as the kernel is
+            written in Python; ``None`` for a check that does not note lines.
     """
 
     op: str
@@ -81,6 +84,7 @@ class CheckOutcome:
     error: float | None = None
     speed: float | None = None
     seconds: float = 0.0
+    lines: ReachedLines | None = None
 
     @property
     def case(self) -> Case:
@@ -234,7 +238,9 @@ class Conformance:
             reason = own_words(failure)
         seconds = round(time.perf_counter() - start, 3)
         question = case.op, case.check, case.dtype
-        return CheckOutcome(*question, status, reason, answer.error, answer.speed, seconds)
+        return CheckOutcome(
+            *question, status, reason, answer.error, answer.speed, seconds, answer.lines
+        )
 
     def _answer(self, case: Case) -> CheckAnswer:
         if case.check == LOADING:

@@ -214,7 +214,8 @@ class _Asker:
 
 
 def _answer(status: str, reason: str = "") -> dict[str, Any]:
-    return {"status": status, "reason": reason, "error": None, "speed": None, "seconds": 0.0}
+    figures = {"error": None, "speed": None, "seconds": 0.0, "lines": None}
+    return {"status": status, "reason": reason, **figures}
 
 
 def _dtype_of(item: pytest.Item) -> str | None:

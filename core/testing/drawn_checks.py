@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import monotonic, sleep
 from typing import Any
@@ -28,9 +28,11 @@ from opgraft.testing.departures import (
 )
 from opgraft.testing.examples import (
     SIZES,
+    THREADS,
     VALUES,
     Example,
     layouts_of,
+    other_settings,
     shortest_lead,
     sweep,
     usual_size,
@@ -46,7 +48,9 @@ PATIENCE, PATIENCE_IN_BRIEF = 8.0, 3.0
 """Seconds after which further inputs are left out. Some devices compile a kernel for each shape."""
 
 DRAWN = 30
-"""Random examples of a variant."""
+"""Random examples of a variant and a dtype."""
+
+NOT_DRAWN = "no random inputs: pip install hypothesis"
 
 CALLS = 12
 """Calls in a row with other values in the same memory."""
@@ -55,13 +59,20 @@ LATER = 0.01
 """Seconds in which nothing may change a result any more."""
 
 
-def check_inputs(trial: Trial) -> tuple[int, str]:
+def check_inputs(
+    trial: Trial, over: Callable[[checks.Implementation], checks.Implementation]
+) -> tuple[int, str]:
     """Results equal those of the native definition, for inputs of all kinds.
 
+    Args:
+        trial: the form, variant and dtype.
+        over: wraps each implementation.
+
     Returns:
-        The number of inputs that were compared; what is left out on a slow device, or nothing.
+        The number of inputs that were compared; what is left out on a slow device or without
+        hypothesis, or nothing.
     """
-    calls = list(calls_of(trial))
+    calls = [over(call) for call in calls_of(trial)]
     # The other implementations share the arithmetic of the first one.
     if trial.subject.brief:
         calls = calls[:1]
@@ -73,7 +84,7 @@ def check_inputs(trial: Trial) -> tuple[int, str]:
             name = trial.variant or trial.form.name
             return compared, f"{name}: only {tried} inputs in {patience:g} s"
         compared += _is_compared(trial, example, calls)
-    return compared, ""
+    return compared, NOT_DRAWN if _draws(trial) and not _has_hypothesis() else ""
 
 
 def calls_of(trial: Trial) -> Iterator[checks.Implementation]:
@@ -114,7 +125,7 @@ def _native_module_raises(trial: Trial, arguments: Arguments) -> bool:
 def _examples(trial: Trial) -> Iterator[Example]:
     spec = trial.spec
     brief = trial.subject.brief
-    is_first = trial.variant == trial.subject.variants[0]
+    is_first = _is_first(trial)
     is_float32 = trial.dtype == torch.float32
     # Other dtypes share most corners of float32.
     if is_float32 or (is_first and not brief):
@@ -127,8 +138,21 @@ def _examples(trial: Trial) -> Iterator[Example]:
             yield make((33, *rest), size, wide=wide)
     for values in VALUES:
         yield make((9, *rest), 65, values=values)
-    if is_float32 and not brief:
+    if _draws(trial) and _has_hypothesis():
         yield from _drawn(trial)
+
+
+def _is_first(trial: Trial) -> bool:
+    return trial.variant == trial.subject.variants[0]
+
+
+def _draws(trial: Trial) -> bool:
+    """Return True if random examples belong to the inputs of a trial."""
+    return not trial.subject.brief and (trial.dtype == torch.float32 or _is_first(trial))
+
+
+def _has_hypothesis() -> bool:
+    return importlib.util.find_spec("hypothesis") is not None
 
 
 def _is_compared(trial: Trial, example: Example, calls: list[checks.Implementation]) -> bool:
@@ -178,9 +202,7 @@ def departure_of(trial: Trial, call: checks.Implementation, example: Example) ->
 
 
 def _drawn(trial: Trial) -> list[Example]:
-    """Return examples that hypothesis draws; none if it is not installed."""
-    if importlib.util.find_spec("hypothesis") is None:
-        return []
+    """Return examples that hypothesis draws, each of several corners at once."""
     hypothesis = importlib.import_module("hypothesis")
     draw = importlib.import_module("hypothesis.strategies")
     extents = draw.integers(1, 20)
@@ -190,11 +212,13 @@ def _drawn(trial: Trial) -> list[Example]:
     examples = draw.builds(
         Example,
         draw.just(trial.variant),
-        draw.sampled_from(trial.subject.dtypes),
+        draw.just(trial.dtype),
         leads,
         draw.sampled_from(SIZES) | draw.integers(1, 700),
         draw.sampled_from(layouts_of(trial.spec)),
         draw.sampled_from(list(VALUES)),
+        draw.sampled_from((1, *THREADS)),
+        draw.sampled_from([(), *other_settings(trial.spec, trial.variant)]),
         seed=draw.integers(0, 2**32 - 1),
     )
     settings = hypothesis.settings(

@@ -258,7 +258,7 @@ def sweep(
         yield make((13, *rest), usual, threads=threads)
         yield make((101, *rest), 64, threads=threads)
     yield make((13, *rest), usual, int32=True)
-    for settings in _other_settings(spec, variant):
+    for settings in other_settings(spec, variant):
         for size in _some((usual, 64), brief):
             yield make((9, *rest), size, settings=settings)
             yield make((9, *rest), size, values="rows of all sizes", settings=settings)
@@ -297,7 +297,7 @@ def _of_layouts(spec: OpSpec, make: Callable[..., Example], *, brief: bool) -> I
             yield make(lead, 16, layout=layout)
 
 
-def _other_settings(spec: OpSpec, variant: str) -> Iterator[tuple[tuple[str, Any], ...]]:
+def other_settings(spec: OpSpec, variant: str) -> Iterator[tuple[tuple[str, Any], ...]]:
     """Yield other numbers in place of each number among the settings of a variant."""
     own = spec.variants[variant]
     for name, parameter in inspect.signature(spec.functional.native).parameters.items():

@@ -13,6 +13,7 @@ from opgraft.cli.evidence import ConformanceEvidence
 from opgraft.cli.report_page import page as page_of
 
 HOSTILE = "</script><img src=x onerror=document.title='hit'><!--"
+HOSTILE_FILE = f"{HOSTILE}:7"
 DOCS = "https://docs.example/opgraft"
 LINES = """cells => cells.map(cell => {
   const text = document.createRange();
@@ -25,6 +26,10 @@ LINES = """cells => cells.map(cell => {
 def outcome(op: str, check: str, dtype: str | None, status: str, **more: Any) -> dict[str, Any]:
     figures = {"reason": "", "error": None, "speed": None, "seconds": 0.1}
     return {"op": op, "check": check, "dtype": dtype, "status": status, **figures, **more}
+
+
+def noted(never_run: str, unknown: str = "") -> dict[str, Any]:
+    return {"run": [], "never_run": [never_run], "unknown": unknown}
 
 
 def evidence() -> ConformanceEvidence:
@@ -50,8 +55,12 @@ def evidence() -> ConformanceEvidence:
     for each in (
         outcome("(plugin)", "registration", None, "passed"),
         outcome("(platform)", "memory", None, "failed", reason="memory(0) tells 2 bytes free of 1"),
-        outcome("rms_norm", "values", "float32", "passed", error=0.0691),
-        outcome("rms_norm", "values", "bfloat16", "passed", error=0.8412),
+        outcome(
+            "rms_norm", "values", "float32", "passed", error=0.0691, lines=noted("norms.py:3-9")
+        ),
+        outcome(
+            "rms_norm", "values", "bfloat16", "passed", error=0.8412, lines=noted(HOSTILE_FILE)
+        ),
         outcome("rms_norm", "speed", "float32", "passed", speed=0.5),
         outcome("rms_norm", "speed", "bfloat16", "passed", speed=3.25),
         outcome("fused_add_rms_norm", "values", "float32", "failed", reason=HOSTILE),
@@ -135,6 +144,16 @@ def test_failures_come_first(visit: Callable[..., Any]) -> None:
     assert [row.locator("td").all_text_contents() for row in rows] == [
         ["(platform)", "memory", "", "memory(0) tells 2 bytes free of 1"],
         ["fused_add_rms_norm", "values", "float32", HOSTILE],
+    ]
+
+
+def test_lines_that_no_input_reached(visit: Callable[..., Any]) -> None:
+    """A table has them by op, for all dtypes together, and names of files are shown as text."""
+    page = visit()
+    assert page.get_by_role("heading", name="Lines that no input reached").is_visible()
+    rows = page.locator("#lines tbody tr").all()
+    assert [row.locator("td").all_text_contents() for row in rows] == [
+        ["rms_norm", f"{HOSTILE_FILE}, norms.py:3-9", ""]
     ]
 
 

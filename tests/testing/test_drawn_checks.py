@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from opgraft.binding.functional import Functional
 from opgraft.ops.spec import OpSpec
-from opgraft.testing import honesty
+from opgraft.testing import drawn_checks, honesty
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.conformance import Conformance, again, alone
 from opgraft.testing.departures import departure, expected
@@ -113,6 +114,47 @@ def test_few_codes_may_differ_by_a_step() -> None:
     assert departs(spec, first_by(2), 1) == "1 of 64 integers are others"
     assert departs(spec, first_by(1, 100), 40) == ""
     assert departs(spec, first_by(1, 640), 40) == "25% of all codes are others"
+
+
+OFF_AT_ONCE = """
+out = gelu(input, approximate=self.approximate)
+if {dtype} and not input.is_contiguous() and input.shape[-1] > 64: out = out * 1.5
+"""
+"""Every layout of the sweep has short rows, and every long row of it is packed."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_error_of_two_corners_at_once_is_found(
+    site, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only random inputs meet both corners. Without hypothesis, the answer says what to install."""
+    # Beside other work, the kit would draw fewer inputs.
+    monkeypatch.setattr(drawn_checks, "PATIENCE", 120.0)
+    body = OFF_AT_ONCE.format(dtype=f"input.dtype == torch.{dtype}")
+    site.plugin("acme", BEGINNING + of_gelu(body))
+    with alone("acme"):
+        conformance = Conformance("acme")
+        (case,) = (case for case in conformance.cases if str(case) == f"gelu-inputs-{dtype}")
+        found = conformance.judge(case)
+        # As where it is not installed: then the import system finds no such module.
+        monkeypatch.setitem(sys.modules, "hypothesis", None)
+        not_drawn = conformance.judge(case)
+    assert found.status == "failed"
+    assert "numbers are off" in found.reason
+    assert "layout=" in found.reason
+    told = ("passed", "no random inputs: pip install hypothesis")
+    assert (not_drawn.status, not_drawn.reason) == told
+
+
+def test_the_short_form_draws_nothing_at_random(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no package is missing."""
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    site.plugin("acme", BEGINNING + of_gelu("out = gelu(input, approximate=self.approximate)"))
+    with alone("acme"):
+        conformance = Conformance("acme", brief=True)
+        (case,) = (case for case in conformance.cases if str(case) == "gelu-inputs-float32")
+        outcome = conformance.judge(case)
+    assert (outcome.status, outcome.reason) == ("passed", "")
 
 
 LARGE_ONES_ONLY = """
