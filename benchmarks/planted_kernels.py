@@ -201,7 +201,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
         plants = chosen(given.only, bool(given.triton))
-        for row in pool.map(lambda each: judge(*each, Path(folder), given.every, forms), plants):
+        for row in pool.map(
+            lambda each: judge(each[0], each[1], Path(folder), given.every, forms), plants
+        ):
             told = [f"{form}: {in_words(row[form])}" for form in forms]
             print(f"{row['kind']} {row['name']}: {'; '.join(told)}", flush=True)
             # After each plant, as all of them may take an hour.

@@ -58,7 +58,7 @@ FORMS = ["rms_norm", "causal_conv1d", "conv2d", "fused_experts", "selective_stat
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interval_holds_truth_and_result(tool, form: str, dtype: torch.dtype) -> None:
     """On random inputs: the result of the reference in float64, and that of torch in the dtype."""
-    held = 0
+    radii, sizes = [], []
     variants = SPECS[form].variants
     for seed, variant in enumerate([*variants] * (1 if len(variants) > 2 else 3)):
         spec, arguments = drawn(form, dtype, variant, torch.seed() % 2**31 + seed)
@@ -75,9 +75,11 @@ def test_an_interval_holds_truth_and_result(tool, form: str, dtype: torch.dtype)
                 # The reference rounds, too, by parts of 1e16.
                 near = tool.arb(truth, 1e-13 * (1 + abs(truth)))
                 assert ball.overlaps(near), (form, variant, seed)
-                assert float(ball.rad()) < 0.1 * (1 + abs(truth))
-                held += 1
-    assert held > 20
+                radii.append(float(ball.rad()))
+                sizes.append(1 + abs(truth))
+    assert len(radii) > 20
+    # An interval as wide as the numbers would hold anything.
+    assert sum(radii) < 0.1 * sum(sizes)
 
 
 def spec_of(native: Callable[..., Any], mutates: tuple[str, ...] = ()) -> OpSpec:
