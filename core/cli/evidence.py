@@ -97,12 +97,17 @@ class ConformanceEvidence:
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
     def lines(self) -> dict[str, ReachedLines]:
-        """Return for each op the lines of the kernel that the calls of passed checks ran."""
+        """Return for each op the lines of the kernel that the calls of passed checks ran.
+
+        The forms of an op share a kernel, and each may run other lines.
+        """
+        ops = self.about.get("ops", {})
         noted: dict[str, list[ReachedLines]] = {}
         for outcome in self.outcomes.values():
             # Older evidence and other checks have none.
             if outcome.get("lines"):
-                noted.setdefault(outcome["op"], []).append(ReachedLines.of(outcome["lines"]))
+                op = ops.get(outcome["op"], outcome["op"])
+                noted.setdefault(op, []).append(ReachedLines.of(outcome["lines"]))
         return {op: found for op, each in noted.items() if (found := united(each))}
 
     def of_device(self) -> list[dict[str, Any]]:

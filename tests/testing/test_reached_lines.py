@@ -160,6 +160,31 @@ def test_the_evidence_has_the_lines(answers, tmp_path) -> None:
     assert evidence.read(file).lines() == {}
 
 
+TWO_FORMS = """
+import torch
+from opgraft.ops import GemmaRMSNorm
+platforms = "any"
+
+@GemmaRMSNorm.register_oot
+class Acme(GemmaRMSNorm):
+    def forward_oot(self, x, residual=None):
+        if residual is None:
+            return self.forward_native(x)
+        if x.dim() > 9:
+            raise ValueError
+        return self.forward_native(x, residual)
+"""
+
+
+def test_a_line_that_one_form_of_an_op_reaches(site, cli) -> None:
+    """The forms with and without a residual share a kernel, and each takes the other branch."""
+    site.plugin("acme", TWO_FORMS)
+    told = cli("plugins", "check", "acme").stdout.splitlines()
+    assert [line for line in told if "never run" in line] == [
+        "never run: gemma_rms_norm: acme.py:12"
+    ]
+
+
 @pytest.mark.parametrize("range_of_lines", ["acme.py:1-1000000000000", "acme.py:x", "acme.py"])
 def test_a_file_with_other_lines_is_no_evidence(answers, tmp_path, range_of_lines: str) -> None:
     """A package may ship any file, and no file makes a list of a million lines."""
