@@ -391,18 +391,26 @@ def parsed() -> argparse.Namespace:
     return arguments
 
 
+def keep(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows to a file, in the place of earlier rows of the same names. Other rows stay."""
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    by_name = {row["name"]: row for row in (*kept, *rows)}
+    table = {"machine": machine(), "rows": list(by_name.values())}
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     arguments, findings = parsed(), list[Finding]()
     run = this_run()
     for part in arguments.rows:
-        findings += PARTS[part](arguments)
+        found = list(PARTS[part](arguments))
         print(f"measured: {part}", file=sys.stderr)
+        findings += found
+        if arguments.json:
+            rows = [{**asdict(each), "verdict": each.verdict, **run} for each in found]
+            keep(arguments.json, rows)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print_findings(findings)
-    if arguments.json:
-        rows = [{**asdict(each), "verdict": each.verdict} for each in findings]
-        text = json.dumps({"machine": machine(), **run, "rows": rows}, indent=1)
-        arguments.json.write_text(f"{text}\n", encoding="utf-8")
     raise SystemExit(any(each.verdict == "missed" for each in findings))
 
 
