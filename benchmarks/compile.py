@@ -392,10 +392,11 @@ def parsed() -> argparse.Namespace:
 
 
 def keep(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows to a file, in the place of earlier rows of the same names. Other rows stay."""
-    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    by_name = {row["name"]: row for row in (*kept, *rows)}
-    table = {"machine": machine(), "rows": list(by_name.values())}
+    """Write rows to a file behind those that are there. Earlier rows of the same names go."""
+    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    names = {row["name"] for row in rows}
+    kept = [row for row in earlier if row["name"] not in names]
+    table = {"machine": machine(), "rows": [*kept, *rows]}
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
