@@ -46,6 +46,8 @@ VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wh
 VENDOR_WHEELS := pace-vllm==1.3.0
 WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
 
+VOCABULARY := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vocabularies/o200k_base.tiktoken
+
 TRITON := $(shell sed -n '/^triton==/p' environments/triton.in)
 TRITON_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(TRITON))
 FLINT := python-flint==0.9.0
@@ -173,6 +175,12 @@ run.test-hosts = PYTHON=$(PYTHON) tools/lane.sh hosts stack
 help.test-clients = clients that others wrote against one server, three of them with npm (the first time 1 GB)
 needs.test-clients = .venv/opgraft
 run.test-clients = PYTHON=$(PYTHON) tools/lane.sh clients
+
+# openai-harmony takes no other vocabulary than that of gpt-oss. 'make test' skips the tests that need it.
+help.test-formats = chats in the formats of libraries, with gpt-oss's vocabulary from npm's js-tiktoken (5 MB)
+needs.test-formats = .venv/opgraft $(VOCABULARY)
+run.test-formats = $(PYTEST) --quiet tests/serving/test_harmony_format.py tests/serving/test_mistral_format.py \
+	tests/serving/server/test_library_formats.py
 
 # One version at a time: the next version takes the place of the one before.
 help.test-torch = the CPU kernels, built for another torch (7 GB); VERSION=2.15.0 names the version
@@ -407,6 +415,9 @@ $(VLLM_WHEEL)/complete:
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM)
 	touch $@
 
+$(VOCABULARY): | .venv/base
+	$(BIN)/python tools/harmony_vocabulary.py $@
+
 # setuptools comes first because opgraft is built without isolation, in versions that are pinned too; torch, so that
 # nothing else has a say in which build of it is taken.
 .venv/base: constraints.txt
@@ -430,7 +441,7 @@ DEVICE_SUITE := torchcts expecttest
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,otel,ray,new,attestations,test,clients,lint]' && wait
+	$(COMPILE) .venv/lib & $(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,formats,otel,ray,new,attestations,test,clients,lint]' && wait
 	$(INSTALL) --no-deps $(MODELS) $(DEVICE_SUITE)
 	$(COMPILE) .venv/lib build || true
 	touch .venv/demo $@

@@ -101,7 +101,7 @@ def answer_prompts(
     if as_json:
         _print_as_json(llm, model, prompts, outputs, seconds, comparison)
     elif len(prompts) > 1:
-        _print_as_text(prompts, outputs)
+        _print_as_text(llm, prompts, outputs)
         print_kernels(llm)
     if comparison and not as_json:
         echo()
@@ -122,8 +122,8 @@ def answer_prompts(
 def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     chats = llm.chats
     inputs = llm.engine.inputs
-    text = inputs.chat_template.render([_message(prompt)]) if chats else prompt
-    request = inputs.prepare("0", text, params, add_special_tokens=not chats)
+    given = inputs.render_chat([_message(prompt)]) if chats else prompt
+    request = inputs.prepare("0", given, params, add_special_tokens=not chats)
     return show_stream(llm, request)
 
 
@@ -168,6 +168,14 @@ def _message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
+def shown_text(llm: LLM, output: RequestOutput, index: int = 0) -> str:
+    """Return the text of an answer so far, for people: without reasoning that is told apart."""
+    answer = output.outputs[index]
+    if not llm.chats:
+        return answer.text
+    return llm.engine.inputs.chat_format.text_for_user(output.prompt_token_ids, answer)
+
+
 def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
     """Show an answer on stdout while it grows, with a line break at the end.
 
@@ -188,13 +196,13 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
         suppress(Interrupted),
     ):
         for output in news:
-            text = output.outputs[0].text
+            text = shown_text(llm, output)
             # Only the new text.
             _show(text[shown:])
             shown = len(text)
-    answer = request.output.outputs[0]
-    if answer.text or answer.error is None:
-        _show(f"{answer.text[shown:]}\n")
+    text = shown_text(llm, request.output)
+    if text or request.output.outputs[0].error is None:
+        _show(f"{text[shown:]}\n")
     return request.output
 
 
@@ -210,9 +218,9 @@ def _harmless(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def _print_as_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
+def _print_as_text(llm: LLM, prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
-        echo(f"> {printable(prompt)}\n{_harmless(output.outputs[0].text)}\n")
+        echo(f"> {printable(prompt)}\n{_harmless(shown_text(llm, output))}\n")
 
 
 def print_kernels(llm: LLM) -> None:
@@ -263,11 +271,11 @@ def _print_as_json(
 ) -> None:
     answers = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        for answer in output.outputs:
+        for index, answer in enumerate(output.outputs):
             row = {
                 "prompt": prompt,
                 "prompt_tokens": len(output.prompt_token_ids),
-                "answer": answer.text,
+                "answer": shown_text(llm, output, index),
                 "tokens": answer.token_ids,
                 "finish_reason": answer.finish_reason,
                 "error": answer.error,

@@ -139,13 +139,15 @@ class _Chat:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         inputs = self.llm.engine.inputs
-        prompt = inputs.chat_template.render(messages)
+        prompt = inputs.render_chat(messages)
         number = str(next(self.numbers))
         request = inputs.prepare(number, prompt, self.params, add_special_tokens=False)
-        [answer] = self.show(self.llm, request).outputs
+        output = self.show(self.llm, request)
+        [answer] = output.outputs
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        said = inputs.chat_format.text_for_user(output.prompt_token_ids, answer)
+        self.messages = [*messages, {"role": "assistant", "content": said}]
 
 
 def _lines() -> Iterator[str]:

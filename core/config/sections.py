@@ -60,6 +60,18 @@ class ModelConfig(Section):
         "file of a chat template in Jinja, in place of the checkpoint's templates",
         unset="the checkpoint's",
     )
+    chat_format: str = setting(
+        "how chats are written and answers read: by the chat template, or by the library "
+        "openai-harmony or mistral-common; auto takes the library for models of its family, if "
+        "the library and its vocabulary are there",
+        default="auto",
+        choices=("auto", "template", "harmony", "mistral"),
+    )
+    vocabulary_folder: str | None = setting(
+        "folder with the vocabulary for chat_format: o200k_base.tiktoken of gpt-oss, or Mistral's "
+        "tekken.json or tokenizer.model.v3",
+        unset="the checkpoint's",
+    )
     generation_config: str = setting(
         "defaults of sampling: auto takes those in the checkpoint's generation_config.json, none "
         "leaves them out",

@@ -9,15 +9,18 @@ from typing import Any
 
 from opgraft.base.timeline import phase
 from opgraft.errors import CheckpointError, OpgraftError, RequestError, close_matches
+from opgraft.serving.chat_format import (
+    ChatFormat,
+    as_plain_data,
+    plain_messages,
+    text_to_continue,
+)
 from opgraft.serving.template_answer import AnswerKind
 from opgraft.serving.template_renderer import TemplateRenderer
 from opgraft.serving.tokenizer import Tokenizer
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names for the reasoning of a message, in different templates."""
 
-
-class ChatTemplate:
+class ChatTemplate(ChatFormat):
     """The chat templates of one tokenizer. They are rendered in a helper process with limits."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,19 +65,14 @@ class ChatTemplate:
             CheckpointError: the source is no valid template.
             ChildError: the helper process could not be started.
         """
-        if not messages:
-            raise RequestError(
-                "the chat has no messages: give one at least, such as "
-                '{"role": "user", "content": "..."}'
-            )
+        chat = plain_messages(messages)
         chosen = name or self._default(tools)
         template = self._source(chosen) if source is None else source
-        chat = [_message(message, index) for index, message in enumerate(messages)]
         end = _EndOfMessage(chat[-1]) if continue_final_message else None
         if end is not None:
             chat[-1] = end.marked
         given = {"tools": tools, "documents": documents, **(values or {})}
-        further = {key: _as_plain_data(value, key) for key, value in given.items()}
+        further = {key: as_plain_data(value, key) for key, value in given.items()}
         # Messages come last: no value of a request takes their place.
         known = {
             **self._tokenizer.special_tokens,
@@ -137,21 +135,6 @@ class ChatTemplate:
         )
 
 
-def _message(message: object, index: int) -> dict[str, Any]:
-    """Return a copy of a message for a template, with its reasoning under every usual key."""
-    if not isinstance(message, Mapping):
-        raise RequestError(
-            f"messages[{index}] is {type(message).__name__}, expected a dict: "
-            "{'role': 'user', 'content': '...'}"
-        )
-    copied = _as_plain_data(message, f"messages[{index}]")
-    plain = {key: value for key, value in copied.items() if value is not None}
-    for key in _REASONING:
-        if key in plain:
-            return {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
-    return plain
-
-
 class _EndOfMessage:
     """The end of a message's content, which a mark shows in the text of a chat.
 
@@ -166,12 +149,7 @@ class _EndOfMessage:
     """
 
     def __init__(self, message: Mapping[str, Any]) -> None:
-        content = message.get("content")
-        if not isinstance(content, str) or not content.strip():
-            raise RequestError(
-                "continue_final_message goes on with the last message, which has no text: give "
-                "that message a text, or leave continue_final_message out"
-            )
+        content = text_to_continue(message)
         self._text = content.strip()
         # No message has these random digits. The letters show a change of case.
         self._mark = f"End{secrets.token_hex(16)}"
@@ -193,25 +171,3 @@ class _EndOfMessage:
                 "changes its text: leave continue_final_message out"
             )
         return before + self._blanks if behind.startswith(self._blanks) else before
-
-
-def _as_plain_data(value: Any, place: str) -> Any:
-    """Copy plain data, so that a template reaches no object of the caller, and no method.
-
-    Raises:
-        RequestError: there is an object of another type.
-    """
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        copied = {}
-        for key, inner in value.items():
-            plain_key = _as_plain_data(key, f"a key of {place}")
-            copied[plain_key] = _as_plain_data(inner, f"{place}[{key!r:.40}]")
-        return copied
-    if isinstance(value, list | tuple):
-        return [_as_plain_data(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
-    raise RequestError(
-        f"{place} is {type(value).__name__}, and chat templates take plain data: convert it to "
-        "text, numbers, lists and dicts"
-    )

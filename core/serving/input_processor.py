@@ -6,8 +6,10 @@ import math
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.request import LoRARequest
@@ -19,9 +21,11 @@ from opgraft.errors import EngineError, InputError, RequestError, VocabularyErro
 from opgraft.models.config import read_config
 from opgraft.models.files import Weights, open_weights
 from opgraft.serving.arguments import expect_params
+from opgraft.serving.chat_format import ChatFormat
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.grammars import Grammars
+from opgraft.serving.library_formats import library_format
 from opgraft.serving.open_request import Answer, OpenRequest
 from opgraft.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
@@ -48,7 +52,8 @@ class InputProcessor:
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ConfigError: the file of ``model.chat_template`` is no template.
+        ConfigError: the file of ``model.chat_template`` is no template, or the library or vocabulary
+            of ``model.chat_format`` is missing.
     """
 
     def __init__(
@@ -60,12 +65,16 @@ class InputProcessor:
         self._unread: VocabularyError | None = None
         self._template = template
         self.tokenizer = self._find_tokenizer(weights)
+        folder = weights.path if weights.path.is_dir() else weights.path.parent
+        self._library_format = library_format(opgraft_config.model, folder, self.tokenizer)
         config = read_config(weights, plain=True)
         self.vocab_size = int(config.get_text_config().vocab_size)
         takes_defaults = opgraft_config.model.generation_config == "auto"
         self.sampling_defaults = sampling_defaults(weights) if takes_defaults else {}
         self._suppressed = suppressed_tokens(weights, self.vocab_size)
         self.eos = stop_tokens(self.tokenizer, config, weights, self.vocab_size)
+        if self._library_format is not None:
+            self.eos |= self._library_format.ends
         self._lock = threading.Lock()
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
@@ -104,6 +113,40 @@ class InputProcessor:
     def chat_template(self) -> ChatTemplate:
         """The chat template of the model."""
         return ChatTemplate(self.expect_tokenizer())
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """The form of chats: of a library for the model's family, else of the chat template."""
+        return self._library_format or self.chat_template
+
+    @property
+    def writes_tokens(self) -> bool:
+        """True if a library makes token ids of chats, without a text in between."""
+        return self._library_format is not None
+
+    @property
+    def chats(self) -> bool:
+        """True if the form of chats is known."""
+        if self._library_format is not None:
+            return True
+        return self.tokenizer is not None and bool(self.tokenizer.chat_templates)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, source: str | None = None, **options: Any
+    ) -> str | list[int]:
+        """Return the prompt of a chat: text, or token ids.
+
+        Args:
+            messages: of the chat.
+            source: a chat template in place of the model's form.
+            **options: as for ``ChatFormat.render``.
+
+        Raises:
+            RequestError: the messages cannot be written, or the form of chats is not known.
+        """
+        if source is not None:
+            return self.chat_template.render(messages, source=source, **options)
+        return self.chat_format.render(messages, **options)
 
     @cached_property
     def grammars(self) -> Grammars:

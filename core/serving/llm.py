@@ -157,7 +157,7 @@ class LLM(FrontEnd):
         progress: bool | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer chats by the chat template of the model.
+        """Answer chats by the chat template of the model, or the library of ``model.chat_format``.
 
         Args:
             messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content
@@ -169,7 +169,8 @@ class LLM(FrontEnd):
             add_generation_prompt: end the prompt with the beginning of an answer.
             continue_final_message: end the prompt with the last message, for the model to go on
                 with. There is no beginning of an answer then.
-            chat_template_kwargs: further values for the template, such as ``enable_thinking``.
+            chat_template_kwargs: further values for the template, such as ``enable_thinking``, or
+                for the library, such as ``reasoning_effort``.
             priority, progress, use_tqdm, lora_request: as for ``generate``.
 
         Raises:
@@ -178,9 +179,8 @@ class LLM(FrontEnd):
             Interrupted: after an interrupt, with the outputs so far.
         """
         bar = shown_bar(progress, use_tqdm)
-        template = self.engine.inputs.chat_template
         render = partial(
-            template.render,
+            self.engine.inputs.render_chat,
             tools=tools,
             source=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -188,13 +188,15 @@ class LLM(FrontEnd):
             values=chat_template_kwargs,
         )
         chats = listed_chats(messages)
-        texts = []
+        prompts = []
         for index, chat in enumerate(chats):
             name = placed("chat", index, len(chats))
-            texts.append(self._rendered(chat, render, name))
-        return self._answer(texts, sampling_params, priority, bar, lora_request, chat=True)
+            prompts.append(self._rendered(chat, render, name))
+        return self._answer(prompts, sampling_params, priority, bar, lora_request, chat=True)
 
-    def _rendered(self, chat: Sequence[Message], render: Callable[..., str], name: str) -> str:
+    def _rendered(
+        self, chat: Sequence[Message], render: Callable[..., Prompt], name: str
+    ) -> Prompt:
         try:
             return render(text_messages(chat))
         except RequestError as error:
@@ -258,9 +260,8 @@ class LLM(FrontEnd):
 
     @property
     def chats(self) -> bool:
-        """True if the model has a chat template."""
-        tokenizer = self.engine.inputs.tokenizer
-        return tokenizer is not None and bool(tokenizer.chat_templates)
+        """True if the model has a chat template, or a library writes its chats."""
+        return self.engine.inputs.chats
 
     def explain(self) -> Explanation:
         """Return the kernel and provider of each op of the model, and the classes, with reasons.

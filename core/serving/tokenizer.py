@@ -40,7 +40,16 @@ _FILES = (
     "spiece.model",
     "vocab.json",
     "vocab.txt",
+    "tekken.json",
 )
+_TEKKEN_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+"""Special tokens of every ``tekken.json``, which has no names for them."""
+
 _LONG = 4096
 """Characters or ids of a long text.
 
@@ -90,13 +99,14 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
+    def special_tokens_by_text(self) -> dict[str, int]:
+        """Return the ids of all special tokens by their texts."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: int(number) for number, token in added.items() if token.special}
+
     def special_token(self, text: str) -> int | None:
         """Return the id of a special token by its text; None for other texts."""
-        added = self.backend.get_added_tokens_decoder()
-        for number, token in added.items():
-            if token.content == text and token.special:
-                return int(number)
-        return None
+        return self.special_tokens_by_text().get(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with tokens at its beginning and end.
@@ -207,7 +217,7 @@ class Tokenizer:
 def open_tokenizer(weights: Weights) -> Tokenizer:
     """Open the tokenizer of a checkpoint.
 
-    The library tokenizers reads ``tokenizer.json`` and GGUF files alone. Older files go through
+    The library tokenizers reads ``tokenizer.json`` and GGUF files alone. Other files go through
     transformers, and settings that contradict ``tokenizer.json``. Its import takes seconds.
 
     Raises:
@@ -222,6 +232,8 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     if (folder / "tokenizer.json").is_file():
         return _from_folder(folder) or _through_transformers(weights)
+    if (folder / "tekken.json").is_file():
+        return _from_tekken(folder)
     return _through_transformers(weights)
 
 
@@ -290,6 +302,26 @@ def _from_folder(folder: Path) -> Tokenizer | None:
             f"{described(error)}. Save it again with save_pretrained."
         ) from error
     return _opened(folder, backend, special, templates, side)
+
+
+def _from_tekken(folder: Path) -> Tokenizer:
+    """Open a ``tekken.json``, the vocabulary of Mistral's models."""
+    file = folder / "tekken.json"
+    conversion = import_extra("transformers.integrations.mistral.tokenizer")
+    processors = import_extra("tokenizers").processors
+    try:
+        backend = conversion.MistralConverter(str(file)).converted()
+        begin = backend.token_to_id(_TEKKEN_TOKENS["bos_token"])
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", begin)]
+        )
+        templates = _templates(folder, {})
+    # Damaged values lead to nearly any error.
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} is no vocabulary that can be read: {described(error)}. Download it again."
+        ) from error
+    return _opened(folder, backend, _TEKKEN_TOKENS, templates)
 
 
 def _config(folder: Path) -> dict[str, Any]:

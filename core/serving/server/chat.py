@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.serving.harmony import HarmonyFormat
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
-from opgraft.serving.server.call_reader import CallReader
+from opgraft.serving.server.answer_readers import AnswerReader, TextReader
+from opgraft.serving.server.call_reader import WrittenCall
 from opgraft.serving.server.chat_messages import (
     THINKING_BUDGET,
     for_template,
@@ -16,9 +18,10 @@ from opgraft.serving.server.chat_messages import (
 )
 from opgraft.serving.server.forms import OF_OPENAI
 from opgraft.serving.server.generating import Generating
+from opgraft.serving.server.harmony_answers import HarmonyReader, harmony_output
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import ChatRequest
-from opgraft.serving.server.reasoning import OPENING, ReasoningReader
+from opgraft.serving.server.reasoning import ReasoningReader, opening_of_template
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import News, finite, likeliest, token_text
 from opgraft.serving.server.tools import Tools
@@ -35,10 +38,14 @@ class Chat(Generating[ChatRequest]):
 
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
-        template = self._template(service.llm.engine.inputs.chat_template.source)
+        inputs = service.llm.engine.inputs
+        tokenizer = inputs.expect_tokenizer()
+        # A template of the request takes the place of the library.
+        form = inputs.chat_format if body.chat_template is None else inputs.chat_template
+        self._harmony = form if isinstance(form, HarmonyFormat) else None
+        template = self._template(form.source)
         self._expect_budget(template)
         self.tools = Tools(body, template)
-        tokenizer = service.llm.engine.inputs.expect_tokenizer()
         self._held = self._structured_output(tokenizer.special_token)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
@@ -47,7 +54,9 @@ class Chat(Generating[ChatRequest]):
         self._told: dict[int, _SentCharacters] = {}
         # An answer of a form has no place for reasoning.
         is_free = self.form is None and self.tools.forced is None
-        self._may_reason = is_free and OPENING in template
+        self._opening = opening_of_template(template) if is_free else None
+        special = self._opening is not None and tokenizer.special_token(self._opening) is not None
+        self._reasons_in_special_tokens = special
         self._begins_in_reasoning = False
 
     def _structured_output(self, special: Callable[[str], int | None]) -> dict[str, Any] | None:
@@ -69,6 +78,8 @@ class Chat(Generating[ChatRequest]):
                 field=field,
                 code="unsupported_value",
             )
+        if self._harmony is not None:
+            return harmony_output(self.tools, self.form)
         held = self.tools.structured_output(special, schema)
         if held is not None or self.form is None:
             return held
@@ -103,12 +114,15 @@ class Chat(Generating[ChatRequest]):
 
     def count(self) -> int:
         """Return the number of tokens of the prompt, which may exceed the context."""
-        text = self._rendered()
-        self.service.expect_characters(text, self.prompt_field)
-        return len(self.service.tokenizer.encode(text, add_special_tokens=False))
+        prompt = self._rendered()
+        if not isinstance(prompt, str):
+            return len(prompt)
+        self.service.expect_characters(prompt, self.prompt_field)
+        return len(self.service.tokenizer.encode(prompt, add_special_tokens=False))
 
-    def _rendered(self) -> str:
-        return self.service.llm.engine.inputs.chat_template.render(
+    def _rendered(self) -> str | list[int]:
+        """Return the prompt: text of a template, or token ids of a library."""
+        return self.service.rendered_chat(
             for_template(self.body.messages, self.tools.instruction),
             tools=None if self.tools.instruction else self.tools.functions,
             add_generation_prompt=self.body.add_generation_prompt is not False,
@@ -119,12 +133,14 @@ class Chat(Generating[ChatRequest]):
 
     def _tokens_of_prompt(self) -> list[int]:
         inputs = self.service.llm.engine.inputs
-        text = self._rendered()
-        self._begins_in_reasoning = text.rstrip().endswith(OPENING)
+        prompt = self._rendered()
         kept = sampling.kept_tokens(self.body, self.service)
-        text = self.short_text(text, kept)
+        if isinstance(prompt, str):
+            opening = self._opening
+            self._begins_in_reasoning = opening is not None and prompt.rstrip().endswith(opening)
+            prompt = self.short_text(prompt, kept)
         name = "the chat"
-        return inputs.encode(text, add_special_tokens=False, name=name, keep_last=kept)[1]
+        return inputs.encode(prompt, add_special_tokens=False, name=name, keep_last=kept)[1]
 
     def _template(self, usual: str) -> str:
         """Return the source of the chat template: the request's own, or the usual one.
@@ -172,17 +188,24 @@ class Chat(Generating[ChatRequest]):
             values[THINKING_BUDGET] = budget
         return {**values, **given}
 
-    def _reading(self) -> _SentCharacters:
-        reasoning = ReasoningReader(self._begins_in_reasoning) if self._may_reason else None
-        return _SentCharacters(self.tools.reader(), reasoning)
+    def _reader(self, output: RequestOutput) -> AnswerReader:
+        if self._harmony is not None:
+            parser = self._harmony.parser(output.prompt_token_ids)
+            params = self.params
+            keeps_stop = params.include_stop_str_in_output
+            return HarmonyReader(parser, self.tools, params.stop, keeps_stop)
+        reasoning = None
+        if self._opening is not None:
+            reasoning = ReasoningReader(self._begins_in_reasoning, self._opening)
+        return TextReader(self.tools, reasoning)
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must or may be a call."""
         settled: dict[str, Any] = {}
         if self._held is not None:
             settled["structured_output"] = self._held
-        # Some models write special tokens around calls.
-        if self.tools.functions is not None:
+        # Some models write special tokens around calls and reasoning.
+        if self.tools.functions is not None or self._reasons_in_special_tokens:
             settled["skip_special_tokens"] = False
         return settled
 
@@ -201,12 +224,12 @@ class Chat(Generating[ChatRequest]):
     ) -> Iterator[dict[str, Any]]:
         """Yield the choices of chunks. The first has the role, the last the reason of the end."""
         if index not in self._told:
-            self._told[index] = self._reading()
+            self._told[index] = _SentCharacters(self._reader(output))
         told = self._told[index]
-        reasoned, answered = told.read(answer)
-        calls = self._calls(answer, told.reader)
+        reasoned, answered, written = told.reader.read(answer)
+        calls = self._calls(answer, written)
         reasoning = told.news_of_reasoning(reasoned)
-        text = told.news_of_text(self.tools.plain(told.reader, answered))
+        text = told.news_of_text(answered)
         new_calls = told.news_of(calls)
         delta = _delta(reasoning, text, new_calls, news.first)
         logprobs = None
@@ -221,10 +244,8 @@ class Chat(Generating[ChatRequest]):
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         """Return a whole choice."""
-        told = self._reading()
-        reasoned, answered = told.read(answer)
-        calls = self._calls(answer, told.reader)
-        text = self.tools.plain(told.reader, answered)
+        reasoned, text, written = self._reader(output).read(answer)
+        calls = self._calls(answer, written)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text,
@@ -248,11 +269,12 @@ class Chat(Generating[ChatRequest]):
             **self._token_ids(answer.token_ids),
         }
 
-    def _calls(self, answer: CompletionOutput, reader: CallReader | None) -> list[dict[str, Any]]:
-        """Return the calls of an answer so far."""
-        found = self.tools.calls(reader, answer.finished)
+    def _calls(
+        self, answer: CompletionOutput, written: Sequence[WrittenCall]
+    ) -> list[dict[str, Any]]:
+        """Return the calls of an answer in OpenAI's form."""
         name = f"call_{self.id[-24:]}{answer.index}"
-        return [call.as_dict(f"{name}{number}") for number, call in enumerate(found)]
+        return [call.as_dict(f"{name}{number}") for number, call in enumerate(written)]
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
@@ -301,21 +323,11 @@ def _choice(
 class _SentCharacters:
     """The sent characters of an answer: of the reasoning, the text and the arguments of calls."""
 
-    def __init__(self, reader: CallReader | None, reasoning: ReasoningReader | None) -> None:
+    def __init__(self, reader: AnswerReader) -> None:
         self.reader = reader
         self._reasoned = 0
         self._characters = 0
-        self._reasoning = reasoning
         self._arguments: list[int] = []
-
-    def read(self, answer: CompletionOutput) -> tuple[str, str]:
-        """Read the calls of an answer so far, and return the reasoning and the rest."""
-        reasoned, text = "", answer.text
-        if self._reasoning is not None:
-            reasoned, text = self._reasoning.split(text, answer.finished)
-        if self.reader is not None:
-            self.reader.read(text, answer.finished)
-        return reasoned, text
 
     def news_of_reasoning(self, reasoned: str) -> str:
         """Return the new part of the reasoning."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -340,6 +340,24 @@ class Service:
                 field=field,
                 code="context_length_exceeded",
             )
+
+    def rendered_chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> str | list[int]:
+        """Return the prompt of a chat: text, or token ids.
+
+        Args:
+            messages: for templates.
+            **options: as for ``InputProcessor.render_chat``.
+
+        Raises:
+            HTTPError: the messages are too long for a library, which makes token ids of them.
+            RequestError: the messages cannot be written.
+        """
+        inputs = self.llm.engine.inputs
+        if inputs.writes_tokens and options.get("source") is None:
+            self.expect_characters("".join(str(m.get("content")) for m in messages), "messages")
+        return inputs.render_chat(messages, **options)
 
     def last_characters(self, text: str) -> str:
         """Return the end of a text, short enough to be tokenized."""

@@ -32,21 +32,22 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
-    text = body.prompt
+    prompt: str | list[int] = body.prompt or ""
     special = body.add_special_tokens is not False
     if body.messages is not None:
         # A template writes the special tokens itself.
         special = bool(body.add_special_tokens)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        text = service.llm.engine.inputs.chat_template.render(
+        prompt = service.rendered_chat(
             for_template(body.messages),
             tools=tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
             values=template_values(body.chat_template_kwargs),
         )
-    service.expect_characters(str(text), "prompt" if body.messages is None else "messages")
+    if isinstance(prompt, str):
+        service.expect_characters(prompt, "prompt" if body.messages is None else "messages")
     return tokenized(
-        str(text),
+        prompt,
         service.tokenizer,
         vocab_size=service.vocab_size,
         max_model_len=sys.maxsize,

@@ -48,7 +48,7 @@ TEXT: /[^{{\[ \n\t](.|\n)*/
 """
 """Grammar of a call, or several, or else of text that does not begin as one."""
 
-_SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
 """Bounds the blanks of JSON. Small models fill answers with blanks."""
 
 
@@ -61,6 +61,8 @@ class Tools:
 
     Attributes:
         functions: for the template; None if the model should know no function.
+        known: the names of functions.
+        most: the most calls of an answer; None for any number.
         instruction: a text about the functions, for a template without a place for them.
         forced: the JSON schema of an answer that must be a call, else None.
         forced_field: the field of the request with this schema.
@@ -93,9 +95,10 @@ class Tools:
             self._only = functions[place]["name"]
 
         self.strict = any(function.get("strict") for function in functions)
+        self.known = {function["name"] for function in functions}
+        self.most = 1 if body.parallel_tool_calls is False else None
         self._offered = functions
-        self._known = {function["name"] for function in functions}
-        self._most = 1 if body.parallel_tool_calls is False else None
+        self._chosen = chosen
         self._form = form_of_template(template)
 
     def structured_output(
@@ -120,7 +123,7 @@ class Tools:
             return {"json": self._schema_of_calls(_identified(form, "urn:opgraft:form"))}
         if self._form is PLAIN:
             return {"grammar": _PLAIN.format(call=json.dumps(self._schema_of_calls()))}
-        spaced = None if form is None else {**_SPACED, **form}
+        spaced = None if form is None else {**SPACED, **form}
         # Special tokens end a text by themselves.
         lazy = "[lazy]" if special(self._form.marker) is None else ""
         grammar = _MARKED if form is None else _MARKED_OR_FORM
@@ -138,12 +141,25 @@ class Tools:
         """Return the body of a call behind its marker, and further rules of the grammar."""
         if self._form.parts is None:
             return {"body": f"SPACE %json {json.dumps(self._schema_of_calls())}", "rules": ""}
-        rules = []
-        for place, function in enumerate(self._offered):
-            held = function if function.get("strict") else {"name": function["name"]}
-            schema = {**_SPACED, **_parameters_of(held, f"urn:opgraft:tool:{place}")}
-            rules.append(self._form.rule(function["name"], json.dumps(schema), special))
+        rules = [
+            self._form.rule(name, json.dumps(schema), special)
+            for name, schema in self.schemas_of_arguments()
+        ]
         return {"body": "body", "rules": "body: " + " | ".join(rules)}
+
+    def schemas_of_arguments(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the names of functions that may be called, with schemas of their arguments.
+
+        Only strict functions and forced calls are held to the parameters.
+        """
+        schemas = []
+        for place in self._chosen or range(len(self._offered)):
+            function = self._offered[place]
+            is_held = function.get("strict") or self._chosen
+            held = function if is_held else {"name": function["name"]}
+            schema = {**SPACED, **_parameters_of(held, f"urn:opgraft:tool:{place}")}
+            schemas.append((function["name"], schema))
+        return schemas
 
     def _schema_of_calls(self, *others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the schema of one call, of a list of calls, or of an answer of another schema."""
@@ -155,7 +171,7 @@ class Tools:
         return {
             "anyOf": [call, {"type": "array", "items": call, "minItems": 1}, *others],
             "$defs": {"call": {"anyOf": schemas}},
-            **_SPACED,
+            **SPACED,
         }
 
     def reader(self) -> CallReader | None:
@@ -163,7 +179,7 @@ class Tools:
         if self.functions is None:
             return None
         form = PLAIN if self.forced is not None else self._form
-        return CallReader(form, self._known, self._most)
+        return CallReader(form, self.known, self.most)
 
     def plain(self, reader: CallReader | None, text: str) -> str:
         """Return the part of a read text that is surely no call."""
@@ -171,14 +187,12 @@ class Tools:
             return text
         return "" if self.forced is not None else reader.plain(text)
 
-    def calls(self, reader: CallReader | None, ended: bool) -> list[WrittenCall]:
-        """Return the calls that a reader has found."""
-        if reader is None:
-            return []
+    def calls(self, found: Sequence[WrittenCall], ended: bool) -> Sequence[WrittenCall]:
+        """Return the calls of an answer, of which a reader has found some."""
         # The answer was cut before the name, but only one function was possible.
-        if ended and not reader.calls and self._only is not None:
+        if ended and not found and self._only is not None:
             return [WrittenCall(self._only, "")]
-        return reader.calls
+        return found
 
 
 _CLOSED_BY = {"type", "properties", "required", "title", "description", "$defs", "$schema"}

@@ -38,7 +38,8 @@ def read(found: Tools, text: str) -> tuple[list[WrittenCall], str]:
     reader = found.reader()
     if reader is not None:
         reader.read(text, ended=True)
-    return found.calls(reader, ended=True), found.plain(reader, text)
+    calls = found.calls([] if reader is None else reader.calls, ended=True)
+    return list(calls), found.plain(reader, text)
 
 
 def wrapped(call: dict[str, Any]) -> str:
