@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.base.text import described
@@ -42,12 +43,14 @@ _FILES = (
     "vocab.txt",
     "tekken.json",
 )
-_TEKKEN_TOKENS = {
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "pad_token": "<pad>",
-}
+_TEKKEN_TOKENS = MappingProxyType(
+    {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+    }
+)
 """Special tokens of every ``tekken.json``, which has no names for them."""
 
 _LONG = 4096

@@ -140,6 +140,7 @@ BESIDE_THE_ENVIRONMENT = {
     "opgraft.platforms.tpu.engine": "sets variables that its libraries read",
     "opgraft.plugins.probing": "hands all variables on to a process",
     "opgraft.plugins.process": "compares variables before and after a plugin's import",
+    "opgraft.serving.harmony": "sets the variable by which its library finds a vocabulary",
     "opgraft.testing.plugin_checks": "hands all variables on to a process",
     "opgraft.machine.scrubbing": "looks for the name of the user, to hide the name",
 }

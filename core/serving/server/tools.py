@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from opgraft.engine.sampling.structured import WHITESPACE
@@ -48,7 +49,7 @@ TEXT: /[^{{\[ \n\t](.|\n)*/
 """
 """Grammar of a call, or several, or else of text that does not begin as one."""
 
-SPACED = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+SPACED = MappingProxyType({"x-guidance": {"whitespace_pattern": WHITESPACE}})
 """Bounds the blanks of JSON. Small models fill answers with blanks."""
 
 
