@@ -62,7 +62,7 @@ class HarmonyReader(AnswerReader):
             is_last = number == len(self._parser.parts) - 1
             text = self._certain(part.text, answer) if is_last else part.text
             called = _name_of(part)
-            if called in self._tools.known:
+            if called is not None and called in self._tools.known:
                 calls.append(WrittenCall(called, text))
             elif part.channel == ANALYSIS and called is None:
                 thoughts.append(text)
@@ -136,7 +136,8 @@ def _written(form: AnswerForm) -> str:
     if kind == "choice":
         return f"({' | '.join(map(json.dumps, value))})"
     if kind == "regex":
-        return "/" + value.replace("/", r"\/") + "/"
+        pattern = str(value).replace("/", r"\/")
+        return f"/{pattern}/"
     raise HTTPError(
         400,
         f"{form.field} has a value that is not supported: the answers of this model stand in "
