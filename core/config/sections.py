@@ -61,15 +61,15 @@ class ModelConfig(Section):
         unset="the checkpoint's",
     )
     chat_format: str = setting(
-        "how chats are written and answers read: by the chat template, or by the library "
-        "openai-harmony or mistral-common; auto takes the library for models of its family, if "
-        "the library and its vocabulary are there",
+        "how chats are written and answers read: by the chat template, or by a library of the "
+        "model's makers; auto takes the library for models of its family, if the library and its "
+        "vocabulary are there",
         default="auto",
         choices=("auto", "template", "harmony", "mistral"),
     )
     vocabulary_folder: str | None = setting(
-        "folder with the vocabulary for chat_format: o200k_base.tiktoken of gpt-oss, or Mistral's "
-        "tekken.json or tokenizer.model.v3",
+        "folder with the vocabulary of the library: o200k_base.tiktoken for harmony, tekken.json "
+        "or tokenizer.model.v3 for mistral",
         unset="the checkpoint's",
     )
     generation_config: str = setting(
