@@ -126,8 +126,8 @@ def _of_family(name: str, library: _Library, model: ModelConfig, folder: Path) -
         if model.vocabulary_folder is not None:
             raise
         logger.warning(
-            "%s. Until then, the chat template writes the chats, and answers may show markers. "
-            "With %s=template, this is not said.",
+            "%s. Until then, the checkpoint's chat template is used, and answers may show markers. "
+            "%s=template leaves this warning out.",
             str(error).rstrip("."),
             _SETTING,
         )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -356,7 +363,8 @@ class Service:
         """
         inputs = self.llm.engine.inputs
         if inputs.writes_tokens and options.get("source") is None:
-            self.expect_characters("".join(str(m.get("content")) for m in messages), "messages")
+            texts = _texts([messages, options.get("tools")])
+            self.expect_characters("".join(texts), "messages")
         return inputs.render_chat(messages, **options)
 
     def last_characters(self, text: str) -> str:
@@ -404,6 +412,18 @@ class Service:
             lora_request=job.lora,
             arrival=job.arrival,
         )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _with_times_of_ops(opgraft_config: OpgraftConfig) -> OpgraftConfig:

@@ -167,8 +167,11 @@ def test_refused_messages(mistral: Server) -> None:
     answer = mistral.chat(messages=[USER, {"role": "assistant", "content": "x"}])
     assert answer.status_code == 400
     assert "mistral-common cannot write these 2 messages" in error_of(answer)["message"]
-    answer = mistral.chat(messages=[{"role": "user", "content": "x" * 40_000}])
-    assert error_of(answer)["code"] == "context_length_exceeded"
+    long = {"role": "user", "content": "x" * 40_000}
+    function = {**FUNCTION, "description": "x" * 40_000}
+    for body in ({"messages": [long]}, {"tools": [{**WEATHER, "function": function}]}):
+        answer = mistral.chat(**body)
+        assert error_of(answer)["code"] == "context_length_exceeded"
 
 
 def test_answers_of_gpt_oss(gpt_oss: Server) -> None:
