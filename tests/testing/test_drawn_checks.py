@@ -81,6 +81,34 @@ def test_the_native_definition_departs_from_itself_nowhere(form: str) -> None:
     assert taken > 20
 
 
+def attended(query: Tensor, key: Tensor, value: Tensor, factor: float = 1.0) -> Tensor:
+    """Attention whose products are summed from the last one on."""
+    keys, values = (each.repeat_interleave(2, 1) for each in (key, value))
+    scores = (query.flip(-1) @ keys.flip(-1).mT) * (factor * query.shape[-1] ** -0.5)
+    return torch.softmax(scores, -1) @ values
+
+
+def test_roundings_of_a_long_sum_are_no_fault() -> None:
+    """Where all products of a sum have one sign, another order of the sum is as good as torch's."""
+    spec = SPECS["scaled_dot_product_attention"]
+
+    def departures_by(factor: float, values: str) -> set[str]:
+        def call(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+            return attended(query, key, value, factor)
+
+        told = set()
+        for seed in range(20):
+            example = Example("", torch.float32, (9, 1), 65, values=values, seed=seed)
+            wanted = expected(spec, example)
+            assert wanted is not None
+            told.add(departure(example, call, wanted))
+        return told
+
+    assert departures_by(1.0, "far from zero") == {""}
+    assert departures_by(1.0, "usual") == {""}
+    assert "" not in departures_by(1.001, "usual")
+
+
 def gelu_with(native: Callable[..., Any]) -> OpSpec:
     """Return the spec of GELU with another native definition."""
     functional = Functional(native, "gelu", native, (), None, differentiable=False)
