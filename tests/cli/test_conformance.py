@@ -149,6 +149,21 @@ def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_inputs_that_were_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A passed check may have tried less than it could: a line has the number of answers and a reason."""
+    about = {"plugin": "acme", "provider": {"version": "1.0"}, "platform": "cpu", "device": "A CPU"}
+    found = evidence.ConformanceEvidence(about)
+    for check in ("inputs", "shapes"):
+        found.add(outcome(check, "passed"))
+    found.add({**outcome("values", "passed"), "reason": ""})
+    found.add(outcome("strides", "skipped"))
+    report(found, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "inputs left out in 2 answers, such as gelu inputs: so",
+        "acme 1.0 on cpu (A CPU): 3 passed, 0 failed, 1 skipped",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
