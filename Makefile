@@ -172,7 +172,7 @@ run.test-jax = PYTHON=$(PYTHON) tools/lane.sh jax stack
 help.test-hosts = lm-eval, diffusers, timm, PEFT and Hugging Face's kernels with opgraft's kernels (the first time 2 GB)
 run.test-hosts = PYTHON=$(PYTHON) tools/lane.sh hosts stack
 
-help.test-clients = clients that others wrote against one server, three of them with npm (the first time 1 GB)
+help.test-clients = clients that others wrote against one server, some with npm (the first time 9 GB)
 needs.test-clients = .venv/opgraft
 run.test-clients = PYTHON=$(PYTHON) tools/lane.sh clients
 

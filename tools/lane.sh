@@ -3,6 +3,7 @@
 # With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
 # instead, beside that reference plugin, built for its torch.
 # "tools/lane.sh torch VERSION" builds the CPU kernels for that version of torch, and runs their tests.
+# "tools/lane.sh clients FILE" runs some tests of clients of the server.
 #
 # The environment lies in the user's cache, keyed by what it is made of, because building it takes gigabytes and minutes.
 # All versions of torch share one environment, which holds the version that was asked for last.
@@ -28,22 +29,25 @@ else
     pins=environments/$lane.txt
 fi
 
-key=$({ "$python" -VV; cat "$wanted" "$pins"; } | sha256sum | cut -c1-12)
-environment=$environments/$lane-$key
+folder() { # NAME: of the environment that $wanted and $pins make
+    echo "$environments/$1-$({ "$python" -VV; cat "$wanted" "$pins"; } | sha256sum | cut -c1-12)"
+}
+
+environment=$(folder "$lane")
 mkdir -p "$environments"
 exec 9>"$environments/$lane.lock"
 flock 9
 if [ "$lane" = torch ]; then # gigabytes each
     find "$environments" -maxdepth 1 -name 'torch-*' ! -path "$environment" -exec rm -r {} +
 fi
-mkdir -p "$environment"
 
 install() {
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"
 }
 
-if [ ! -f "$environment/complete" ]; then
-    echo "==> Building the $lane environment, gigabytes, in $environment"
+build() { # NAME: make the environment, unless it is complete
+    [ ! -f "$environment/complete" ] || return 0
+    echo "==> Building the $1 environment, gigabytes, in $environment"
     "$python" -m venv --clear "$environment"
     if [ "$lane" != clients ]; then
         # The build of opgraft needs a recent setuptools: venv brings an old one, which some versions of torch leave.
@@ -52,18 +56,29 @@ if [ ! -f "$environment/complete" ]; then
     fi
     install --requirement "$wanted"
     touch "$environment/complete"
-fi
+}
+
+build "$lane"
 
 if [ "$lane" = clients ]; then # opgraft serves them from the main environment
-    if command -v npm >/dev/null; then
-        export CLIENTS_NODE=$environment/node
-        mkdir -p "$CLIENTS_NODE"
-        cp tests/clients/node/* "$CLIENTS_NODE"
-        npm install --prefix "$CLIENTS_NODE" --silent --no-audit --no-fund
-    fi
+    clients=$environment
+    programs=$clients/programs
+    mkdir -p "$programs"
+    ln -sf "$clients/bin/node" "$clients/bin/npm" "$programs"
+    for wanted in environments/clients/*.in; do # their pins exclude each other: each is on its own, as pipx installs it
+        program=$(basename "$wanted" .in)
+        pins=${wanted%.in}.txt
+        environment=$(folder "clients-$program")
+        build "$program"
+        ln -sf "$environment/bin/$program" "$programs"
+    done
+    export PATH=$programs:$PATH CLIENTS_NODE=$clients/node
+    mkdir -p "$CLIENTS_NODE"
+    cp tests/clients/node/* "$CLIENTS_NODE"
+    npm install --prefix "$CLIENTS_NODE" --silent --no-audit --no-fund
     echo "==> Clients of the server"
     # They warn of their own future, and tests/conftest.py is for an environment with opgraft.
-    "$environment/bin/pytest" --quiet -rs -o filterwarnings=default --confcutdir tests/clients tests/clients
+    "$clients/bin/pytest" --quiet -rs -o filterwarnings=default --confcutdir tests/clients "${2:-tests/clients}"
     exit
 fi
 

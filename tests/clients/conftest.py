@@ -19,6 +19,17 @@ PYTHON = REPOSITORY / ".venv" / "bin" / "python"
 PATIENCE = 300.0
 """Seconds until the server tells its URL."""
 COMMAND = ("-m", "opgraft", "serve", "smollm2", "--port", "0")
+SAVE_TOKENIZER = """
+import sys
+from opgraft.models.files import open_weights
+from opgraft.serving.tokenizer import open_tokenizer
+from transformers import PreTrainedTokenizerFast
+found = open_tokenizer(open_weights("smollm2"))
+saved = PreTrainedTokenizerFast(tokenizer_object=found.backend, **found.special_tokens)
+saved.chat_template = found.chat_templates["default"]
+saved.save_pretrained(sys.argv[1])
+"""
+"""SmolLM2 comes as a GGUF file, and most clients read tokenizer.json alone."""
 
 # Clients that would report to their makers, or fetch lists of prices.
 os.environ.update(
@@ -28,6 +39,8 @@ os.environ.update(
     LANGSMITH_TRACING="false",
     LITELLM_LOCAL_MODEL_COST_MAP="True",
     OPENAI_AGENTS_DISABLE_TRACING="1",
+    PROMPTFOO_DISABLE_TELEMETRY="1",
+    PROMPTFOO_DISABLE_UPDATE="1",
 )
 
 
@@ -62,6 +75,14 @@ def server() -> Iterator[str]:
 def base_url(server: str) -> str:
     """The URL that users give to clients."""
     return f"{server}/v1"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tokenizer of SmolLM2, for clients that make prompts of a given length."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    subprocess.run([PYTHON, "-c", SAVE_TOKENIZER, folder], check=True, timeout=PATIENCE)
+    return folder
 
 
 def _read_all(process: subprocess.Popen[str], urls: queue.Queue[str]) -> None:

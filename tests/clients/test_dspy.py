@@ -1,11 +1,16 @@
-"""DSPy, over litellm."""
+"""DSPy, over litellm, and over its own client for a provider that the user declares."""
 
 from __future__ import annotations
 
-from typing import Literal
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import dspy
-from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS
+import pytest
+from dspy import lm15
+from support.client_docs import block
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, get_weather
 
 
 class Kind(dspy.Signature):
@@ -44,3 +49,44 @@ def test_structured_output(base_url: str) -> None:
     """The adapter for JSON gets the fields of a signature."""
     with dspy.context(lm=model(base_url, CALL_TOKENS), adapter=dspy.JSONAdapter()):
         assert dspy.Predict(Kind)(pet="It barks.").kind in ("cat", "dog")
+
+
+class Ask(dspy.Signature):
+    """Answer with a call."""
+
+    question: str = dspy.InputField()
+    tools: list[dspy.Tool] = dspy.InputField()
+    calls: dspy.ToolCalls = dspy.OutputField()
+
+
+@pytest.fixture
+def declared(server: str) -> Iterator[str]:
+    """The model of a provider that is declared as in the docs."""
+    namespace: dict[str, Any] = {}
+    exec(block("from dspy import lm15", server), namespace)  # noqa: S102  # of the docs
+    yield f"opgraft/{MODEL}"
+    lm15.unregister_provider("opgraft")
+
+
+def test_tools(declared: str) -> None:
+    """A forced call has arguments of the tool."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": CALL_TOKENS, "cache": False}
+    chat = dspy.LM(declared, tool_choice="required", **options)
+    adapter = dspy.ChatAdapter(use_native_function_calling=True)
+    with dspy.context(lm=chat, adapter=adapter):
+        answer = dspy.Predict(Ask)(question=TEXT, tools=[dspy.Tool(get_weather)])
+    (call,) = answer.calls.tool_calls
+    assert "It is sunny" in get_weather(**call.args)
+
+
+def test_streams(base_url: str) -> None:
+    """The parts of a stream add up to the form of the signature."""
+
+    async def ask() -> list[Any]:
+        program = dspy.streamify(dspy.Predict(Kind))
+        with dspy.context(lm=model(base_url, CALL_TOKENS), adapter=dspy.JSONAdapter()):
+            return [part async for part in program(pet="It barks.")]
+
+    *parts, answer = asyncio.run(ask())
+    assert len(parts) > 2
+    assert answer.kind in ("cat", "dog")

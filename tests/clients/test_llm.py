@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 from support.client_questions import MODEL, TEXT, TOKENS, Pet
 
+FUNCTION = """
+def get_weather(city: str) -> str:
+    "Return the weather of a city."
+    return f"It is sunny in {city}."
+"""
 OPTIONS = ("-o", "max_tokens", str(TOKENS), "-o", "temperature", "0")
 
 
@@ -45,6 +50,12 @@ def test_two_turns() -> None:
 def test_a_stream_and_a_whole_answer() -> None:
     """Both have the same text."""
     assert ask("-m", "served", TEXT, *OPTIONS) == ask("-m", "served", "--no-stream", TEXT, *OPTIONS)
+
+
+def test_tools() -> None:
+    """A tool may be called, and an answer comes."""
+    answer = ask("-m", "served", "--functions", FUNCTION, TEXT, *OPTIONS)
+    assert answer.strip()
 
 
 def test_structured_output() -> None:

@@ -12,6 +12,8 @@ from support.makefile import COMMANDS, NEEDS
 
 REPOSITORY = Path(__file__).parents[2]
 LANES = sorted(path.stem for path in (REPOSITORY / "environments").glob("*.in"))
+PROGRAMS = sorted(path.stem for path in (REPOSITORY / "environments/clients").glob("*.in"))
+"""Clients of the server with an environment of their own."""
 MACHINE = "gpu"
 """The lane that stands for a machine: a bundle brings what opgraft needs beyond its packages."""
 CLIENTS = "clients"
@@ -27,11 +29,15 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def pins_of(environment: str) -> dict[str, str]:
+    pinned = [line.split("==") for line in lines(f"environments/{environment}.txt")]
+    return {normalized(name): version for name, version in pinned}
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_every_requirement_is_pinned(lane: str) -> None:
     """The pins hold a fitting version of all that an environment is asked for and that opgraft and its tests need."""
-    pinned = [line.split("==") for line in lines(f"environments/{lane}.txt")]
-    pins = {normalized(name): version for name, version in pinned}
+    pins = pins_of(lane)
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = lines(f"environments/{lane}.in")
@@ -40,6 +46,16 @@ def test_every_requirement_is_pinned(lane: str) -> None:
     for line in wanted:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pins[normalized(requirement.name)]), line
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_is_pinned(program: str) -> None:
+    """A client with an environment of its own is the only one there, pinned, with a test of its name."""
+    (wanted,) = lines(f"environments/clients/{program}.in")
+    requirement = Requirement(wanted)
+    assert normalized(requirement.name) == program
+    assert pins_of(f"clients/{program}")[program]
+    assert (REPOSITORY / f"tests/clients/test_{program.replace('-', '_')}.py").is_file()
 
 
 def test_every_lane_has_a_target_and_a_test() -> None:

@@ -2,7 +2,8 @@
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { Agent, OpenAIChatCompletionsModel, Runner, setTracingDisabled, tool, user } from "@openai/agents";
-import { MODEL, TEXT, TOKENS, CALL_TOKENS, CITY, getWeather } from "./questions.mjs";
+import { z } from "zod";
+import { MODEL, TEXT, TOKENS, CALL_TOKENS, CITY, getWeather, isPet } from "./questions.mjs";
 
 setTracingDisabled(true);
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
@@ -32,6 +33,15 @@ const caller = new Agent({
   modelSettings: { ...short, maxTokens: CALL_TOKENS, toolChoice: "required" },
 });
 assert.match((await runner.run(caller, TEXT)).finalOutput, /It is sunny/);
+
+// Structured output.
+const former = new Agent({
+  name: "three",
+  model,
+  outputType: z.object({ kind: z.enum(["cat", "dog"]) }),
+  modelSettings: { ...short, maxTokens: CALL_TOKENS },
+});
+assert.ok(isPet((await runner.run(former, TEXT)).finalOutput));
 
 // Streams.
 const streamed = await runner.run(talker, TEXT, { stream: true });
