@@ -141,7 +141,7 @@ return (F.silu(gate) * up).clone()
         "FatreluAndMul",
         """
 gate, up = x.chunk(2, -1)
-return torch.where(gate <= self.threshold, torch.zeros_like(gate), gate) * up
+return torch.where(wide(gate) <= self.threshold, torch.zeros_like(gate), gate) * up
 """,
     ),
     activation(
