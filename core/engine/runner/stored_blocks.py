@@ -22,8 +22,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import Future, wait
 from datetime import datetime
 from functools import partial
 from hashlib import sha256
@@ -31,7 +30,7 @@ from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from opgraft.base.log import logger
@@ -85,6 +84,8 @@ _OPEN: weakref.WeakSet[StoredBlocks] = weakref.WeakSet()
 _Call = Callable[[], None]
 """Work for a thread."""
 
+_Answer = TypeVar("_Answer")
+
 
 class _Task(NamedTuple):
     """Entries to write, the names of entries that were used, and a mark that both is done."""
@@ -132,6 +133,7 @@ class StoredBlocks:
         self._has_warned = False
         self._unchecked = self._limit
         self._waiting: list[_Task] = []
+        self._late: list[Future[Any]] = []
         self._writing = _queue_of_threads(self, "opgraft-write-blocks", 1)
         self._reading = _queue_of_threads(self, "opgraft-read-blocks", _READERS)
         _OPEN.add(self)
@@ -193,16 +195,22 @@ class StoredBlocks:
 
         Few entries are looked at: behind a missing one, later ones count as missing.
         """
+        if not digests or self._hangs():
+            return 0
         try:
-            # Other processes add entries, which a kept listing would not have.
-            self._files.invalidate_cache(self._folder)
-            if not digests or self._is_missing(digests[0]):
-                return 0
-            return bisect_left(digests, True, key=self._is_missing)
+            end = time.monotonic() + _PATIENCE
+            return self._in_time(self._started(self._count, digests), end)
         # File systems may raise anything.
         except Exception as error:
             self._warn("read", error)
             return 0
+
+    def _count(self, digests: Sequence[bytes]) -> int:
+        # Other processes add entries, which a kept listing would not have.
+        self._files.invalidate_cache(self._folder)
+        if self._is_missing(digests[0]):
+            return 0
+        return bisect_left(digests, True, key=self._is_missing)
 
     def _is_missing(self, digest: bytes) -> bool:
         return not self._is_whole(self._path(self._name(digest)))
@@ -218,6 +226,8 @@ class StoredBlocks:
         Returns:
             The number of the filled ones.
         """
+        if self._hangs():
+            return 0
         filled = 0
         end = time.monotonic() + _PATIENCE
         most = max(_READERS, _AHEAD // self._entry_bytes)
@@ -226,32 +236,50 @@ class StoredBlocks:
         try:
             for _, blocks in wanted:
                 for digest, _ in islice(left, most - len(reads)):
-                    reads.append(self._start_reading(digest))
-                content = reads.popleft().result(max(0.0, end - time.monotonic()))
+                    reads.append(self._started(self._read, self._name(digest)))
+                content = self._in_time(reads.popleft(), end)
                 if content is None:
                     break
                 self._fill(blocks, content)
                 filled += 1
-        except NotInTime:
-            self._warn("read", InputError(f"reading takes more than {_PATIENCE:g} s"))
         except Exception as error:
             self._warn("read", error)
         for read in reads:
             read.cancel()
         return filled
 
-    def _start_reading(self, digest: bytes) -> Future[Tensor | None]:
-        read: Future[Tensor | None] = Future()
-        self._reading.put(partial(self._read_for, read, self._name(digest)))
-        return read
+    def _hangs(self) -> bool:
+        """Return True while a call that was not in time goes on."""
+        self._late = [call for call in self._late if not call.done()]
+        return bool(self._late)
 
-    def _read_for(self, read: Future[Tensor | None], name: str) -> None:
-        if not read.set_running_or_notify_cancel():
-            return
-        try:
-            read.set_result(self._read(name))
-        except Exception as error:
-            read.set_exception(error)
+    def _started(self, function: Callable[..., _Answer], *given: object) -> Future[_Answer]:
+        """Let a thread call a function."""
+        call: Future[_Answer] = Future()
+
+        def run() -> None:
+            if not call.set_running_or_notify_cancel():
+                return
+            try:
+                call.set_result(function(*given))
+            except Exception as error:
+                call.set_exception(error)
+
+        self._reading.put(run)
+        return call
+
+    def _in_time(self, call: Future[_Answer], end: float) -> _Answer:
+        """Return the answer of a thread.
+
+        Raises:
+            InputError: there is none at the given time.
+            Exception: anything that the call raises.
+        """
+        wait([call], max(0.0, end - time.monotonic()))
+        if not call.done():
+            self._late.append(call)
+            raise InputError(f"reading takes more than {_PATIENCE:g} s")
+        return call.result()
 
     def _fill(self, blocks: Sequence[int | None], content: Tensor) -> None:
         parts = iter(torch.split(content, self._part_bytes))
