@@ -396,18 +396,18 @@ def keep(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     names = {row["name"] for row in rows}
     kept = [row for row in earlier if row["name"] not in names]
-    table = {"machine": machine(), "rows": [*kept, *rows]}
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"rows": [*kept, *rows]}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     arguments, findings = parsed(), list[Finding]()
-    run = this_run()
+    run = {**this_run(), "machine": machine()}
     for part in arguments.rows:
         found = list(PARTS[part](arguments))
         print(f"measured: {part}", file=sys.stderr)
         findings += found
         if arguments.json:
+            # After each part, as all of them take an hour.
             rows = [{**asdict(each), "verdict": each.verdict, **run} for each in found]
             keep(arguments.json, rows)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))

@@ -6,10 +6,13 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from benchmarks.test_engine import BENCHMARKS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
@@ -22,18 +25,43 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.parametrize("name", ["fused", "compile"])
-def test_a_file_names_its_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures without a command, a date and a commit cannot be measured again."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     path = tmp_path / "figures.json"
-    script = BENCHMARKS / f"{name}.py"
+    script = BENCHMARKS / "fused.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--json", str(path), "--rounds", "3", "--rows"])
     with pytest.raises(SystemExit, match="False"):
-        importlib.import_module(name).main()
-    found = json.loads(path.read_text())
-    assert found["command"] == f"benchmarks/{name}.py --json {path} --rounds 3 --rows"
+        importlib.import_module("fused").main()
+    expect_run(json.loads(path.read_text()), f"benchmarks/fused.py --json {path} --rounds 3 --rows")
+
+
+def test_each_row_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a later run stand beside the others, each with the run and the machine that measured it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    compiling = importlib.import_module("compile")
+    path = tmp_path / "figures.json"
+    earlier = [{"name": "recompilations", "date": "old"}, {"name": "another", "date": "old"}]
+    path.write_text(json.dumps({"rows": earlier}))
+
+    def measure(_: object) -> Iterator[Any]:
+        yield compiling.Finding("recompilations", 0, "graphs", most=0)
+
+    monkeypatch.setattr(compiling, "PARTS", {"recompilations": measure})
+    arguments = [str(BENCHMARKS / "compile.py"), "--json", str(path), "--rows", "recompilations"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="False"):
+        compiling.main()
+    other, row = json.loads(path.read_text())["rows"]
+    assert other == earlier[1]
+    assert row["machine"]["torch"] == torch.__version__
+    expect_run(row, f"benchmarks/compile.py --json {path} --rows recompilations")
+
+
+def expect_run(found: dict[str, Any], command: str) -> None:
+    assert found["command"] == command
     assert abs(date.fromisoformat(found["date"]) - date.today()) <= timedelta(days=1)
     commit, _, mark = found["commit"].partition(" ")
     assert commit == git(BENCHMARKS, "rev-parse", "HEAD")
