@@ -54,6 +54,7 @@ RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
 
 QUANTIZED = (
     (("opgraft, int8", "bfloat16"), (SUBJECT, "bfloat16"), 1.6, 8),
+    (("opgraft, 12 bits", "bfloat16"), (SUBJECT, "bfloat16"), 1.2, 12),
     (("opgraft, 4-bit blocks", "float32"), ("llama.cpp, 4-bit blocks", "float32"), 0.9, 4),
 )
 """Two engines with their dtypes, the least ratio of the first's speed at one request to the second's, and bits of each

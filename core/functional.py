@@ -22,6 +22,7 @@ from opgraft.ops.fused.rotary.functional import *
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear.functional import *
 from opgraft.ops.linear.lora.functional import *
+from opgraft.ops.linear.lossless.functional import *
 from opgraft.ops.linear.quantized.functional import *
 from opgraft.ops.moe.fused.functional import *
 from opgraft.ops.moe.quantized.functional import *

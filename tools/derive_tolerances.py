@@ -300,8 +300,9 @@ def write_along(target: Enclosure, dim: int, index: Tensor, value: Any) -> None:
 
 def kept(balls: Any, shape: Sequence[int]) -> Tensor:
     """Keep intervals, and return their places."""
+    made = list(balls)  # to make one may keep others
     start = len(BALLS)
-    BALLS.extend(balls)
+    BALLS.extend(made)
     return torch.arange(start, len(BALLS)).reshape(tuple(shape))
 
 

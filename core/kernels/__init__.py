@@ -34,6 +34,7 @@ from opgraft.ops.embedding.ranges import (
     pad_vocab_size,
 )
 from opgraft.ops.linear.lora.method import adapter_bounds
+from opgraft.ops.linear.lossless.storage import LosslessWeight, from_12_bits, to_12_bits
 from opgraft.ops.linear.methods import (
     LinearMethodBase,
     QuantizeMethodBase,
@@ -65,6 +66,7 @@ from opgraft.ops.weights import (
 )
 from opgraft.quantization.gguf import GGUFLinearMethod
 from opgraft.quantization.integers import Int4LinearMethod, Int8LinearMethod
+from opgraft.quantization.lossless import Lossless12LinearMethod
 from opgraft.quantization.online import put
 from opgraft.quantization.registry import quantization_named
 
@@ -104,11 +106,15 @@ __all__ = [
     "GGUFLinearMethod",
     "Int4LinearMethod",
     "Int8LinearMethod",
+    "Lossless12LinearMethod",
     "put",
     "quantize_int4",
     "quantize_int8",
     "pack_int4",
     "unpack_int4",
+    "LosslessWeight",
+    "to_12_bits",
+    "from_12_bits",
     "scale_shape",
     "TILE",
     "in_tiles",

@@ -26,6 +26,7 @@ from opgraft.ops.embedding.logits import *
 from opgraft.ops.embedding.vocab import *
 from opgraft.ops.layernorm.modules import *
 from opgraft.ops.linear.lora.modules import *
+from opgraft.ops.linear.lossless.modules import *
 from opgraft.ops.linear.merged import *
 from opgraft.ops.linear.modules import *
 from opgraft.ops.linear.parallel import *

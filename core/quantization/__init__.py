@@ -6,6 +6,7 @@ from opgraft.quantization.fp8 import Fp8Config
 from opgraft.quantization.gguf import GGUFConfig
 from opgraft.quantization.gptq import GPTQConfig
 from opgraft.quantization.integers import Int4Config, Int8Config, Int8DynamicConfig
+from opgraft.quantization.lossless import Lossless12Config
 from opgraft.quantization.mxfp4 import Mxfp4Config
 from opgraft.quantization.registry import quantization_named, quantizations
 
@@ -18,6 +19,7 @@ __all__ = [
     "Int4Config",
     "Int8Config",
     "Int8DynamicConfig",
+    "Lossless12Config",
     "Mxfp4Config",
     "quantization_named",
     "quantizations",

@@ -25,6 +25,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "layer_norm",
             "linear",
             "lora",
+            "lossless_linear",
             "mixer2_gated_rms_norm",
             "mla_attention",
             "mla_paged_attention",

@@ -158,6 +158,18 @@ def test_quantized_weights(folder: Path, method: str) -> None:
     assert (ours.answered > 0, ours.left) == (True, 0)
 
 
+def test_weights_in_12_bits(folder: Path) -> None:
+    """Layers, embedding and head in 12 bits give the bits of the plain model, in one call too."""
+    tied = {"model.embed_tokens": "lossless12"}
+    stored = QuantizationSettings(method="lossless12", by_prefix=tied)
+    plain = Served(folder, "bfloat16")
+    ours, modules = (Served(folder, "bfloat16", quantization=stored) for _ in range(2))
+    expected = plain.logits(3, 40, 50)
+    expect_equal(ours.logits(3, 40, 50), expected)
+    expect_equal(modules.by_modules().logits(3, 40, 50), expected)
+    assert (ours.answered > 0, ours.left) == (True, 0)
+
+
 @pytest.mark.parametrize(
     ("family", "values"),
     [
@@ -295,9 +307,9 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     """Wrong layers say what is wrong."""
     decoder = torch.classes.opgraft_cpu_kernels.Decoder()
     weight = torch.ones(4, 4)
-    maps = [("linear", [weight, None, None, None])] * 4
+    maps = [("linear", [weight, None])] * 4
     given = (weight[0], 1e-6, weight[0], 1e-6)
-    with pytest.raises(ValueError, match="a linear layer by sparse with 4 tensors"):
+    with pytest.raises(ValueError, match="a linear layer by sparse with 2 tensors"):
         decoder.add_layer(
             *given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True, True
         )
@@ -314,6 +326,8 @@ def test_what_the_library_refuses(kernels: Any) -> None:
             [],
             torch.tensor([0, 1]),
             torch.tensor([1]),
+            None,
+            [],
             None,
         )
 

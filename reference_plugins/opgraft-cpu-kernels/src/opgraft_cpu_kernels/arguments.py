@@ -55,7 +55,11 @@ CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_update")
 LIKE_THE_INPUT = ("weight", "bias", "initial_states", "conv_state")
 """Arguments of convolutions with the dtype of the input."""
 
-CODES = {"quantized_linear": (torch.int8, torch.uint8), "int8_dynamic_linear": (torch.int8,)}
+CODES = {
+    "quantized_linear": (torch.int8, torch.uint8),
+    "int8_dynamic_linear": (torch.int8,),
+    "lossless_linear": (torch.uint8,),
+}
 """Op → the dtypes of its weight, if the weight holds codes."""
 
 

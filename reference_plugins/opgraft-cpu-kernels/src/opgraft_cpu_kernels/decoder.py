@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from opgraft_cpu_kernels import attention, kernels, linear, lora, ops, quantized
+from opgraft_cpu_kernels import attention, kernels, linear, lora, lossless, ops, quantized
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import REFUSED
 from opgraft_cpu_kernels.library import path_or_none
@@ -48,6 +48,7 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
     functional.linear: linear.linear,
     functional.quantized_linear: quantized.quantized_linear,
     functional.int8_dynamic_linear: quantized.int8_dynamic_linear,
+    functional.lossless_linear: lossless.lossless_linear,
 }
 """Forms of linear layers that the library calls itself, with the kernels that it then runs."""
 
@@ -371,12 +372,11 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
-    """Return the form of a linear layer and its tensors: weight, scales, offsets and bias."""
+    """Return the form of a linear layer and its tensors behind the input; the last is the bias."""
     called: Any = form_called(layer, adds_adapters=True)  # which is known to be there
-    form, (weight, *others) = called
-    scales, offsets = (*others, None, None)[:2]
+    form, tensors = called
     bias = None if isinstance(layer, RowParallelLinear) and layer.tp_rank else layer.bias
-    return form.name, [weight, scales, offsets, bias]
+    return form.name, [*tensors, bias]
 
 
 def _changed(op: Any) -> str:

@@ -45,6 +45,17 @@ def _mapped_by_codes(
     return x.new_empty((*x.shape[:-1], outputs))
 
 
+def _looked_up(
+    weight: Tensor,
+    exponents: Tensor,
+    places: Tensor,
+    units: Tensor,
+    in_features: int,
+    rows: Tensor,
+) -> Tensor:
+    return units.new_empty((*rows.shape, in_features), dtype=torch.bfloat16)
+
+
 def _mapped_twice(
     x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, *others: object
 ) -> Tensor:
@@ -181,7 +192,8 @@ RULES: dict[Callable[..., object], str] = {
     **{getattr(functional, name).fake: name for name in QUANTIZED},
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
-    _mapped: "linear linear_of_rows linear_of_many_rows int8_dynamic_linear",
+    _mapped: "linear linear_of_rows linear_of_many_rows int8_dynamic_linear lossless_linear",
+    _looked_up: "lossless_rows",
     _mapped_by_heads: "linear_by_heads",
     _mapped_by_codes: "quantized_linear",
     _mapped_twice: "gated_mlp",

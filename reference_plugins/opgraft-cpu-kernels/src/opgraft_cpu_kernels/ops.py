@@ -24,6 +24,7 @@ from opgraft_cpu_kernels import (
     latent_attention,
     linear,
     lora,
+    lossless,
     quantized,
     quantized_experts,
     steps,
@@ -201,6 +202,12 @@ class Int8DynamicLinear(catalogue.Int8DynamicLinear):
     )
 
 
+class LosslessLinear(catalogue.LosslessLinear):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"lossless_linear": lossless.lossless_linear}, needs=missing, inference_only=True
+    )
+
+
 class LoRA(catalogue.LoRA):
     functional_cpu = opgraft.FunctionalKernels(
         {"add_lora_": lora.add_lora_}, needs=missing, inference_only=True
@@ -352,6 +359,7 @@ REPLACEMENTS = (
     QuantFP8,
     QuantizedLinear,
     Int8DynamicLinear,
+    LosslessLinear,
     LoRA,
     Linear,
     GatedMLP,

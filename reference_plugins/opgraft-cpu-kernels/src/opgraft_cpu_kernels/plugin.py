@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, library, linear, ops, tiles
+from opgraft_cpu_kernels import attention, library, linear, lossless, ops, tiles
 from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.decoder import DecoderPlan
 from opgraft_cpu_kernels.nodes import AttentionNodes
@@ -37,6 +37,9 @@ def opgraft_register_ops() -> None:
         opgraft.CustomOp.register_oot(replacement, name=target, when=when)
     for name, method in tiles.METHODS.items():
         opgraft.PluggableClass.register_oot(method, name=name)
+    opgraft.PluggableClass.register_oot(
+        lossless.Lossless12LinearMethod, name="lossless12_linear_method"
+    )
     built = attention.has_kernel
     opgraft.PluggableClass.register_oot(DecoderPlan, name="decoder_plan", when=built)
     opgraft.PluggableClass.register_oot(AttentionNodes, name="attention_nodes", when=built)

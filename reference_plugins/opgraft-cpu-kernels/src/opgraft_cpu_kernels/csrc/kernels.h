@@ -165,6 +165,22 @@ struct QuantizedLinear {
   MutableRows out;
 };
 
+// A weight of bfloat16 numbers in 12 bits; lossless.inc says where they are.
+struct LosslessWeight {
+  static constexpr int64_t UNIT = 64;        // inputs whose numbers lie together
+  static constexpr int64_t UNIT_BYTES = 96;  // which they take
+  static constexpr int64_t EXPONENTS = 16;
+  static constexpr int32_t END = INT32_MAX;
+  const uint8_t* codes = nullptr;      // a row for each output
+  const uint8_t* exponents = nullptr;  // biased
+  const int32_t* places = nullptr;     // ascending numbers of the plain units, and END
+  const uint16_t* plain = nullptr;     // these units, and one more that is not used
+  int64_t count = 0;                   // of plain units
+  int64_t in_features = 0;
+  int64_t units() const { return in_features / UNIT; }
+  int64_t row_bytes() const { return units() * UNIT_BYTES + in_features % UNIT * 2; }
+};
+
 constexpr float SMALLEST_SCALE = 1.17549435e-38f;
 
 struct Int8Linear {
@@ -291,6 +307,8 @@ using QuantizedLinearKernel = void (*)(const QuantizedLinear&, int64_t begin, in
 using PrepareKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, float* group_sums);
 using IntegersKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, int64_t begin, int64_t end);
 using DequantizeKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end, void* to);
+using LosslessKernel = void (*)(const Linear&, const LosslessWeight&, int64_t begin, int64_t end);
+using ExpandKernel = void (*)(const LosslessWeight&, int64_t begin, int64_t end, void* to);
 using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes, float* scales, int64_t begin,
                                 int64_t end);
 using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
@@ -327,6 +345,8 @@ struct Path {
   DequantizeKernel dequantize_rows[DTYPES];
   Int8RowsKernel int8_rows[DTYPES];
   Int8LinearKernel int8_linear[DTYPES];
+  LosslessKernel lossless_linear;  // of bfloat16
+  ExpandKernel expand_rows;
   AttentionKernel attention[CODES][DTYPES];
   MergeKernel merge_chunks[DTYPES];
   DenseAttentionKernel dense_attention[DTYPES];

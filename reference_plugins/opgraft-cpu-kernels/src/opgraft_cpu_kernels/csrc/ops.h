@@ -10,6 +10,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptionalTensor& offsets,
                         const OptionalTensor& bias);
 Tensor int8_dynamic_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptionalTensor& bias);
+Tensor lossless_linear(const Tensor& x, const Tensor& weight, const Tensor& exponents, const Tensor& places,
+                       const Tensor& units, const OptionalTensor& bias, int64_t few);
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, std::optional<int64_t> measured);
 std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                               double eps, std::optional<int64_t> measured);

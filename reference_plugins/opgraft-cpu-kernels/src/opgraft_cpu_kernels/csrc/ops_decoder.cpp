@@ -10,34 +10,37 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-// A linear layer: the op that computes it, by name, and its tensors after x.
+// A linear layer: the op that computes it, by name, and its tensors after x, of which the last is the bias.
 struct Map {
-  enum Form { LINEAR, QUANTIZED_LINEAR, INT8_DYNAMIC_LINEAR } form;
-  Tensor weight, scales;
-  OptionalTensor offsets, bias;
+  enum Form { LINEAR, QUANTIZED_LINEAR, INT8_DYNAMIC_LINEAR, LOSSLESS_LINEAR } form;
+  std::vector<OptionalTensor> tensors;
 
-  Map(const std::string& name, const std::vector<OptionalTensor>& tensors) {
-    constexpr const char* names[] = {"linear", "quantized_linear", "int8_dynamic_linear"};
-    const auto found = std::find(std::begin(names), std::end(names), name);
-    TORCH_CHECK_VALUE(found != std::end(names) && tensors.size() == 4 && tensors[0] &&
-                          (name == "linear" || tensors[1]),
-                      "decoder: a linear layer by ", name, " with ", tensors.size(), " tensors, expected linear, ",
-                      "quantized_linear or int8_dynamic_linear with weight, scales, offsets and bias");
-    form = Form(found - std::begin(names));
-    weight = *tensors[0];
-    scales = defined(tensors[1]);
-    offsets = tensors[2];
-    bias = tensors[3];
+  Map(const std::string& name, const std::vector<OptionalTensor>& given) : tensors(given) {
+    constexpr const char* names[] = {"linear", "quantized_linear", "int8_dynamic_linear", "lossless_linear"};
+    constexpr size_t counts[] = {2, 4, 3, 5};
+    const auto found = std::find(std::begin(names), std::end(names), name) - std::begin(names);
+    TORCH_CHECK_VALUE(size_t(found) < std::size(names) && given.size() == counts[found], "decoder: a linear layer by ",
+                      name, " with ", given.size(), " tensors, expected linear, quantized_linear, ",
+                      "int8_dynamic_linear or lossless_linear with their tensors after x");
+    form = Form(found);
+    for (size_t i = 0; i + 1 < given.size(); ++i)
+      TORCH_CHECK_VALUE(given[i] || (form == QUANTIZED_LINEAR && i == 2), "decoder: tensor ", i, " of ", name,
+                        " is None");
   }
 
   Tensor operator()(const Tensor& x) const {
+    const OptionalTensor& bias = tensors.back();
     switch (form) {
       case LINEAR:
-        return linear(x, weight, bias, "none", {});
+        return linear(x, *tensors[0], bias, "none", {});
       case QUANTIZED_LINEAR:
-        return quantized_linear(x, weight, scales, offsets, bias);
+        return quantized_linear(x, *tensors[0], *tensors[1], tensors[2], bias);
+      case INT8_DYNAMIC_LINEAR:
+        return int8_dynamic_linear(x, *tensors[0], *tensors[1], bias);
       default:
-        return int8_dynamic_linear(x, weight, scales, bias);
+        // The caller has found the rows few enough.
+        return lossless_linear(x, *tensors[0], *tensors[1], *tensors[2], *tensors[3], bias,
+                               std::numeric_limits<int64_t>::max());
     }
   }
 };
