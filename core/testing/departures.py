@@ -29,6 +29,9 @@ SENSITIVITY = 8.0
 MOVES = 4
 """Times that the inputs move."""
 
+WALK = 4.0
+"""The square root of a row's length is divided by this, for the roundings by which the row moves."""
+
 LONG = 2048
 """Elements of a row from which sums may lose more than the tolerance, as a random walk does."""
 
@@ -112,12 +115,16 @@ class Expected:
             # Half types are computed in float32.
             own = self.arguments[name].dtype
             eps = torch.finfo(own if own == torch.float64 else torch.float32).eps
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            value = value * (1 + eps * noise)
             # Where all products of a sum have one sign, moves of its numbers cancel, and roundings
-            # of the sum do not. So each row moves as a whole, too.
-            shapes = (value.shape, (*value.shape[:-1], 1)) if value.dim() else (value.shape,)
-            for shape in shapes:
-                noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-                value = value * (1 + eps * noise)
+            # of the sum do not: they grow like a random walk. So each row moves as a whole, too.
+            if value.dim():
+                steps = max(1.0, math.sqrt(value.shape[-1]) / WALK)
+                noise = torch.randn(
+                    (*value.shape[:-1], 1), generator=generator, dtype=torch.float64
+                )
+                value = value * (1 + eps * steps * noise)
             moved[name] = value
         return moved
 
