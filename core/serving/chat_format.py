@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opgraft.errors import RequestError
@@ -95,8 +95,13 @@ def text_to_continue(message: Mapping[str, Any]) -> str:
     """Return the text of the last message of a chat, for the model to go on with.
 
     Raises:
-        RequestError: the content is no text, or is blank.
+        RequestError: the content is no text, or is blank, or calls follow.
     """
+    if message.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message goes on with the text of the last message, and calls follow "
+            "this text: leave tool_calls out, or continue_final_message"
+        )
     content = message.get("content")
     if isinstance(content, str) and content.strip():
         return content
@@ -132,6 +137,19 @@ def arguments_text(call: Mapping[str, Any]) -> str:
 def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]]:
     """Return the functions of tools, in OpenAI's form or plain."""
     return [tool.get("function", tool) for tool in tools or ()]
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield the texts in plain data, with the keys of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts_of(key)
+            yield from texts_of(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from texts_of(inner)
 
 
 def as_plain_data(value: Any, place: str) -> Any:

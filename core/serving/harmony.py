@@ -23,7 +23,9 @@ from opgraft.serving.chat_format import (
     functions_of,
     plain_messages,
     text_to_continue,
+    texts_of,
 )
+from opgraft.serving.harmony_limits import expect_quick
 from opgraft.serving.outputs import CompletionOutput
 
 VOCABULARY = "o200k_base.tiktoken"
@@ -131,6 +133,7 @@ class HarmonyFormat(ChatFormat):
     ) -> list[int]:
         chat = plain_messages(messages)
         try:
+            expect_quick(texts_of([messages, tools, (values or {}).get("model_identity")]))
             written = [*self._beginning(chat, tools, values or {}), *self._written(chat)]
             conversation = self._library.Conversation.from_messages(written)
             if continue_final_message:
@@ -175,10 +178,13 @@ class HarmonyFormat(ChatFormat):
             system = system.with_model_identity(str(values["model_identity"]))
         yield library.Message.from_role_and_content(library.Role.SYSTEM, system)
 
-        instructions = [content_text(message) for message in chat[: _instructions(chat)]]
+        written = [content_text(message) for message in chat[: _instructions(chat)]]
+        instructions = "\n\n".join(written)
+        # Many short texts may make a long run together.
+        expect_quick([instructions])
         developer = library.DeveloperContent.new()
-        if instructions:
-            developer = developer.with_instructions("\n\n".join(instructions))
+        if written:
+            developer = developer.with_instructions(instructions)
         described_functions = [
             library.ToolDescription.new(
                 function["name"], function.get("description") or "", function.get("parameters")
@@ -187,7 +193,7 @@ class HarmonyFormat(ChatFormat):
         ]
         if described_functions:
             developer = developer.with_function_tools(described_functions)
-        if instructions or described_functions:
+        if written or described_functions:
             yield library.Message.from_role_and_content(library.Role.DEVELOPER, developer)
 
     def _written(self, chat: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -249,10 +255,12 @@ class HarmonyParser:
 
     Attributes:
         parts: messages so far. The last one may still grow.
+        length_before: characters of the last message before its last token.
     """
 
     def __init__(self, library: Any, encoding: Any, prompt: Sequence[int]) -> None:
         self.parts: list[AnswerPart] = []
+        self.length_before = 0
         self._encoding = encoding
         self._failure = library.HarmonyError
         self._parser = library.StreamableParser(encoding, None, strict=False)
@@ -298,9 +306,11 @@ class HarmonyParser:
             self._unread.clear()
             parser = self._parser
             self.parts.append(AnswerPart(parser.current_channel, parser.current_recipient))
+            self.length_before = 0
         elif self._is_open and token in (END, RETURN, CALL):
             self._is_open = False
         elif self._is_open:
+            self.length_before = len(self.parts[-1].text)
             self.parts[-1].text += self._parser.last_content_delta or ""
 
     def _show_rest(self) -> None:
@@ -312,6 +322,7 @@ class HarmonyParser:
         is_header = begun and not self._failed
         if rest and not is_header:
             self.parts.append(AnswerPart(None, None, rest))
+            self.length_before = 0
         self._unread.clear()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +126,95 @@ def test_markers_in_messages_are_text(chat: HarmonyFormat, encoding: Any) -> Non
         ({"continue_final_message": True, "content": " "}, "has no text"),
         ({"content": "\ud800"}, "half a surrogate pair"),
         ({"role": "bot"}, "cannot write these 1 messages: .*'bot'"),
+        (
+            {"continue_final_message": True, "role": "assistant", "tool_calls": [CALL]},
+            "calls follow this text: leave tool_calls out",
+        ),
     ],
 )
 def test_messages_that_cannot_be_written(
     options: dict[str, Any], match: str, chat: HarmonyFormat
 ) -> None:
     """The error has the reason of the library."""
-    fields = {key: options.pop(key) for key in ("content", "role") if key in options}
+    fields = {key: options.pop(key) for key in ("content", "role", "tool_calls") if key in options}
     with pytest.raises(RequestError, match=match):
         chat.render([{**USER, **fields}], **options)
+
+
+def of_parameter(name: str) -> dict[str, Any]:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {name: {}}}}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        ("x" * 50_000, {}),
+        ("=" * 50_000, {}),
+        (" " * 50_000, {}),
+        ("/\n" * 25_000, {}),
+        ("a\u0301" * 25_000, {}),
+        # Python has no category for this letter, and the library's tables have one.
+        ("a\U00010d50" * 25_000, {}),
+        ("\u4e2d" * 50_000, {}),
+        ("x", {"tools": [of_parameter("x" * 50_000)]}),
+        ("x", {"values": {"model_identity": "x" * 50_000}}),
+    ],
+)
+def test_long_runs(content: str, options: dict[str, Any], chat: HarmonyFormat) -> None:
+    """The library would need seconds for a piece, in any text that it writes, so the request is refused before."""
+    asked = [{"role": "user", "content": content}]
+    with pytest.raises(RequestError, match="long runs of letters, signs or blanks"):
+        chat.render(asked, **options)
+
+
+@pytest.mark.parametrize("text", ["", "/", " "])
+def test_a_long_run_of_short_texts(text: str, chat: HarmonyFormat) -> None:
+    """Instructions are joined by line breaks, so short ones may make a long run together."""
+    many = [{"role": "system", "content": text}] * 16_000
+    with pytest.raises(RequestError, match="long runs of letters, signs or blanks"):
+        chat.render([*many, USER])
+
+
+@pytest.mark.parametrize("text", ["x" * 4_000_000, "so it is " * 400_000, "=1" * 200_000])
+def test_a_text_beyond_the_context(text: str, chat: HarmonyFormat) -> None:
+    """A text of four megabytes is refused while other threads run on."""
+    longest, ended = [0.0], threading.Event()
+
+    def tick() -> None:
+        before = time.perf_counter()
+        while not ended.wait(0.001):
+            now = time.perf_counter()
+            longest[0] = max(longest[0], now - before)
+            before = now
+
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        with pytest.raises(RequestError, match="longer than the context") as refused:
+            chat.render([{"role": "user", "content": text}])
+    finally:
+        ended.set()
+        other.join()
+    assert refused.value.code == "context_length_exceeded"
+    # The library alone would stop them for more than a second.
+    assert longest[0] < 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "so it is " * 43_000,
+        "\u4e2d\u6587\u5f88\u597d\u770b\u7684\u5417\u3002" * 1_000,
+        base64.b64encode(bytes(range(256)) * 100).decode(),
+        "it's 'so'\n\n" * 20_000,
+        "x" * 8_000,
+    ],
+)
+def test_long_texts(text: str, chat: HarmonyFormat, encoding: Any) -> None:
+    """Texts that fit in the context are written: words, texts without spaces, data and a long run."""
+    ids = chat.render([{"role": "user", "content": text}])
+    assert encoding.decode(ids).endswith(f"{text}<|end|><|start|>assistant")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +322,26 @@ def test_stop_strings(keeps: bool, expected: str, chat: HarmonyFormat, encoding:
     assert reader.read(output).text == expected
 
 
+@pytest.mark.parametrize(
+    ("stop", "said", "expected"),
+    [
+        # One token holds the string twice, or overlaps with itself.
+        ("\n", "Line\n\n", "Line"),
+        ("  ", "Line:   ", "Line:"),
+        # The first one came within min_tokens.
+        ("one", "one two one", "one two "),
+    ],
+)
+def test_the_first_stop_string_of_a_token(
+    stop: str, said: str, expected: str, chat: HarmonyFormat, encoding: Any
+) -> None:
+    """The engine ends at the first stop string that the last token ends."""
+    tokens = written(encoding, f"<|channel|>final<|message|>{said}")
+    reader = HarmonyReader(chat.parser([]), tools(), (stop,), False)
+    output = CompletionOutput(0, token_ids=tokens, finish_reason="stop", stop_reason=stop)
+    assert reader.read(output).text == expected
+
+
 SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
 FINAL = "<|channel|>final<|message|>"
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
@@ -250,6 +353,9 @@ STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True
         ({}, {"json": SCHEMA}, [f'{FINAL}{{"warm": true}}'], [f"{FINAL}warm", "warm", "{}"]),
         ({}, {"choice": ["yes", "no"]}, [f"{FINAL}yes", f"{FINAL}no"], [f"{FINAL}so"]),
         ({}, {"regex": "a/b+"}, [f"{FINAL}a/bb"], [f"{FINAL}a"]),
+        ({}, {"regex": r"a\/b+"}, [f"{FINAL}a/bb"], [f"{FINAL}a"]),
+        ({}, {"regex": r"\\/b"}, [f"{FINAL}\\/b"], [f"{FINAL}/b"]),
+        ({}, {"regex": r"a\/ |b"}, [f"{FINAL}a/ ", f"{FINAL}b"], [f"{FINAL}a/"]),
         (
             {"tools": [STRICT]},
             None,

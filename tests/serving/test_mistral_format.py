@@ -121,6 +121,9 @@ def test_a_continued_message(checkpoint: Path, tokenizer: Tokenizer) -> None:
     assert text_of(tokenizer, ids) == "<s>[INST]Is it warm?[/INST]Yes, it"
     with pytest.raises(RequestError, match="has no text"):
         chat.render([USER, {"role": "assistant"}], continue_final_message=True)
+    called = {**begun[-1], "tool_calls": [CALL]}
+    with pytest.raises(RequestError, match="calls follow this text"):
+        chat.render([USER, called], continue_final_message=True)
 
 
 @pytest.mark.parametrize(

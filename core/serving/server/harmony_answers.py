@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ call: {{calls}}
 TEXT: /(.|\n)*/
 """
 """Grammar of an answer: thoughts, and then a text for the user or a call."""
+
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
+"""A slash, which ends a pattern in a grammar, or a sign behind a backslash."""
 
 _CALL = rf'<[{CHANNEL}]> {{header}} <[{CONSTRAIN}]> "json" <[{MESSAGE}]> %json {{schema}}'
 
@@ -77,9 +81,14 @@ class HarmonyReader(AnswerReader):
             # A stop string may have begun.
             return text[: max(len(text) - self._held, 0)]
         stop = answer.stop_reason
-        if not isinstance(stop, str) or stop not in text:
+        if not isinstance(stop, str):
             return text
-        return text[: text.rfind(stop) + (len(stop) if self._keeps_stop else 0)]
+        # The answer ends with the first stop string that ends in the last token.
+        begin = max(self._parser.length_before - len(stop) + 1, 0)
+        place = text.find(stop, begin)
+        if place < 0:
+            return text
+        return text[: place + (len(stop) if self._keeps_stop else 0)]
 
 
 def _name_of(part: AnswerPart) -> str | None:
@@ -136,8 +145,7 @@ def _written(form: AnswerForm) -> str:
     if kind == "choice":
         return f"({' | '.join(map(json.dumps, value))})"
     if kind == "regex":
-        pattern = str(value).replace("/", r"\/")
-        return f"/{pattern}/"
+        return f"/{_SLASH.sub(_escaped, str(value))}/"
     raise HTTPError(
         400,
         f"{form.field} has a value that is not supported: the answers of this model stand in "
@@ -145,3 +153,7 @@ def _written(form: AnswerForm) -> str:
         field=form.field,
         code="unsupported_value",
     )
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\/" if found[0] == "/" else found[0]

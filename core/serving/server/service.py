@@ -9,7 +9,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -30,6 +29,7 @@ from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError, HTTPError, RequestError
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.async_llm import AsyncLLM
+from opgraft.serving.chat_format import texts_of
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.server.adapters import ServedAdapters
@@ -363,7 +363,7 @@ class Service:
         """
         inputs = self.llm.engine.inputs
         if inputs.writes_tokens and options.get("source") is None:
-            texts = _texts([messages, options.get("tools")])
+            texts = texts_of([messages, options.get("tools"), options.get("values")])
             self.expect_characters("".join(texts), "messages")
         return inputs.render_chat(messages, **options)
 
@@ -412,18 +412,6 @@ class Service:
             lora_request=job.lora,
             arrival=job.arrival,
         )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _texts(inner)
 
 
 def _with_times_of_ops(opgraft_config: OpgraftConfig) -> OpgraftConfig:

@@ -169,7 +169,13 @@ def test_refused_messages(mistral: Server) -> None:
     assert "mistral-common cannot write these 2 messages" in error_of(answer)["message"]
     long = {"role": "user", "content": "x" * 40_000}
     function = {**FUNCTION, "description": "x" * 40_000}
-    for body in ({"messages": [long]}, {"tools": [{**WEATHER, "function": function}]}):
+    named = {**FUNCTION, "parameters": {"type": "object", "properties": {"x" * 40_000: {}}}}
+    for body in (
+        {"messages": [long]},
+        {"tools": [{**WEATHER, "function": function}]},
+        {"tools": [{**WEATHER, "function": named}]},
+        {"chat_template_kwargs": {"model_identity": "x" * 40_000}},
+    ):
         answer = mistral.chat(**body)
         assert error_of(answer)["code"] == "context_length_exceeded"
 
