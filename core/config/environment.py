@@ -53,6 +53,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
 _COMPRESSIONS = ("none", "gzip", "deflate")
 _TOKEN = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 """The name of a header, by RFC 9110."""
+_HEADER = re.compile(r"[\t -~\xa0-\xff]*")
+"""The value of a header, by RFC 9110."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 """The values of ``OPGRAFT_LOG``."""
@@ -336,31 +338,31 @@ def read_otlp(variables: Mapping[str, str] | None = None) -> OtlpExport:
         ConfigError: a value is not allowed.
     """
     values = os.environ if variables is None else variables
-
-    def text(name: str, otherwise: str = "") -> str:
-        # The variable for spans alone goes first.
-        of_spans = values.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}")
-        return of_spans or values.get(f"OTEL_EXPORTER_OTLP_{name}") or otherwise
-
-    compression = text("COMPRESSION", "none").lower()
+    variable, text = _of_export(values, "COMPRESSION", "none")
+    compression = text.lower()
     if compression not in _COMPRESSIONS:
-        raise ConfigError(
-            f"OTEL_EXPORTER_OTLP_COMPRESSION is {compression!r:.80}: set one of "
-            + ", ".join(_COMPRESSIONS)
-        )
+        raise ConfigError(f"{variable} is {text!r:.80}: set one of " + ", ".join(_COMPRESSIONS))
     delay = values.get("OTEL_BSP_SCHEDULE_DELAY") or "5000"
     return OtlpExport(
-        _headers(text("HEADERS")),
-        _seconds("OTEL_EXPORTER_OTLP_TIMEOUT", text("TIMEOUT", "10")),
+        _headers(*_of_export(values, "HEADERS")),
+        _duration(*_of_export(values, "TIMEOUT", "10")),
         compression,
-        text("CERTIFICATE") or None,
-        text("CLIENT_CERTIFICATE") or None,
-        text("CLIENT_KEY") or None,
-        _seconds("OTEL_BSP_SCHEDULE_DELAY", delay) / 1000,
+        _of_export(values, "CERTIFICATE")[1] or None,
+        _of_export(values, "CLIENT_CERTIFICATE")[1] or None,
+        _of_export(values, "CLIENT_KEY")[1] or None,
+        _duration("OTEL_BSP_SCHEDULE_DELAY", delay) / 1000,
     )
 
 
-def _headers(text: str) -> tuple[tuple[str, str], ...]:
+def _of_export(values: Mapping[str, str], name: str, otherwise: str = "") -> tuple[str, str]:
+    """Return the variable that is set, and the text. The variable for spans alone goes first."""
+    of_spans, of_all = f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}"
+    if values.get(of_spans):
+        return of_spans, values[of_spans]
+    return of_all, values.get(of_all) or otherwise
+
+
+def _headers(variable: str, text: str) -> tuple[tuple[str, str], ...]:
     """Return names and values of headers. They may be secret: no message has the values.
 
     Raises:
@@ -371,21 +373,27 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
         name, equals, value = pair.partition("=")
         if not equals or not _TOKEN.fullmatch(name.strip()):
             raise ConfigError(
-                "OTEL_EXPORTER_OTLP_HEADERS is no list such as name=value,other=value, with "
-                "values as in URLs"
+                f"{variable} is no list such as name=value,other=value, with values as in URLs"
             )
-        found.append((name.strip().lower(), unquote(value).strip()))
+        given = unquote(value).strip()
+        if not _HEADER.fullmatch(given):
+            raise ConfigError(
+                f"{variable} has a line break, a control character or a character beyond "
+                f"Latin-1 in the value of {name.strip()}: leave it out ('base64 -w 0' breaks "
+                "no lines)"
+            )
+        found.append((name.strip().lower(), given))
     return tuple(found)
 
 
-def _seconds(name: str, text: str) -> float:
+def _duration(variable: str, text: str) -> float:
     try:
-        seconds = float(text)
+        duration = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < threading.TIMEOUT_MAX:
-        raise ConfigError(f"{name}={text!r:.80} is no duration: give a number of at least 0")
-    return seconds
+        duration = -1.0
+    if not 0 <= duration < threading.TIMEOUT_MAX:
+        raise ConfigError(f"{variable}={text!r:.80} is no duration: give a number of at least 0")
+    return duration
 
 
 def cache_home(variables: Mapping[str, str] | None = None) -> Path:
