@@ -123,6 +123,34 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x: torch.where(x * 3 > 3 * x, x, -x),
         "compares numbers that a rounding may move past each other",
     ),
+    "an order of computed numbers": (
+        lambda x: (x * 3).gather(-1, (x * 3).sort().indices),
+        "codes or places, which jump at a rounding",
+    ),
+    "the largest of computed numbers": (
+        lambda x: x.gather(-1, (x * 3).argmax(-1, keepdim=True)).expand_as(x),
+        "codes or places, which jump at a rounding",
+    ),
+    "a pair with places": (
+        lambda x: x + (x * 3).topk(8).values,
+        "codes or places, which jump at a rounding",
+    ),
+    "bits of computed numbers": (
+        lambda x: x * (x * 3).view(torch.int32),
+        "codes or places, which jump at a rounding",
+    ),
+    "a question for no number": (
+        lambda x: x.masked_fill((x * 3).isnan(), 0.0),
+        "codes or places, which jump at a rounding",
+    ),
+    "a number for Python": (
+        lambda x: x * (x * 3).sum().item(),
+        "takes a computed number by torch's item",
+    ),
+    "numbers for Python": (
+        lambda x: x * (x * 3)[0].tolist()[0],
+        "codes or places, which jump at a rounding",
+    ),
     "a function without a rule": (torch.special.gammaln, "torch's .*gammaln.*, which has no rule"),
     "a write without a rule": (
         lambda x: x.clone().cos_(),
