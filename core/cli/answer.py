@@ -24,6 +24,7 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
+from opgraft.serving.chat_format import UserText, WholeText
 from opgraft.serving.engine_settings import engine_config
 from opgraft.serving.interrupts import Interrupts
 from opgraft.serving.llm import LLM, Interrupted
@@ -168,12 +169,14 @@ def _message(prompt: str) -> dict[str, str]:
     return {"role": "user", "content": prompt}
 
 
+def user_text(llm: LLM, prompt: Sequence[int]) -> UserText:
+    """Return a reader of the answer to a prompt, for people: without the reasoning."""
+    return llm.engine.inputs.chat_format.user_text(prompt) if llm.chats else WholeText()
+
+
 def shown_text(llm: LLM, output: RequestOutput, index: int = 0) -> str:
-    """Return the text of an answer so far, for people: without reasoning that is told apart."""
-    answer = output.outputs[index]
-    if not llm.chats:
-        return answer.text
-    return llm.engine.inputs.chat_format.text_for_user(output.prompt_token_ids, answer)
+    """Return the text of an answer for people."""
+    return user_text(llm, output.prompt_token_ids).read(output.outputs[index])
 
 
 def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
@@ -189,6 +192,7 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
         The answer so far.
     """
     shown = 0
+    reader = user_text(llm, request.output.prompt_token_ids)
     interrupts = Interrupts()
     with (
         interrupts.awaited(),
@@ -196,11 +200,11 @@ def show_stream(llm: LLM, request: OpenRequest) -> RequestOutput:
         suppress(Interrupted),
     ):
         for output in news:
-            text = shown_text(llm, output)
+            text = reader.read(output.outputs[0])
             # Only the new text.
             _show(text[shown:])
             shown = len(text)
-    text = shown_text(llm, request.output)
+    text = reader.read(request.output.outputs[0])
     if text or request.output.outputs[0].error is None:
         _show(f"{text[shown:]}\n")
     return request.output

@@ -84,10 +84,10 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
             "the weights"
         )
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    _Chat(llm, params, system, show_stream).hold()
+    Chat(llm, params, system, show_stream).hold()
 
 
-class _Chat:
+class Chat:
     """A chat with its history."""
 
     def __init__(
@@ -146,7 +146,7 @@ class _Chat:
         [answer] = output.outputs
         if answer.error is not None:
             raise RequestError(f"the answer failed: {answer.error}")
-        said = inputs.chat_format.text_for_user(output.prompt_token_ids, answer)
+        said = inputs.chat_format.user_text(output.prompt_token_ids).read(answer)
         self.messages = [*messages, {"role": "assistant", "content": said}]
 
 

@@ -15,6 +15,21 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names for the reasoning of a message, in different templates."""
 
 
+class UserText(ABC):
+    """Reads the text for the user from one growing answer."""
+
+    @abstractmethod
+    def read(self, answer: CompletionOutput) -> str:
+        """Return the text so far, without the reasoning. The text only grows."""
+
+
+class WholeText(UserText):
+    """Shows the whole text of an answer."""
+
+    def read(self, answer: CompletionOutput) -> str:
+        return answer.text
+
+
 class ChatFormat(ABC):
     """The form in which a family of models writes chats."""
 
@@ -53,14 +68,18 @@ class ChatFormat(ABC):
             RequestError: the messages cannot be written in this form.
         """
 
-    def text_for_user(self, prompt: Sequence[int], answer: CompletionOutput) -> str:
-        """Return the text of an answer so far, without reasoning that is told apart.
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids of the special tokens that the form needs, by their texts."""
+        return {}
+
+    def user_text(self, prompt: Sequence[int]) -> UserText:
+        """Return a reader of the answer to a prompt, for people.
 
         Args:
             prompt: token ids before the answer.
-            answer: so far.
         """
-        return answer.text
+        return WholeText()
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from opgraft.errors import CheckpointError, RequestError
 from opgraft.models.extras import import_extra
 from opgraft.serving.chat_format import (
     ChatFormat,
+    UserText,
     arguments_text,
     content_text,
     functions_of,
@@ -153,11 +154,12 @@ class HarmonyFormat(ChatFormat):
                 "Change the messages, or pass a prompt as text."
             ) from error
 
-    def text_for_user(self, prompt: Sequence[int], answer: CompletionOutput) -> str:
-        parser = self.parser(prompt)
-        parser.read(answer.token_ids, answer.finished)
-        said = [part.text for part in parser.parts if part.channel != ANALYSIS]
-        return "\n".join(filter(None, said))
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        return MARKERS
+
+    def user_text(self, prompt: Sequence[int]) -> UserText:
+        return _MessagesForUser(self.parser(prompt))
 
     def parser(self, prompt: Sequence[int]) -> HarmonyParser:
         """Return a parser of the answer to a prompt."""
@@ -255,12 +257,12 @@ class HarmonyParser:
 
     Attributes:
         parts: messages so far. The last one may still grow.
-        length_before: characters of the last message before its last token.
     """
 
     def __init__(self, library: Any, encoding: Any, prompt: Sequence[int]) -> None:
         self.parts: list[AnswerPart] = []
-        self.length_before = 0
+        # Characters of the last message before its last token.
+        self._length_before = 0
         self._encoding = encoding
         self._failure = library.HarmonyError
         self._parser = library.StreamableParser(encoding, None, strict=False)
@@ -289,6 +291,17 @@ class HarmonyParser:
         if ended:
             self._show_rest()
 
+    def up_to_stop(self, text: str, stop: str, keeps_stop: bool) -> str:
+        """Return the text of the last message up to the stop string that ended the answer.
+
+        This is the first stop string that ends in the last token.
+        """
+        begin = max(self._length_before - len(stop) + 1, 0)
+        place = text.find(stop, begin)
+        if place < 0:
+            return text
+        return text[: place + (len(stop) if keeps_stop else 0)]
+
     def _take(self, token: int) -> None:
         if self._failed:
             self._unread.append(token)
@@ -306,11 +319,11 @@ class HarmonyParser:
             self._unread.clear()
             parser = self._parser
             self.parts.append(AnswerPart(parser.current_channel, parser.current_recipient))
-            self.length_before = 0
+            self._length_before = 0
         elif self._is_open and token in (END, RETURN, CALL):
             self._is_open = False
         elif self._is_open:
-            self.length_before = len(self.parts[-1].text)
+            self._length_before = len(self.parts[-1].text)
             self.parts[-1].text += self._parser.last_content_delta or ""
 
     def _show_rest(self) -> None:
@@ -322,8 +335,22 @@ class HarmonyParser:
         is_header = begun and not self._failed
         if rest and not is_header:
             self.parts.append(AnswerPart(None, None, rest))
-            self.length_before = 0
+            self._length_before = 0
         self._unread.clear()
+
+
+class _MessagesForUser(UserText):
+    """Reads the messages of an answer that are no reasoning."""
+
+    def __init__(self, parser: HarmonyParser) -> None:
+        self._parser = parser
+
+    def read(self, answer: CompletionOutput) -> str:
+        self._parser.read(answer.token_ids, answer.finished)
+        said = [part.text for part in self._parser.parts if part.channel != ANALYSIS]
+        if said and isinstance(answer.stop_reason, str):
+            said[-1] = self._parser.up_to_stop(said[-1], answer.stop_reason, False)
+        return "\n".join(filter(None, said))
 
 
 @contextmanager

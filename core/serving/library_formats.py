@@ -96,7 +96,7 @@ def library_format(
         return None
     for name, library in LIBRARIES.items():
         if library.is_for(tokenizer, folder):
-            return _of_family(name, library, model, folder)
+            return _of_family(name, library, model, folder, tokenizer)
     return None
 
 
@@ -109,18 +109,15 @@ def _of_setting(model: ModelConfig, folder: Path, tokenizer: Tokenizer | None) -
             f"{_SETTING} is {name}, and model.chat_template names a template for the same chats: "
             "leave one of the two out"
         )
-    if library is LIBRARIES["harmony"] and not library.is_for(tokenizer, folder):
-        raise ConfigError(
-            f"{_SETTING} is {name}, and the tokenizer in {folder} has other special tokens than "
-            f"{library.family}: set {_SETTING} to auto"
-        )
-    return _opened(name, library, model, folder)
+    return _opened(name, library, model, folder, tokenizer)
 
 
-def _of_family(name: str, library: _Library, model: ModelConfig, folder: Path) -> ChatFormat | None:
+def _of_family(
+    name: str, library: _Library, model: ModelConfig, folder: Path, tokenizer: Tokenizer | None
+) -> ChatFormat | None:
     """Return the format of a checkpoint's family, or None with a warning."""
     try:
-        return _opened(name, library, model, folder)
+        return _opened(name, library, model, folder, tokenizer)
     except ConfigError as error:
         # The operator has asked for the vocabulary of this folder.
         if model.vocabulary_folder is not None:
@@ -134,7 +131,9 @@ def _of_family(name: str, library: _Library, model: ModelConfig, folder: Path) -
         return None
 
 
-def _opened(name: str, library: _Library, model: ModelConfig, folder: Path) -> ChatFormat:
+def _opened(
+    name: str, library: _Library, model: ModelConfig, folder: Path, tokenizer: Tokenizer | None
+) -> ChatFormat:
     place = folder if model.vocabulary_folder is None else Path(model.vocabulary_folder)
     file = library.find(place)
     if file is None:
@@ -143,6 +142,21 @@ def _opened(name: str, library: _Library, model: ModelConfig, folder: Path) -> C
             f"and {place} has none: set {_FOLDER} to the folder of the file"
         )
     try:
-        return library.open(file)
+        found = library.open(file)
     except InputError as error:
         raise ConfigError(f"chats of {library.family} ({_SETTING} {name}): {error}") from error
+    if tokenizer is not None:
+        _expect_same_tokens(name, file, found, tokenizer)
+    return found
+
+
+def _expect_same_tokens(name: str, file: Path, found: ChatFormat, tokenizer: Tokenizer) -> None:
+    """Check that a vocabulary and the tokenizer of a checkpoint have the same special tokens."""
+    known = tokenizer.special_tokens_by_text()
+    for text, token in found.special_tokens.items():
+        if known.get(text) != token:
+            raise ConfigError(
+                f"{_SETTING} is {name}, and the tokenizer in {tokenizer.path} has other special "
+                f"tokens than {file}, in which {text} is {token}: set {_SETTING} to template, or "
+                f"{_FOLDER} to the folder of this model's vocabulary"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from opgraft.errors import CheckpointError, InputError, RequestError
 from opgraft.models.extras import import_extra
 from opgraft.serving.chat_format import (
     ChatFormat,
+    UserText,
     arguments_text,
     content_text,
     functions_of,
     plain_messages,
     text_to_continue,
 )
+from opgraft.serving.outputs import CompletionOutput
 
 TEKKEN = "tekken.json"
 """The file of a vocabulary since July 2024. Earlier ones have names such as
@@ -27,6 +29,11 @@ TEKKEN = "tekken.json"
 
 _CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 """Ids that the format can write."""
+
+_BEGIN_THINK = "[THINK]"
+_END_THINK = "[/THINK]"
+_ALWAYS = ("<s>", "</s>", "[INST]", "[/INST]")
+"""Markers of every version. In the first one, some of them are plain text."""
 
 _FIRST_WITH_TOOLS = 2
 _FIRST_WITH_TEXT_BESIDE_CALLS = 5
@@ -62,6 +69,8 @@ class MistralFormat(ChatFormat):
     def __init__(self, file: Path) -> None:
         tokenizers = import_extra("mistral_common.tokens.tokenizers.mistral", "formats")
         requests = import_extra("mistral_common.protocol.instruct.request", "formats")
+        policies = import_extra("mistral_common.tokens.tokenizers.base", "formats")
+        self._leaves_out = policies.SpecialTokenPolicy.IGNORE
         self._request = requests.ChatCompletionRequest
         try:
             self._tokenizer = tokenizers.MistralTokenizer.from_file(str(file))
@@ -78,6 +87,7 @@ class MistralFormat(ChatFormat):
                 f"{file} is no vocabulary that mistral-common can read: {described(error)}. "
                 "Download it again"
             ) from error
+        self._raw = raw
         # Models that reason have the marker, and other vocabularies cannot write it.
         self._thinks = getattr(self._tokenizer.instruct_tokenizer, "BEGIN_THINK", None) is not None
 
@@ -89,8 +99,24 @@ class MistralFormat(ChatFormat):
         if self._version >= _FIRST_WITH_ARGS:
             signs.append("[ARGS]")
         if self._thinks:
-            signs.append("[THINK]")
+            signs.append(_BEGIN_THINK)
         return " ".join(signs)
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        texts = (*_ALWAYS, *self.source.split())
+        known = filter(self._raw.is_special, texts)
+        return {text: self._raw.get_special_token(text) for text in known}
+
+    def user_text(self, prompt: Sequence[int]) -> UserText:
+        if not self._thinks:
+            return super().user_text(prompt)
+        begin, end = map(self._raw.get_special_token, (_BEGIN_THINK, _END_THINK))
+        return _TextWithoutThoughts(begin, end, self._plain_text)
+
+    def _plain_text(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        return str(self._raw.decode(list(ids), self._leaves_out))
 
     @phase("template")
     def render(
@@ -164,6 +190,43 @@ class MistralFormat(ChatFormat):
                 chunks.append({"type": "text", "text": text})
             written["content"] = chunks
         return written
+
+
+class _TextWithoutThoughts(UserText):
+    """Leaves the thoughts out of an answer's text, in which their markers are not shown.
+
+    Args:
+        begin: the token before a thought.
+        end: the token behind a thought.
+        text_of: returns the text of token ids, as the answer shows them.
+    """
+
+    def __init__(self, begin: int, end: int, text_of: Callable[[Sequence[int]], str]) -> None:
+        self._begin = begin
+        self._end = end
+        self._text_of = text_of
+        self._count = 0
+        # Characters of the answer's text before and behind each thought; an open one has no end.
+        self._thoughts: list[tuple[int, int | None]] = []
+
+    def read(self, answer: CompletionOutput) -> str:
+        ids = answer.token_ids
+        for place in range(self._count, len(ids)):
+            is_open = bool(self._thoughts) and self._thoughts[-1][1] is None
+            if ids[place] == self._begin and not is_open:
+                self._thoughts.append((len(self._text_of(ids[:place])), None))
+            elif ids[place] == self._end and is_open:
+                first, _ = self._thoughts.pop()
+                self._thoughts.append((first, len(self._text_of(ids[:place]))))
+        self._count = len(ids)
+        shown = []
+        behind: int | None = 0
+        for first, last in self._thoughts:
+            shown.append(answer.text[behind:first])
+            behind = last
+        if behind is not None:
+            shown.append(answer.text[behind:])
+        return "".join(shown)
 
 
 def _tool(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -282,12 +282,31 @@ def test_recorded_answers(
 
 
 def test_the_text_for_people(chat: HarmonyFormat, encoding: Any) -> None:
-    """The command line shows no thoughts, also while an answer grows."""
+    """The command line shows no thoughts, also while an answer grows, and nothing behind a stop string."""
     prompt = chat.render([USER])
     tokens = written(encoding, f"{THOUGHT}<|channel|>final<|message|>Yes.<|return|>")
     answer = CompletionOutput(0, token_ids=tokens, finish_reason="stop")
-    assert chat.text_for_user(prompt, answer) == "Yes."
-    assert chat.text_for_user(prompt, CompletionOutput(0, token_ids=tokens[:-2])) == "Yes"
+    assert chat.user_text(prompt).read(answer) == "Yes."
+    reader = chat.user_text(prompt)
+    shown = [reader.read(CompletionOutput(0, token_ids=tokens[:end])) for end in range(len(tokens))]
+    assert [*dict.fromkeys(shown)] == ["", "Yes", "Yes."]
+    stopped = CompletionOutput(0, token_ids=tokens[:-1], finish_reason="stop", stop_reason=".")
+    assert chat.user_text(prompt).read(stopped) == "Yes"
+
+
+def test_a_long_answer_for_people(chat: HarmonyFormat, encoding: Any) -> None:
+    """Each token is read once, so a long answer takes no more time for each token than a short one."""
+    tokens = written(encoding, f"<|channel|>final<|message|>{'so it is ' * 2_000}")
+
+    def seconds(count: int) -> float:
+        reader = chat.user_text(chat.render([USER]))
+        start = time.process_time()
+        for end in range(count):
+            reader.read(CompletionOutput(0, token_ids=tokens[:end]))
+        return time.process_time() - start
+
+    # 16 times, if all tokens were read for each new one.
+    assert seconds(len(tokens)) < 8 * seconds(len(tokens) // 4)
 
 
 def test_a_continued_message(chat: HarmonyFormat, encoding: Any) -> None:
@@ -427,7 +446,7 @@ def test_the_choice(chat: HarmonyFormat, tmp_path: Path) -> None:
     assert isinstance(chosen(ours, chat_format="auto", vocabulary_folder=folder), HarmonyFormat)
     assert chosen(other, chat_format="auto", vocabulary_folder=folder) is None
     assert chosen(ours, chat_format="template", vocabulary_folder=folder) is None
-    with pytest.raises(ConfigError, match="has other special tokens than gpt-oss"):
+    with pytest.raises(ConfigError, match=r"has other special tokens than .*o200k_base"):
         chosen(other, chat_format="harmony", vocabulary_folder=folder)
     assert "TIKTOKEN_ENCODINGS_BASE" not in os.environ
 

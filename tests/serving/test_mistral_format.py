@@ -15,9 +15,11 @@ from opgraft.errors import CheckpointError, ConfigError, InputError, RequestErro
 from opgraft.models.files import open_weights
 from opgraft.serving.library_formats import library_format
 from opgraft.serving.mistral import MistralFormat, vocabulary_in
+from opgraft.serving.outputs import CompletionOutput
 from opgraft.serving.server.call_forms import form_of_template
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 from support.chat_libraries import WEATHER, write_mistral, write_tekken
+from support.small_tokenizers import trained_tokenizer
 
 mistral_common = pytest.importorskip("mistral_common")
 pytest.importorskip("transformers")
@@ -189,6 +191,45 @@ def test_the_choice(checkpoint: Path, tokenizer: Tokenizer, tmp_path: Path) -> N
     for chat_format in ("auto", "mistral"):
         with pytest.raises(ConfigError, match=rf"{empty} has none: set model\.vocabulary_folder"):
             chosen(chat_format=chat_format, vocabulary_folder=str(empty))
+
+
+def test_a_vocabulary_of_another_model(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its ids would mean other texts for the model, so the special tokens are compared."""
+    other = Tokenizer(tmp_path, trained_tokenizer())
+
+    def chosen(folder: Path, **settings: Any) -> Any:
+        return library_format(ModelConfig(**settings), folder, other)
+
+    given = {"vocabulary_folder": str(checkpoint)}
+    reason = (
+        r"other special tokens than .*tekken\.json, in which <s> is 1: set model\.chat_format to"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        chosen(tmp_path, chat_format="mistral", **given)
+    with pytest.raises(ConfigError, match=reason):
+        chosen(checkpoint, chat_format="auto", **given)
+    with caplog.at_level(logging.WARNING):
+        assert chosen(checkpoint, chat_format="auto") is None
+    (record,) = caplog.records
+    assert "in which <s> is 1" in record.getMessage()
+
+
+def test_the_text_for_people(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """The command line shows no thoughts, also while an answer grows."""
+    chat = MistralFormat(checkpoint / "tekken.json")
+    said = "so [THINK]why 😀[/THINK]it [THINK]why[/THINK]is</s>"
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    growing, shown = chat.user_text([]), ""
+    for end in range(len(ids) + 1):
+        answer = CompletionOutput(0, token_ids=ids[:end])
+        answer.text = tokenizer.decode(ids[:end]).rstrip("\ufffd")
+        text = growing.read(answer)
+        assert text.startswith(shown)
+        shown = text
+    assert shown == "so it is"
+    assert chat.user_text([]).read(answer) == "so it is"
 
 
 def test_a_missing_library(

@@ -83,12 +83,7 @@ class HarmonyReader(AnswerReader):
         stop = answer.stop_reason
         if not isinstance(stop, str):
             return text
-        # The answer ends with the first stop string that ends in the last token.
-        begin = max(self._parser.length_before - len(stop) + 1, 0)
-        place = text.find(stop, begin)
-        if place < 0:
-            return text
-        return text[: place + (len(stop) if self._keeps_stop else 0)]
+        return self._parser.up_to_stop(text, stop, self._keeps_stop)
 
 
 def _name_of(part: AnswerPart) -> str | None:

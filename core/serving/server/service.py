@@ -47,6 +47,9 @@ _T = TypeVar("_T")
 _CHARACTERS = 64
 """Characters for each token of the context. A longer text is not tokenized."""
 
+_WHOLE = ". For this model, a library makes token ids of whole chats, and truncation comes after"
+"""Ends the message about a chat that has too many characters for a library."""
+
 TIME_OPS_EVERY = 256
 """One step in so many times its ops, if the settings leave that open."""
 
@@ -332,8 +335,13 @@ class Service:
             message = f"the model {name[:80]!r} is not served here: ask for {self.name!r}"
             raise HTTPError(404, message, field="model", code="model_not_found")
 
-    def expect_characters(self, text: str, field: str) -> None:
+    def expect_characters(self, text: str, field: str, why: str = "") -> None:
         """Check that a text is short enough to be tokenized.
+
+        Args:
+            text: of a prompt.
+            field: of the request.
+            why: a further sentence for the client.
 
         Raises:
             HTTPError: the text is too long.
@@ -343,7 +351,7 @@ class Service:
             raise HTTPError(
                 400,
                 f"{field} has a text of {len(text)} characters, and this server takes {limit}, as "
-                f"this model's maximum context length is {self.max_model_len} tokens: shorten it",
+                f"this model's maximum context length is {self.max_model_len} tokens: shorten it{why}",
                 field=field,
                 code="context_length_exceeded",
             )
@@ -364,7 +372,7 @@ class Service:
         inputs = self.llm.engine.inputs
         if inputs.writes_tokens and options.get("source") is None:
             texts = texts_of([messages, options.get("tools"), options.get("values")])
-            self.expect_characters("".join(texts), "messages")
+            self.expect_characters("".join(texts), "messages", _WHOLE)
         return inputs.render_chat(messages, **options)
 
     def last_characters(self, text: str) -> str:

@@ -189,7 +189,7 @@ class Tools:
         return "" if self.forced is not None else reader.plain(text)
 
     def calls(self, found: Sequence[WrittenCall], ended: bool) -> Sequence[WrittenCall]:
-        """Return the calls of an answer, of which a reader has found some."""
+        """Return the calls that a reader has found, or the only possible one."""
         # The answer was cut before the name, but only one function was possible.
         if ended and not found and self._only is not None:
             return [WrittenCall(self._only, "")]

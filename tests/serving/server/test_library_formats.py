@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opgraft.cli.answer import show_stream
+from opgraft.cli.chat import Chat
+from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError
 from opgraft.serving.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN
 from opgraft.serving.llm import LLM
@@ -236,5 +239,28 @@ def test_prompts_of_gpt_oss(gpt_oss: Server) -> None:
 
 def test_a_setting_that_cannot_be_met(mistral_folder: Path) -> None:
     """The model does not start, and the error names the setting."""
+    settings = {"chat_format": "harmony", "vocabulary_folder": str(harmony_folder())}
     with pytest.raises(ConfigError, match=r"model\.chat_format is harmony, and the tokenizer in"):
-        LLM(str(mistral_folder), **{"model.chat_format": "harmony"})
+        LLM(str(mistral_folder), **{f"model.{name}": value for name, value in settings.items()})
+
+
+def test_a_chat_in_a_terminal(mistral_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``opgraft chat`` shows no thought, and the next turn has none."""
+    said = saying(of_mistral("[THINK]", "why", "[/THINK]", "so it is", "</s>"))
+    biases = {int(token): bias for token, bias in said.pop("logit_bias").items()}
+    params = SamplingParams(**said, logit_bias=biases, max_tokens=60)
+    chat = Chat(LLM(str(mistral_folder)), params, None, show_stream)
+    chat.answer("Is it warm?")
+    assert chat.messages == [USER, {"role": "assistant", "content": "so it is"}]
+    assert capsys.readouterr().out == "so it is\n"
+
+
+def test_a_cut_chat(mistral: Server) -> None:
+    """The last token ids of a chat are kept. A chat with too many characters is refused before."""
+    asked = [{"role": "user", "content": "so it is" * 20}]
+    answer = mistral.chat(messages=asked, truncate_prompt_tokens=9).json()
+    assert answer["usage"]["prompt_tokens"] == 9
+    long = [{"role": "user", "content": "x" * 300_000}]
+    answer = mistral.chat(messages=long, truncate_prompt_tokens=9)
+    assert error_of(answer)["code"] == "context_length_exceeded"
+    assert "a library makes token ids of whole chats" in error_of(answer)["message"]
