@@ -225,10 +225,11 @@ def triton_unary(op: str, jitted: str, *, parts: int = 1, launch: str) -> str:
         f"    if count:\n{indent(dedent(launch).strip(), ' ' * 8)}\n"
         "    return out\n"
     )
+    # Triton's interpreter cuts bfloat16 off, where a GPU rounds.
     body = """
     if x.dtype == torch.float64:
         return self.forward_native(x)
-    return kernel(x)
+    return kernel(x.float()).to(x.dtype) if x.dtype == torch.bfloat16 else kernel(x)
     """
     return unary(op, body, before)
 
