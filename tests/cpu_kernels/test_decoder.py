@@ -138,7 +138,8 @@ def test_adapters(folder: Path, tmp_path: Path, dtype: str, path: str) -> None:
     ours, modules = served[0], served[1].by_modules()
     results = [each.logits(2, 1, 2, 1, loras=given) for each in (ours, modules)]
     expect_equal(*results)
-    assert (ours.answered > 0) == (linear.FEW.get((path, getattr(torch, dtype)), 0) >= 6)
+    # The steps after that of the prompts have a token of each of the four requests.
+    assert (ours.answered > 0) == (linear.FEW.get((path, getattr(torch, dtype)), 0) >= 4)
     plain = ours.logits(2, 1, 2, 1)
     if ours.answered:
         assert not ours.plan._bound.additions.matrices, "matrices of adapters stay without requests"

@@ -56,6 +56,7 @@ LINEAR = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SETTINGS = (
     *(
+        "eps",
         "variance_epsilon",
         "variance_size_override",
         "head_size",
