@@ -30,7 +30,7 @@ MOVES = 4
 """Times that the inputs move."""
 
 WALK = 4.0
-"""The square root of a row's length is divided by this, for the roundings by which the row moves."""
+"""A row moves by the square root of the length, divided by this, as by so many roundings."""
 
 LONG = 2048
 """Elements of a row from which sums may lose more than the tolerance, as a random walk does."""
