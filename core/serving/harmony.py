@@ -267,7 +267,7 @@ class HarmonyParser:
         self._failure = library.HarmonyError
         self._parser = library.StreamableParser(encoding, None, strict=False)
         self._is_open = False
-        # Tokens of a header, and all tokens after one that the library cannot read.
+        # Tokens of a header. After a token that the library cannot read, every further token.
         self._unread: list[int] = []
         self._failed = False
         self._count = 0
