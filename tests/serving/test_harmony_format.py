@@ -197,8 +197,8 @@ def test_a_text_beyond_the_context(text: str, chat: HarmonyFormat) -> None:
         ended.set()
         other.join()
     assert refused.value.code == "context_length_exceeded"
-    # The library alone would stop them for more than a second.
-    assert longest[0] < 0.5
+    # A busy machine lets a thread wait, too.
+    assert longest[0] < 1
 
 
 @pytest.mark.parametrize(
