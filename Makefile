@@ -50,6 +50,8 @@ VOCABULARY := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vocabularies/o200k_
 
 TRITON := $(shell sed -n '/^triton==/p' environments/triton.in)
 TRITON_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(TRITON))
+ZENTORCH := $(shell grep == environments/zentorch.in)
+ZENTORCH_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(firstword $(ZENTORCH)))
 FLINT := python-flint==0.9.0
 FLINT_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(FLINT))
 
@@ -167,6 +169,10 @@ run.test-triton = PYTHON=$(PYTHON) tools/lane.sh triton
 # The torch is that of the main environment, and opgraft does not depend on JAX: the suite need not run twice.
 help.test-jax = the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)
 run.test-jax = PYTHON=$(PYTHON) tools/lane.sh jax stack
+
+help.test-zentorch = the plugin for AMD's zentorch, on a CPU with AVX-512 (the first time 30 MB)
+needs.test-zentorch = .venv/opgraft $(ZENTORCH_FOLDER)/complete
+run.test-zentorch = PYTHONPATH=$(ZENTORCH_FOLDER) OMP_NUM_THREADS=1 $(PYTEST) --quiet -rs tests/lanes/test_zentorch.py
 
 # On the torch of the main environment, as for JAX.
 help.test-hosts = lm-eval, diffusers, timm, PEFT and Hugging Face's kernels with opgraft's kernels (the first time 2 GB)
@@ -405,7 +411,8 @@ $(VENDOR_WHEELS:%=$(WHEELS_FOLDER)/%/complete): | .venv/base
 
 $(TRITON_FOLDER)/complete: PACKAGE = $(TRITON)
 $(FLINT_FOLDER)/complete: PACKAGE = $(FLINT)
-$(TRITON_FOLDER)/complete $(FLINT_FOLDER)/complete: | .venv/base
+$(ZENTORCH_FOLDER)/complete: PACKAGE = $(ZENTORCH)
+$(TRITON_FOLDER)/complete $(FLINT_FOLDER)/complete $(ZENTORCH_FOLDER)/complete: | .venv/base
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) $(PACKAGE)
 	touch $@

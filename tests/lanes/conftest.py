@@ -59,7 +59,8 @@ def whole_kit(built_plugin: Callable[[str], Path]) -> Callable[[str], str]:
     """Run a plugin's own test file, where every check of the kit must pass; returns the last line."""
 
     def run(name: str) -> str:
-        environ = {**os.environ, "PYTHONPATH": str(built_plugin(name))}
+        folders = [str(built_plugin(name)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
         tests = str(REFERENCE_PLUGINS / name / "tests")
         command = [sys.executable, "-m", "pytest", "--quiet", "-p", "no:cacheprovider", tests]
         ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

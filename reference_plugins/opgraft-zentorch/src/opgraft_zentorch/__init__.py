@@ -1,0 +1,1 @@
+"""Kernels of AMD's zentorch, for opgraft."""
