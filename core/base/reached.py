@@ -10,9 +10,6 @@ from typing import Any, TypeAlias
 Places: TypeAlias = "dict[str, set[int]]"
 """File → numbers of lines."""
 
-MOST = 1 << 20
-"""Lines of a kernel. More come from a faulty file only."""
-
 
 @dataclass(frozen=True)
 class ReachedLines:
@@ -30,15 +27,17 @@ class ReachedLines:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ReachedLines:
-        """Return the same as in the plain data of an answer.
+        """Return the same as in the plain data of an answer."""
+        run, never_run = (tuple(map(str, told[name])) for name in ("run", "never_run"))
+        return cls(run, never_run, str(told["unknown"]))
+
+    def count(self) -> int:
+        """Return the number of lines.
 
         Raises:
-            ValueError: the data are no ranges of lines.
+            ValueError: the texts are no ranges of lines.
         """
-        run, never_run = (tuple(map(str, told[name])) for name in ("run", "never_run"))
-        if sum(len(_lines_of(text)[1]) for text in (*run, *never_run)) > MOST:
-            raise ValueError(f"an answer has more than {MOST} lines")
-        return cls(run, never_run, str(told["unknown"]))
+        return sum(len(_lines_of(text)[1]) for text in (*self.run, *self.never_run))
 
 
 def united(found: Iterable[ReachedLines]) -> ReachedLines | None:

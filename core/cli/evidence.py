@@ -31,6 +31,8 @@ SHIPPED = "conformance.json"
 """The file with evidence in the package of a plugin."""
 LARGEST = 1 << 26
 """Bytes of a file with evidence."""
+MOST_LINES = 1 << 21
+"""Lines of kernels in a file, each counted in each answer. More come from a faulty file only."""
 
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 """Fields that must be the same for a run to go on with earlier evidence."""
@@ -249,11 +251,15 @@ def _evidence_of(data: Any) -> ConformanceEvidence:
     suite = dict(data.get("device_suite") or {})
     found = ConformanceEvidence(about, int(data["cases"]), device_suite=suite)
     outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
+    lines = 0
     for outcome in outcomes:
         if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
             raise ValueError("an outcome has a value of another type")
         if outcome.get("lines"):
-            ReachedLines.of(outcome["lines"])
+            lines += ReachedLines.of(outcome["lines"]).count()
+        # Before a reader makes sets of them.
+        if lines > MOST_LINES:
+            raise ValueError(f"its outcomes have more than {MOST_LINES:,} lines")
         found.add(outcome)
     return found
 

@@ -37,6 +37,10 @@ SAMPLED = 16
 COMPILED = "the kernel runs compiled code"
 IN_A_SAMPLE = "only some of many calls were traced"
 OTHER_TRACER = "a debugger or another tool traces this process"
+OTHER_THREADS = "the kernel keeps threads, or hands work to a pool of threads"
+
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool", "queue")
+"""Modules whose functions hand work to threads that may be older than a call."""
 
 _NATIVE = ("ctypes", "_ctypes", "_cffi_backend", "cffi", "cupy", "jaxlib", "numba", "triton")
 """Packages with the types of objects that call compiled code."""
@@ -72,12 +76,16 @@ class LineWatch:
         # A function of the plugin without code is no Python.
         self._is_compiled = len(codes) < len(functions)
         self._functions: dict[int, _Function] = {}
+        self._is_active = False
+        # Of the thread that calls the kernel.
         self._depth = 0
         self._entered = 0
         self._calls = 0
         self._events = 0
         self._is_sample = False
         self._has_rival = False
+        self._has_threads = False
+        self._started: list[threading.Thread] = []
 
     def over(self, call: checks.Implementation) -> checks.Implementation:
         """Return a call that notes lines. A slow kernel is traced in a sample of calls."""
@@ -100,14 +108,18 @@ class LineWatch:
     def _traced(self, call: checks.Implementation, arguments: Mapping[str, Any]) -> Any:
         before = threading.gettrace()
         self._depth = 0
+        self._started.clear()
+        self._is_active = True
         # A kernel may start threads.
-        threading.settrace(self._enter)
+        threading.settrace(self._enter_in_thread)
         sys.settrace(self._enter)
         try:
             return call(**arguments)
         finally:
             sys.settrace(None)
             threading.settrace(before)
+            self._is_active = False
+            self._has_threads |= any(each.is_alive() for each in self._started)
 
     @property
     def lines(self) -> ReachedLines | None:
@@ -116,6 +128,7 @@ class LineWatch:
             COMPILED: self._is_compiled,
             IN_A_SAMPLE: self._is_sample,
             OTHER_TRACER: self._has_rival,
+            OTHER_THREADS: self._has_threads,
         }
         unknown = "; ".join(reason for reason, holds in reasons.items() if holds)
         # An object of torch may call compiled code at once.
@@ -142,11 +155,21 @@ class LineWatch:
             else:
                 frame.f_trace_lines = False
             return self._in_root
-        if not self._depth:
-            return None
+        return self._enter_below(frame) if self._depth else None
+
+    def _enter_in_thread(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Trace a call in a thread that the kernel has started, while the kernel runs."""
+        ident = threading.get_ident()
+        # Other parts of the process start threads, too.
+        is_of_kernel = any(each.ident == ident for each in self._started)
+        return self._enter_below(frame) if is_of_kernel and self._is_active else _untraced()
+
+    def _enter_below(self, frame: FrameType) -> Any:
         self._events += 1
-        if self._own.has(code):
+        if self._own.has(frame.f_code):
             return self._in_helper if self._begin(frame) else None
+        if frame.f_code is threading.Thread.start.__code__:
+            self._started.append(frame.f_locals["self"])
         return self._around_operator(frame)
 
     def _begin(self, frame: FrameType) -> bool:
@@ -175,6 +198,9 @@ class LineWatch:
         return self._in_root
 
     def _in_helper(self, frame: FrameType, event: str, _: Any) -> Any:
+        # In a thread that runs on.
+        if not self._is_active:
+            return _untraced()
         if event == "line":
             self._events += 1
             left = self._functions[id(frame.f_code)].left
@@ -187,6 +213,7 @@ class LineWatch:
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] == "triton":
             self._is_compiled = True
+        self._has_threads |= module in _POOLS
         # To read the variables of a frame takes time.
         if module != "torch._ops" or frame.f_code.co_name != "__call__":
             return None
@@ -201,6 +228,11 @@ class LineWatch:
             return leave
 
         return leave
+
+
+def _untraced() -> None:
+    """Trace this thread no more. A pool's thread would keep the tracer for all later calls."""
+    sys.settrace(None)
 
 
 class _OwnFiles:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from cli.test_conformance import errors_of
 from opgraft.base.reached import ReachedLines, united
 from opgraft.cli import evidence
@@ -185,17 +186,30 @@ def test_a_line_that_one_form_of_an_op_reaches(site, cli) -> None:
     ]
 
 
-@pytest.mark.parametrize("range_of_lines", ["acme.py:1-1000000000000", "acme.py:x", "acme.py"])
-def test_a_file_with_other_lines_is_no_evidence(answers, tmp_path, range_of_lines: str) -> None:
-    """A package may ship any file, and no file makes a list of a million lines."""
-    outcome = {"op": "gelu", "check": "values", "dtype": None, "status": "passed", "reason": ""}
-    lines = {"run": [], "never_run": [range_of_lines], "unknown": ""}
+@pytest.mark.parametrize(
+    ("range_of_lines", "answers_of_file"),
+    [
+        ("acme.py:1-1000000000000", 1),
+        ("acme.py:x", 1),
+        ("acme.py", 1),
+        # Each alone is one that a kernel may have.
+        ("acme{number}.py:1-1000000", 4),
+    ],
+)
+def test_a_file_with_other_lines_is_no_evidence(
+    tmp_path, range_of_lines: str, answers_of_file: int
+) -> None:
+    """A package may ship any file, and no file makes a list of some million lines."""
     about = dict.fromkeys(("plugin", "platform", "device", "brief"), "")
     about |= {"provider": {"name": "acme", "version": "1"}, "versions": {}}
-    kept = evidence.ConformanceEvidence(about, cases=1)
-    kept.add(outcome)
+    kept = evidence.ConformanceEvidence(about, cases=answers_of_file)
+    for number in range(answers_of_file):
+        told = {"op": "gelu", "check": str(number), "dtype": None}
+        kept.add({**told, "status": "passed", "reason": ""})
     data = kept.to_dict()
-    data["outcomes"][0]["lines"] = lines
+    for number, outcome in enumerate(data["outcomes"]):
+        ranges = [range_of_lines.format(number=number)]
+        outcome["lines"] = {"run": [], "never_run": ranges, "unknown": ""}
     file = tmp_path / "evidence.json"
     file.write_text(json.dumps(data))
     with pytest.raises(InputError, match="holds no evidence"):
@@ -350,7 +364,69 @@ def test_threads_of_a_kernel_are_watched(answers) -> None:
     """A function in the kernel that nobody calls is told, too."""
     lines = lines_of(answers(module(IN_A_THREAD, "import threading")))
     assert lines is not None
-    assert lines.never_run == ("acme.py:12", "acme.py:15")
+    assert (lines.never_run, lines.unknown) == (("acme.py:12", "acme.py:15"), "")
+
+
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+POOL = ThreadPoolExecutor(1)
+"""
+IN_A_POOL = """
+def work():
+    return torch.nn.functional.gelu(input, approximate=self.approximate)
+return POOL.submit(work).result()
+"""
+
+
+def test_threads_of_a_pool_lose_the_tracer(answers) -> None:
+    """The thread stays, and answers of later watches say that not all lines are known."""
+    found = answers(module(IN_A_POOL, POOL))
+    pool = sys.modules["acme"].POOL
+    try:
+        pool.submit(ignore).result()
+        assert pool.submit(sys.gettrace).result() is None
+    finally:
+        pool.shutdown()
+    of_gelu = [each.lines for each in found if each.op == "gelu" and each.lines]
+    assert len(of_gelu) > 3
+    assert {each.unknown for each in of_gelu} == {reached_lines.OTHER_THREADS}
+
+
+def ignore() -> None:
+    pass
+
+
+KEPT = """
+import threading
+from queue import SimpleQueue
+JOBS, RESULTS = SimpleQueue(), SimpleQueue()
+THREADS = []
+def loop():
+    while (job := JOBS.get()) is not None:
+        RESULTS.put(torch.relu(job) if job is not threading else sys.gettrace())
+"""
+IN_A_KEPT_THREAD = """
+if not THREADS:
+    THREADS.append(threading.Thread(target=loop))
+    THREADS[0].start()
+return torch.nn.functional.gelu(input, approximate=self.approximate)
+"""
+
+
+def test_a_thread_that_a_kernel_keeps_loses_the_tracer(answers) -> None:
+    """A thread may run in a function of the plugin for ever, and call no other in Python."""
+    found = answers(module(IN_A_KEPT_THREAD, f"import sys\n{KEPT}"))
+    acme = sys.modules["acme"]
+    try:
+        acme.JOBS.put(torch.ones(1))
+        acme.RESULTS.get()
+        acme.JOBS.put(threading)
+        assert acme.RESULTS.get() is None
+    finally:
+        acme.JOBS.put(None)
+        acme.THREADS[0].join()
+    unknown = {each.lines.unknown for each in found if each.lines}
+    assert reached_lines.OTHER_THREADS in unknown
 
 
 def test_control_characters_of_a_file_name_are_harmless(answers) -> None:
