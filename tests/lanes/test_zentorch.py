@@ -67,14 +67,12 @@ def test_the_whole_kit(whole_kit: Callable[[str], str]) -> None:
     assert re.search(r"\d\d+ passed", whole_kit("opgraft-zentorch"))
 
 
-@dtypes
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("activation", ["none", "relu", "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_a_frozen_weight(
-    dtype: torch.dtype, rows: int, activation: str, with_residual: bool
-) -> None:
+def test_a_frozen_weight(rows: int, activation: str, with_residual: bool) -> None:
     """zentorch multiplies by a frozen weight with any number of rows, and fuses what follows."""
+    dtype = torch.bfloat16
     weight = frozen(dtype)
     x = torch.randn(rows, 64).to(dtype)
     bias = torch.randn(48).to(dtype)
@@ -109,7 +107,9 @@ def test_many_weights_in_turn(dtype: torch.dtype) -> None:
 
 def test_relu_keeps_a_nan() -> None:
     """zentorch's own relu returns 0 for NaN, so torch's runs."""
-    out = functional.linear(torch.full((40, 64), torch.nan), frozen(torch.float32), None, "relu")
+    out = functional.linear(
+        torch.full((40, 64), torch.nan).bfloat16(), frozen(torch.bfloat16), None, "relu"
+    )
     assert out.isnan().all()
 
 

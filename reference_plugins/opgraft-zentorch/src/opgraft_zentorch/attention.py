@@ -96,7 +96,9 @@ def _heads_fit(query: Tensor, key: Tensor, grouped: bool) -> bool:
     """Return True if batches and head sizes agree, and each head of keys has its queries."""
     batch, heads, _, size = query.shape
     sequences, groups, _, width = key.shape
-    if sequences != batch or width != size:
+    if sequences != batch:
+        return False
+    if width != size:
         return False
     if groups == heads:
         return True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 from opgraft import functional
-from opgraft.kernels import WeightCache, watched
-from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
 
 from opgraft_zentorch.library import DTYPES, OPERATORS, is_plain
-from opgraft_zentorch.linear import LEAST_ROWS
+from opgraft_zentorch.weights import PackedWeights, are_taken
 
-_COPIES = WeightCache()
+_WEIGHTS = PackedWeights(OPERATORS.zentorch_weight_prepack_for_dynamic_qlinear.default)
 
 
 def int8_dynamic_linear(
@@ -23,8 +21,8 @@ def int8_dynamic_linear(
     native definition runs.
     """
     packed = None
-    if _taken(x, weight) and _follow(x, weight, scales, bias):
-        packed = _packed(x, weight)
+    if are_taken(x, weight, torch.int8) and _follow(x, weight, scales, bias):
+        packed = _WEIGHTS.of(x, weight)
     if packed is None or not x.isfinite().all():
         return functional.int8_dynamic_linear.native(x, weight, scales, bias)
     if bias is not None:
@@ -40,24 +38,10 @@ def int8_dynamic_linear(
     return out
 
 
-def _taken(x: Tensor, weight: Tensor) -> bool:
-    """Return True if inputs and codes have the right dtypes, and nobody looks on."""
-    if is_dynamo_compiling() or watched():
-        return False
-    # A subclass of Tensor may compute by itself.
-    if type(x) is not Tensor:
-        return False
-    if type(weight) not in (nn.Parameter, Tensor):
-        return False
-    if x.dtype not in DTYPES or not is_plain(x, x.dtype):
-        return False
-    if weight.dim() != 2 or not is_plain(weight, torch.int8):
-        return False
-    return bool(x.numel() and weight.numel())
-
-
 def _follow(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> bool:
     """Return True if the shapes go together. If not, the definition says what is wrong."""
+    if x.dtype not in DTYPES or not is_plain(x, x.dtype):
+        return False
     rows, columns = weight.shape
     if x.shape[-1] != columns:
         return False
@@ -71,20 +55,3 @@ def _follow(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> b
     if bias.shape != (rows,):
         return False
     return is_plain(bias, x.dtype)
-
-
-def _packed(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Return the codes in zentorch's layout; None for few rows of a weight that is not frozen."""
-    copied = _COPIES.copy_of(weight, _pack)
-    if copied is not None:
-        return copied
-    fewest = LEAST_ROWS * weight.shape[1]
-    if x.numel() < fewest:
-        return None
-    return _pack(weight.detach())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    whole = weight.contiguous()
-    packed: Tensor = OPERATORS.zentorch_weight_prepack_for_dynamic_qlinear.default(whole)
-    return packed

@@ -1,12 +1,13 @@
-"""The linear layer with its activation and residual, over weights in zentorch's own layout."""
+"""The linear layer in bfloat16, with its activation and residual."""
 
 from __future__ import annotations
 
-from opgraft.kernels import WeightCache, fits, packed_linear, requires_gradient, watched
-from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+import torch
+from opgraft.kernels import fits, packed_linear, requires_gradient
+from torch import Tensor
 
-from opgraft_zentorch.library import DTYPES, OPERATORS, is_plain
+from opgraft_zentorch.library import DTYPES, OPERATORS
+from opgraft_zentorch.weights import PackedWeights, are_taken
 
 POST_OPS = {
     "none": "none",
@@ -20,10 +21,10 @@ POST_OPS = {
 zentorch's relu returns 0 for NaN, so torch's runs.
 """
 
-LEAST_ROWS = 16
-"""A weight that is not frozen is packed in each call with at least this many rows."""
+# In float32 zentorch's sums are less exact than torch's, and sometimes miss the tolerance.
+OFFERED = DTYPES - {torch.float32}
 
-_COPIES = WeightCache()
+_WEIGHTS = PackedWeights(OPERATORS.zentorch_weight_prepack_for_linear.default)
 
 
 def linear(
@@ -39,81 +40,38 @@ def linear(
     calls that zentorch does not take.
     """
     packed = None
-    if activation in POST_OPS and _taken(x, weight):
-        packed = _packed(x, weight, bias, residual)
+    taken = activation in POST_OPS and weight.dtype in OFFERED
+    if taken and are_taken(x, weight, weight.dtype):
+        taken = fits(x, weight, bias, residual)
+        # The operators have no backward.
+        if taken and not requires_gradient(x, weight, bias, residual):
+            packed = _WEIGHTS.of(x, weight)
     if packed is None:
         return packed_linear(x, weight, bias, activation, residual)
-    if residual is None or activation == "relu":
-        return _in_two_steps(x, packed, bias, activation, residual)
-    fused: Tensor = OPERATORS.zentorch_linear_unary_binary.default(
-        x.contiguous(),
-        packed,
-        residual.contiguous(),
-        bias,
-        is_weight_prepacked=True,
-        post_op_1=POST_OPS[activation],
-        post_op_2="add",
-    )
-    return fused
-
-
-def _in_two_steps(
-    x: Tensor, packed: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> Tensor:
-    """Compute the form over a packed weight, with relu and the residual by torch."""
-    out: Tensor = OPERATORS.zentorch_linear_unary.default(
-        x.contiguous(),
+    out: Tensor
+    whole = x.contiguous()
+    post_op = POST_OPS[activation]
+    if residual is not None and activation != "relu":
+        other = residual.contiguous()
+        out = OPERATORS.zentorch_linear_unary_binary.default(
+            whole,
+            packed,
+            other,
+            bias,
+            is_weight_prepacked=True,
+            post_op_1=post_op,
+            post_op_2="add",
+        )
+        return out
+    out = OPERATORS.zentorch_linear_unary.default(
+        whole,
         packed,
         bias,
         is_weight_prepacked=True,
-        post_op=POST_OPS[activation],
+        post_op=post_op,
     )
     if activation == "relu":
         out.relu_()
     if residual is not None:
         out.add_(residual)
     return out
-
-
-def _taken(x: Tensor, weight: Tensor) -> bool:
-    """Return True if the weight is a plain matrix, and nobody looks on."""
-    # A compiler cannot see whether a weight is frozen.
-    if is_dynamo_compiling() or watched():
-        return False
-    # A subclass of Tensor may compute by itself.
-    if type(x) is not Tensor:
-        return False
-    if type(weight) not in (nn.Parameter, Tensor):
-        return False
-    dtype = weight.dtype
-    if dtype not in DTYPES or not is_plain(weight, dtype):
-        return False
-    if weight.dim() != 2:
-        return False
-    # zentorch prints an error if there is nothing to multiply.
-    return bool(x.numel() and weight.numel())
-
-
-def _packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor | None:
-    """Return the weight in zentorch's layout, or None if opgraft's own kernel has to run."""
-    if not fits(x, weight, bias, residual):
-        return None
-    if requires_gradient(x, weight, bias, residual):
-        return None
-    copied = _COPIES.copy_of(weight, _pack)
-    if copied is not None:
-        return copied
-    # There is no copy of a weight that is not frozen: its owner may write to the weight.
-    fewest = LEAST_ROWS * weight.shape[1]
-    if x.numel() < fewest:
-        return None
-    return _pack(weight.detach())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    # The operator reads a weight with gaps as if the gaps were numbers.
-    whole = weight.contiguous()
-    packed: Tensor = OPERATORS.zentorch_weight_prepack_for_linear.default(whole)
-    return packed

@@ -35,11 +35,12 @@ def fused_add_rms_norm(
 
     In bfloat16 zentorch rounds the sum before the norm, and the definition does not.
     """
-    taken = False
-    if weight is not None and variance_size is None:
-        taken = _taken(x, weight) and _is_summand(residual, x)
-    if weight is None or not taken:
-        return functional.fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    native = functional.fused_add_rms_norm.native
+    if weight is None or variance_size is not None or not _taken(x, weight):
+        return native(x, residual, weight, eps, variance_size)
+    # The definition says what is wrong with another residual.
+    if residual.shape != x.shape or not is_plain(residual, torch.float32):
+        return native(x, residual, weight, eps, variance_size)
     # The operator writes the norm to its first argument, and the sum to the third.
     normed = _matrix(x).clone()
     total = _matrix(residual).clone()
@@ -49,12 +50,6 @@ def fused_add_rms_norm(
     return normed.reshape(shape), total.reshape(shape)
 
 
-def _is_summand(residual: Tensor, x: Tensor) -> bool:
-    if residual.shape != x.shape:
-        return False
-    return is_plain(residual, torch.float32)
-
-
 def _taken(x: Tensor, weight: Tensor) -> bool:
     """Return True if the operator takes the rows and the weight."""
     dtype = x.dtype
@@ -62,6 +57,7 @@ def _taken(x: Tensor, weight: Tensor) -> bool:
         return False
     if not x.dim():
         return False
+    # Without numbers, there is nothing to compute.
     if not x.numel():
         return False
     # The definition says what is wrong with another weight.

@@ -35,8 +35,6 @@ class ZenLinear(catalogue.Linear):
 
 
 class ZenInt8DynamicLinear(catalogue.Int8DynamicLinear):
-    """Multiplies 8-bit integers, by codes in zentorch's own layout."""
-
     functional_cpu = opgraft.FunctionalKernels(
         {"int8_dynamic_linear": integers.int8_dynamic_linear}, inference_only=True
     )
@@ -52,8 +50,6 @@ class ZenRMSNorm(catalogue.RMSNorm):
 
 
 class ZenScaledDotProductAttention(catalogue.ScaledDotProductAttention):
-    """Takes query, key and value of four dimensions with equal head sizes."""
-
     functional_cpu = opgraft.FunctionalKernels(
         {"scaled_dot_product_attention": attention.scaled_dot_product_attention},
         inference_only=True,

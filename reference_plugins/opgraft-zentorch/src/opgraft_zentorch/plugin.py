@@ -7,6 +7,7 @@ import logging
 import warnings
 
 import opgraft
+import torch
 from packaging.version import Version
 
 platforms = ("cpu",)
@@ -17,14 +18,11 @@ NEEDED = "avx512f"
 @opgraft.hookimpl
 def opgraft_veto(platform: opgraft.Platform) -> str | None:
     """Return the reason why zentorch cannot be used here, or ``None``."""
-    machine = opgraft.Machine()
-    installed = machine.version_of(LIBRARY)
+    installed = opgraft.Machine().version_of(LIBRARY)
     if installed is None:
         return f"{LIBRARY} is not installed"
     library = Version(installed)
-    build = machine.torch_build()
-    version = build.version if build else "0"
-    present = Version(version)
+    present = Version(torch.__version__)
     # The import for another torch loads a part of the operators, with a warning, or fails.
     if library.release[:2] != present.release[:2]:
         built_for = f"{library.major}.{library.minor}"
@@ -47,8 +45,6 @@ def opgraft_register_ops() -> None:
     The import of zentorch calls ``logging.basicConfig``, which belongs to the program.
     """
     handlers = [*logging.root.handlers]
-    # basicConfig may set the level as well.
-    level = logging.root.level
     try:
         with warnings.catch_warnings():
             # zentorch imports Inductor, which warns of torch's own TorchScript.
@@ -56,7 +52,6 @@ def opgraft_register_ops() -> None:
             ops = importlib.import_module("opgraft_zentorch.ops")
     finally:
         logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
     for replacement in ops.REPLACEMENTS:
         # The class of the catalogue is the only base.
         (target,) = replacement.__bases__
