@@ -15,12 +15,14 @@ takes ``sys.executable``.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import marshal
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -32,6 +34,9 @@ LATER = ("PYTHONPATH", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 FOR_CHILDREN = "python-for-children"
 """The name of an interpreter that serves isolated code with few variables, as opgraft starts it for probes."""
+
+PATIENCE = 60.0
+"""Seconds within which the server reads its pipe."""
 
 _TEMPORARY = tempfile.gettempdir()
 """As it is before a test sets another one."""
@@ -56,9 +61,22 @@ def warm_interpreter() -> str:
         if not held.exists():
             os.mkfifo(held)
             _start_server(folder)
-    # The pipe stays open as long as this process lives.
-    os.open(held, os.O_WRONLY)
+    _hold(held)
     return str(folder / "python")
+
+
+def _hold(pipe: Path) -> None:
+    """Open the pipe that the server reads, which stays open as long as this process lives."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            return
+        # The server does not read the pipe yet, or no longer.
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > end:
+                raise RuntimeError("the server of warm interpreters has ended") from error
+        time.sleep(0.05)
 
 
 def warm_interpreter_for_children() -> str:
