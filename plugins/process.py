@@ -162,7 +162,13 @@ OF_PROCESS: tuple[Aspect, ...] = (
         harmless=python.only_drawn,
     ),
     # All libraries of a process share one of each.
-    value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
+    value(
+        "the recursion limit",
+        of_torch.recursion_limit,
+        of_torch.set_recursion_limit,
+        of_torch.limit_in_words,
+        of_torch.same_recursion_limits,
+    ),
     value("the working folder", os.getcwd, os.chdir),
     value("the mask of new files", python.mask_of_files, os.umask, oct),
     GuardedValue("the limit", python.limits, python.set_limit, str, python.is_not_lowered),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from opgraft.compat import intervening
 from opgraft.compat.content import content_of
+from opgraft.compat.graphs import graphs_of_inductor
 from opgraft.plugins.changes import GuardedValue, attribute, value
 from opgraft.registry.state import host_state
 
@@ -180,6 +181,34 @@ with warnings.catch_warnings():
 def changed_precisions(now: Mapping[str, str]) -> str:
     names = _changed(_FIRST_PRECISIONS, now)
     return ", ".join(f"{now.get(name)} of {name}" for name in names) or "the usual one"
+
+
+_LIMIT_OF_INDUCTOR = 2000
+
+
+def recursion_limit() -> tuple[int, str]:
+    """Return the limit, and text that differs after each graph that Inductor compiles."""
+    return sys.getrecursionlimit(), graphs_of_inductor()
+
+
+def set_recursion_limit(former: tuple[int, str]) -> None:
+    sys.setrecursionlimit(former[0])
+
+
+def limit_in_words(state: tuple[int, str]) -> str:
+    return str(state[0])
+
+
+def same_recursion_limits(before: tuple[int, str], after: tuple[int, str]) -> bool:
+    """Return True for an equal limit, and for the limit that Inductor sets when it compiles.
+
+    Inductor raises a lower limit to 2000, and leaves a higher one. A plugin that sets 2000 itself
+    changes nothing if Inductor compiles too.
+    """
+    (former, graphs), (limit, later_graphs) = before, after
+    if limit == former:
+        return True
+    return graphs != later_graphs and limit == max(former, _LIMIT_OF_INDUCTOR)
 
 
 _ATEN = "aten/"

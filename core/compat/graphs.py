@@ -112,6 +112,13 @@ def structure_of_text(text: str) -> Any:
     return _pytree.treespec_loads(text)
 
 
+def graphs_of_inductor() -> str:
+    """Return text that differs after each graph that Inductor begins to compile."""
+    compiler: Any = sys.modules.get("torch._inductor.compile_fx")
+    # To read the next number would take it.
+    return repr(getattr(compiler, "_graph_counter", None))
+
+
 _WRITTEN = {"aot_inductor.metadata"}
 """Settings that Inductor writes by itself."""
 

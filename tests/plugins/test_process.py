@@ -559,6 +559,41 @@ def test_the_doctor_tells(cli, site) -> None:
     assert all(0 <= row["seconds"] < 60 for row in answer["plugins"])
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("compiles", "limit", "is_a_change"),
+    [(True, None, False), (True, 2000, False), (True, 3000, True), (False, 2000, True)],
+)
+def test_the_recursion_limit_of_inductor(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compiles: bool,
+    limit: int | None,
+    is_a_change: bool,
+) -> None:
+    """Inductor raises the limit to 2000 when it compiles: any other change is one of the plugin."""
+    # A graph from a former run would not be compiled.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    former = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    try:
+        before = look()
+        if compiles:
+            torch.compile(lambda x: x + 1)(torch.ones(3))
+            assert sys.getrecursionlimit() == 2000
+        if limit is not None:
+            sys.setrecursionlimit(limit)
+        found = [each for each in changes_between(before, look()) if "recursion limit" in each.what]
+        words = [f"the recursion limit from 1000 to {limit}"] if is_a_change else []
+        assert [each.what for each in found] == words
+        for each in found:
+            each.set_back()
+            assert sys.getrecursionlimit() == 1000
+    finally:
+        sys.setrecursionlimit(former)
+        torch.compiler.reset()
+
+
 def test_a_slow_import_is_a_finding() -> None:
     """From five seconds on, whatever became of the plugin."""
     record = PluginRecord(
