@@ -19,6 +19,7 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+from opgraft.binding.comparison import same
 from opgraft.binding.functional import binding_of
 from opgraft.binding.kernels import Kernel, KernelChoice, declared_kernels
 from opgraft.binding.specialisation import bind
@@ -45,8 +46,10 @@ THREADS = 4
 
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
-_OF_OTHERS = frozenset({"aten", "opgraft", "prim", "prims", "mkldnn", "mkl", "quantized"})
-"""Namespaces of operators that no plugin brings."""
+_OF_OTHERS = frozenset(
+    {"aten", "opgraft", "prim", "prims", "mkldnn", "mkl", "quantized", "profiler"}
+)
+"""Namespaces of operators that no plugin brings. A compiled function calls the profiler's."""
 
 
 def check_reached(trial: Trial) -> None:
@@ -443,11 +446,27 @@ class _Operators(TorchFunctionMode):
         self.calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Only an operator that took the arguments is noted.
-        if is_operator_of_plugin(func):
-            self.calls.setdefault(str(func), (func, args, kwargs or {}))
+        given = kwargs or {}
+        if not is_operator_of_plugin(func) or str(func) in self.calls:
+            return func(*args, **given)
+        former = tuple(map(_copied, args)), {name: _copied(each) for name, each in given.items()}
+        result = func(*args, **given)
+        # Only an operator that took the arguments is noted. One that writes zeros to its input
+        # would change nothing in a second call, so each argument is as it was before the first.
+        before = tuple(map(_unless_equal, args, former[0]))
+        named = {name: _unless_equal(each, former[1][name]) for name, each in given.items()}
+        self.calls[str(func)] = (func, before, named)
         return result
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _unless_equal(value: Any, former: Any) -> Any:
+    """Return the value itself, or the former one if the value was written to."""
+    # A copy may have another layout, so an argument that is only read stays.
+    return former if isinstance(value, Tensor) and not same(value, former) else value
 
 
 def is_operator_of_plugin(func: object) -> bool:

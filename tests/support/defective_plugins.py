@@ -267,6 +267,19 @@ class Acme(LayerNorm):
             "wrong_fake.register_fake(lambda x, approximate: x.new_empty(1))\n",
         ),
     ),
+    "an operator that writes to a copy, which its schema does not tell": Defect(
+        "gelu-operators",
+        "not defined as mutable but was mutated",
+        of_gelu(
+            "out = torch.ops.acme_planted.untold_write(input.clone(), self.approximate)",
+            "@torch.library.custom_op('acme_planted::untold_write', mutates_args=())\n"
+            "def untold_write(x: torch.Tensor, approximate: str) -> torch.Tensor:\n"
+            "    out = gelu(x, approximate=approximate)\n"
+            "    x.zero_()\n"
+            "    return out\n"
+            "untold_write.register_fake(lambda x, approximate: torch.empty_like(x))\n",
+        ),
+    ),
     "a graph break": Defect(
         "gelu-compilation",
         "item",

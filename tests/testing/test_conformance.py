@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
@@ -193,6 +194,28 @@ def test_an_operator_that_refuses_what_is_computed_otherwise(
     told = judged("acme", "operators")["gelu-operators"]
     assert told.status == status, told.reason
     assert "rows are too short" not in told.reason
+
+
+COMPILED = """
+import torch
+from opgraft.ops import GELU
+platforms = "any"
+compiled = torch.compile(torch.nn.functional.gelu, backend="inductor")
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def forward_oot(self, input):
+        return compiled(input, approximate=self.approximate)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+def test_a_compiled_kernel_runs_no_operator_of_its_own(site) -> None:
+    """Operators of torch's profiler run in what is compiled, and are not those of the plugin."""
+    site.plugin("acme", COMPILED)
+    told = judged("acme", "operators")["gelu-operators"]
+    assert told.reason == "it runs no operator of its own"
+    torch.compiler.reset()
 
 
 LOCAL = """
