@@ -11,6 +11,7 @@ import torch
 from intel_extension_for_pytorch.llm import functional as ipex
 from opgraft.ops import RMSNorm, RotaryEmbedding, SiluAndMul
 from torch import Tensor
+from torch.library import Library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,9 +23,44 @@ def _served(*tensors: Tensor) -> bool:
     )
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of ``x + residual``, and the sum.
+
+    The extension's own operator writes the sum to the residual, and its schema does not say so. A
+    compiler would read the former residual afterwards. This operator writes to a copy.
+    """
+    total = residual.clone(memory_format=torch.contiguous_format)
+    normed = ipex.add_rms_norm(total, x.contiguous(), weight, None, eps, True)
+    return normed, total
+
+
+def _fake_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    # The kernel's results are contiguous, whatever the inputs are.
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(x, memory_format=contiguous),
+        torch.empty_like(residual, memory_format=contiguous),
+    )
+
+
+# In a namespace of the plugin's own, the operator is judged by the conformance kit.
+opgraft.direct_register_custom_op(
+    "add_rms_norm",
+    add_rms_norm,
+    fake_impl=_fake_add_rms_norm,
+    target_lib=Library("opgraft_ipex", "FRAGMENT"),  # type: ignore[no-untyped-call]
+)
+
+
 @opgraft.CustomOp.register_oot("RMSNorm")
 class IpexRMSNorm(RMSNorm):
-    """With a residual, the kernel writes the sum to a copy of it."""
+    """With a residual, the kernel is for float32 alone.
+
+    In half types, the kernel rounds the sum before the norm. The definition takes the norm of the
+    sum in float32, so the definition runs.
+    """
 
     @opgraft.inference_only
     def forward_cpu(
@@ -41,11 +77,13 @@ class IpexRMSNorm(RMSNorm):
         if residual is None:
             normed = ipex.rms_norm(x.contiguous(), weight, self.variance_epsilon)
             return normed
-        # The kernel has no rule for compilers.
-        if torch.compiler.is_compiling():
+        # In half types, the kernel rounds the sum too early.
+        if x.dtype is not torch.float32:
             return self.forward_native(x, residual)
-        total = residual.clone(memory_format=torch.contiguous_format)
-        normed = ipex.add_rms_norm(total, x.contiguous(), weight, None, self.variance_epsilon, True)
+        total: Tensor
+        normed, total = torch.ops.opgraft_ipex.add_rms_norm(
+            x, residual, weight, self.variance_epsilon
+        )
         return normed, total
 
     forward_xpu = forward_cpu
