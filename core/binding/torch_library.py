@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opgraft.compat.registration import remove_operators
 from opgraft.errors import ConflictError
 from opgraft.plugins.discovery import discover
 from opgraft.registry.declarations import redefines
@@ -51,9 +52,9 @@ def direct_register_custom_op(
     # Plugins are activated again after a reset, and their modules stay imported.
     if known is op_func:
         return
-    # A notebook runs a cell again. Torch drops the old op with its library.
+    # A notebook runs a cell again.
     if known is not None and redefines(known, op_func):
-        del _registered[qualname]
+        remove_operators(_registered.pop(qualname)[1])
     if hasattr(getattr(torch.ops, namespace), op_name):
         owner = f" by {known.__module__}.{known.__qualname__}" if known else ""
         raise ConflictError(
@@ -75,6 +76,7 @@ def direct_register_custom_op(
 
         def forget() -> None:
             _registered.pop(qualname, None)
+            remove_operators(library)
 
         return forget
 

@@ -16,6 +16,12 @@ _libraries: dict[str, Library] = {}
 """Op → library of its kernel. Torch drops a kernel with its library."""
 
 
+def remove_operators(library: Any) -> None:
+    """Remove the operators of a library, which must not be used again."""
+    # With the library itself, torch 2.8 leaves a called operator as an attribute of torch.ops.
+    library._destroy()
+
+
 def on_gradients(op: str, refuse: Callable[[str], object]) -> None:
     """Have a registered op call ``refuse`` before the op would drop a gradient.
 
