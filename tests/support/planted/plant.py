@@ -80,8 +80,12 @@ def call(*given):
 """
 
 TRITON = """
+from threading import Lock
 import triton
 import triton.language as tl
+
+# Triton's interpreter changes its language while a kernel runs, for all threads.
+ONE = Lock()
 """
 
 CPP = """
@@ -222,7 +226,7 @@ def triton_unary(op: str, jitted: str, *, parts: int = 1, launch: str) -> str:
         "    out = x.new_empty((*x.shape[:-1], width))\n"
         "    count = out.numel()\n"
         "    rows = count // max(width, 1)\n"
-        f"    if count:\n{indent(dedent(launch).strip(), ' ' * 8)}\n"
+        f"    with ONE:\n        if count:\n{indent(dedent(launch).strip(), ' ' * 12)}\n"
         "    return out\n"
     )
     # Triton's interpreter cuts bfloat16 off, where a GPU rounds.
@@ -237,8 +241,8 @@ def triton_unary(op: str, jitted: str, *, parts: int = 1, launch: str) -> str:
 def triton_rms(jitted: str, launch: str, op: str = "RMSNorm") -> str:
     """Return a plugin for an RMS norm in Triton."""
     gemma = op == "GemmaRMSNorm"
-    inner = indent(dedent(launch).strip(), " " * 8)
-    launch = f"rows = x.numel() // max(width, 1)\n    if x.numel():\n{inner}"
+    inner = indent(dedent(launch).strip(), " " * 12)
+    launch = f"rows = x.numel() // max(width, 1)\n    with ONE:\n        if x.numel():\n{inner}"
     body = OWN_ROWS.format(
         factor="(1 + weight)" if gemma else "weight",
         weight="1 + weight.float()" if gemma else "weight.float()",
