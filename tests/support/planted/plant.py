@@ -242,7 +242,10 @@ def triton_rms(jitted: str, launch: str, op: str = "RMSNorm") -> str:
     """Return a plugin for an RMS norm in Triton."""
     gemma = op == "GemmaRMSNorm"
     inner = indent(dedent(launch).strip(), " " * 12)
-    launch = f"rows = x.numel() // max(width, 1)\n    with ONE:\n        if x.numel():\n{inner}"
+    launch = (
+        "rows, weight = x.numel() // max(width, 1), weight.contiguous()\n"
+        f"    with ONE:\n        if x.numel():\n{inner}"
+    )
     body = OWN_ROWS.format(
         factor="(1 + weight)" if gemma else "weight",
         weight="1 + weight.float()" if gemma else "weight.float()",
