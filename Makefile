@@ -50,7 +50,7 @@ VOCABULARY := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vocabularies/o200k_
 
 TRITON := $(shell sed -n '/^triton==/p' environments/triton.in)
 TRITON_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(TRITON))
-ZENTORCH := $(shell grep == environments/zentorch.in)
+ZENTORCH := $(shell grep == environments/zentorch.txt)
 ZENTORCH_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(firstword $(ZENTORCH)))
 FLINT := python-flint==0.9.0
 FLINT_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/$(subst ==,-,$(FLINT))
