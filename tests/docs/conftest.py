@@ -44,6 +44,8 @@ VOLATILE = {
     r"(plain|grafted) +[\d.]+ s +[\d.]+": r"\1 <times>",
     r"(the same|others) +\d\.\de[+-]\d\d": r"\1 <difference>",
     r"holds [\d,]+ tokens in [\d,]+ blocks": "holds <this machine's tokens>",
+    # Linear layers are torch's own where the processor multiplies bfloat16.
+    r"kernels \d+ of": "kernels <of this processor> of",
     r"chatcmpl-[0-9a-f]+": "<id>",
     r'"created": \d+': "<time>",
 }
