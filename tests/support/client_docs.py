@@ -18,7 +18,7 @@ def block(start: str, server: str) -> str:
         ValueError: not exactly one block begins so.
     """
     text = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", text, re.M | re.S)
     (found,) = [each for each in blocks if each.startswith(start)]
     return str(found).replace(SERVER, server)
 
