@@ -42,6 +42,9 @@ OTHER_THREADS = "the kernel keeps threads, or hands work to a pool of threads"
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool", "queue")
 """Modules whose functions hand work to threads that may be older than a call."""
 
+_OPERATORS = type(torch.ops).__module__
+"""The module whose ``__call__`` runs an operator."""
+
 _NATIVE = ("ctypes", "_ctypes", "_cffi_backend", "cffi", "cupy", "jaxlib", "numba", "triton")
 """Packages with the types of objects that call compiled code."""
 
@@ -215,7 +218,7 @@ class LineWatch:
             self._is_compiled = True
         self._has_threads |= module in _POOLS
         # To read the variables of a frame takes time.
-        if module != "torch._ops" or frame.f_code.co_name != "__call__":
+        if module != _OPERATORS or frame.f_code.co_name != "__call__":
             return None
         if not is_operator_of_plugin(frame.f_locals.get("self")):
             return None
