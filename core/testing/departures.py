@@ -292,14 +292,10 @@ def _other_numbers(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtyp
     if bool((off <= room).all()):
         return ""
     native = wanted.native[place].double()
-    # The definition may leave the tolerance, too. Only the kernel's same rows have the room then.
-    allowed = MARGIN * _of_row(_share((native - exact).abs(), room))
-    if ours.itemsize > 1:
-        moved = _share(wanted.moved[place], room)
-        allowed = torch.maximum(allowed, SENSITIVITY * _of_row(moved)).clamp(min=_walk(exact))
+    allowed = _allowed(ours, place, wanted, room)
     # An overflow of the definition itself proves nothing. NaN is outside.
     is_compared = native.isfinite() & exact.isfinite()
-    wrong = is_compared & ~(off <= room * allowed.clamp(min=1.0))
+    wrong = is_compared & ~(off <= room * allowed)
     if not wrong.any():
         return ""
     index = tuple(wrong.nonzero()[0].tolist())
@@ -307,6 +303,18 @@ def _other_numbers(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtyp
         f"{int(wrong.sum())} of {wrong.numel()} numbers are off: at {list(index)} it has "
         f"{found[index].item():.7g}, expected {exact[index].item():.7g}"
     )
+
+
+def _allowed(ours: Tensor, place: int, wanted: Expected, room: Tensor) -> Tensor:
+    """Return for each row how many times the tolerance a kernel may be off, at least once."""
+    exact = wanted.exact[place].double()
+    off = (wanted.native[place].double() - exact).abs()
+    # The definition may leave the tolerance, too. Only the kernel's same rows have the room then.
+    allowed = MARGIN * _of_row(_share(off, room))
+    if ours.itemsize > 1:
+        moved = SENSITIVITY * _of_row(_share(wanted.moved[place], room))
+        allowed = torch.maximum(allowed, moved).clamp(min=_walk(exact))
+    return allowed.clamp(min=1.0)
 
 
 def _walk(exact: Tensor) -> float:
