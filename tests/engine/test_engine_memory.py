@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from opgraft.errors import OpgraftError
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.text_engine import TextEngine
 from support.engines import add, expect_empty, settings
-from support.held import ROUNDS, rounds
+from support.held import ROUNDS, in_each, rounds
 from support.random_decoders import written
 
 SMALLEST = {
@@ -117,4 +116,4 @@ def test_many_requests_leave_nothing(family: str, requests: int, tmp_path: Path)
     counts = visitors.refused, *(visitors.reasons[reason] for reason in ("abort", "stop", "length"))
     assert min(counts) > requests // 10, counts
     visitors.expect_counted()
-    assert median(growth) < requests // ROUNDS // 2, growth
+    assert in_each(growth) < requests // ROUNDS // 2, growth

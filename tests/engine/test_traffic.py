@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opgraft.engine.schedule.kv_cache import LayerKind
-from support.held import ROUNDS, rounds
+from support.held import ROUNDS, in_each, rounds
 from support.simulated_runner import Traffic, make_scheduler
 
 KINDS = st.lists(st.sampled_from([None, 1, 3, 8, 13]), min_size=1, max_size=3, unique=True)
@@ -75,4 +74,4 @@ def test_many_requests_leave_nothing(requests: int) -> None:
     growth: list[int] = []
     for _ in rounds(growth):
         driven.run(driven.number + requests // ROUNDS, aborts=0.05)
-    assert median(growth) < requests // ROUNDS // 10, growth
+    assert in_each(growth) < requests // ROUNDS // 10, growth

@@ -210,7 +210,7 @@ def test_a_bad_argument_of_one_reader_harms_no_other(folder: Path, field: str) -
             str(folder), dtype="float32", **settings, **{"scheduler.policy": "priority"}
         ) as engine:
             going = engine.generate(PROMPT, GREEDY, priority=1)
-            await anext(going)
+            last = await anext(going)
             with pytest.raises(RequestError, match=f"{field} is {BAD[field]!r}: give") as raised:
                 await anext(engine.generate(PROMPT, GREEDY, **{field: BAD[field]}))
             assert raised.value.field == field
