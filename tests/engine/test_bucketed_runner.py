@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from support.engines import (
     settings,
 )
 from support.random_decoders import DECODERS, hybrid, written
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 40}
 
@@ -278,3 +280,24 @@ def test_programs_go_through_the_graph_of_a_plugin(checkpoint: Path, fixed_shape
         [Request("one", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))],
     )
     assert len(called) == 2  # a prompt's and that of single tokens
+
+
+class Losing(torch.nn.Module):
+    """Adds a tensor for which the first traces have no node."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.traces = iter([disable_proxy_modes_tracing] * times + [contextlib.nullcontext] * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with next(self.traces)():
+            values = torch.arange(len(x))
+        return x + values
+
+
+def test_a_trace_that_loses_a_tensor_is_made_again() -> None:
+    """The second trace is what counts; if it loses a tensor, too, torch's error says so."""
+    x = torch.zeros(3)
+    assert torch.equal(exported(Losing(1), x, [])(x), torch.arange(3.0))
+    with pytest.raises(RuntimeError, match="found a fake tensor"):
+        exported(Losing(2), x, [])

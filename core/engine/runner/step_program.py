@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -174,14 +177,29 @@ class CopyModule(nn.Module):
             cache.index_copy_(0, targets, cache[sources])
 
 
+_LOST = "fake tensor in the exported program constant's list"
+"""Part of the message of torch about a tensor of the trace that has no node."""
+
+
+def _exported_program(module: nn.Module, arguments: tuple[Tensor, ...]) -> ExportedProgram:
+    with torch.no_grad():
+        try:
+            return torch.export.export(module, arguments, strict=False)
+        except RuntimeError as error:
+            # One of 25 first traces of a process lost the node of a ``torch.arange`` (torch 2.13).
+            # No later trace did.
+            if _LOST not in str(error):
+                raise
+        return torch.export.export(module, arguments, strict=False)
+
+
 def exported(module: nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> GraphModule:
     """Return a module as a graph for arguments of these shapes.
 
-    The module is called once. Compilers cannot follow the context with the pages of layers, so the
-    graph has the pages built in.
+    The module is called while torch traces. Compilers cannot follow the context with the pages of
+    layers, so the graph has the pages built in.
     """
-    with torch.no_grad():
-        graph_module: Any = torch.export.export(module, (inputs, *caches), strict=False).module()
+    graph_module: Any = _exported_program(module, (inputs, *caches)).module()
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return graph_module  # type: ignore[no-any-return]
