@@ -139,14 +139,13 @@ Tensor scaled_dot_product_attention_quant_fp8_static(const Tensor& query, const 
   const char* const attended = static_cast<const char*>(a.out);
   const int64_t row_bytes = a.value_size * call.out.element_size(), tiles = tiles_of(a);
   call.run([&](const DenseAttention&, int64_t begin, int64_t end) {
+    kernel(a, begin, end);
     for (int64_t tile = begin; tile < end; ++tile) {
-      kernel(a, tile, tile + 1);
       const int64_t of = tile / tiles, batch = of / a.heads, head = of % a.heads;
       const int64_t first = tile % tiles * QUERIES_OF_TILE, last = std::min(first + QUERIES_OF_TILE, a.queries);
-      for (int64_t query = first; query < last; ++query) {
-        const int64_t row = (batch * a.queries + query) * a.heads + head;
-        rows.quantize_row(attended + row * row_bytes, of * a.queries + query);
-      }
+      const int64_t row = (batch * a.queries + first) * a.heads + head;
+      rows.quantize_from(attended + row * row_bytes, a.heads * a.value_size, of * a.queries + first,
+                         of * a.queries + last);
     }
   });
   return without_added_dims(rows.out, query.dim());

@@ -1,4 +1,4 @@
-// Norms whose rows are quantized while the first cache has them, as torch ops.
+// Norms whose rows are quantized while the second cache has them, as torch ops.
 
 #include "norms.h"
 #include "quantizing.h"

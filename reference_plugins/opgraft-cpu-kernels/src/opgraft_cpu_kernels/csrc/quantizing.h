@@ -30,6 +30,11 @@ struct ScaleRule {
   bool power_of_two = false, fp8 = true;
 };
 
+// Where row 0 would lie if row `first` lies at x. As a number, since it points nowhere.
+inline void* row_zero(const void* x, int64_t row_bytes, int64_t first) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(x) - uintptr_t(first * row_bytes));
+}
+
 // Memory for some rows, in the place of rows of a matrix.
 class RowMemory {
  public:
@@ -39,10 +44,8 @@ class RowMemory {
   RowMemory(const RowMemory&) = delete;
   RowMemory& operator=(const RowMemory&) = delete;
 
-  // Where row 0 would lie if this were the memory of the rows from `first` on. As a number, since it points nowhere.
-  void* as_rows_from(int64_t first) const {
-    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data_) - uintptr_t(first * row_bytes_));
-  }
+  // Row 0, if this is the memory of the rows from `first` on.
+  void* as_rows_from(int64_t first) const { return row_zero(data_, row_bytes_, first); }
 
  private:
   int64_t row_bytes_;
@@ -93,7 +96,7 @@ class QuantizedRows {
     share(rows_, q_.width, [&](int64_t begin, int64_t end) { kernel_(q_, begin, end); });
   }
 
-  // Has a function make the rows [first, last), and quantizes each while the first cache has it. make(to, begin, end)
+  // Has a function make the rows [first, last), and quantizes them while the second cache has them. make(to, begin, end)
   // writes these rows to their places in `to`. `finish` is to be called after the last.
   template <class Make>
   void take(int64_t first, int64_t last, const Make& make) {
@@ -114,11 +117,11 @@ class QuantizedRows {
     share(rows_, q_.width, [&](int64_t begin, int64_t end) { kernel_(q_, begin, end); });
   }
 
-  // Quantizes one row, which lies elsewhere.
-  void quantize_row(const void* x, int64_t row) const {
+  // Quantizes the rows [first, last), which lie `stride` elements apart from x on.
+  void quantize_from(const void* x, int64_t stride, int64_t first, int64_t last) const {
     Quantization q = q_;
-    q.x = {x, 0};
-    kernel_(q, row, row + 1);
+    q.x = {row_zero(x, stride * int64_t(c10::elementSize(type_)), first), stride};
+    kernel_(q, first, last);
   }
 
  private:
@@ -175,7 +178,7 @@ class QuantizedRows {
 
   void take_largest() { *q_.scales = scale_of(q_, largest_, largest_quantized_); }
 
-  static constexpr int64_t CACHED = int64_t(1) << 14;  // bytes of rows that the first cache keeps
+  static constexpr int64_t CACHED = int64_t(1) << 17;  // bytes of rows that the second cache keeps
 
   Groups groups_;
   at::ScalarType type_;
