@@ -30,6 +30,7 @@ UNFIT: dict[str, str] = {
     "engine/test_part_contracts.py::test_memory_and_graphs_are_replaced_by_name": (
         "counts with the CPU's share of free memory, which is not the device's"
     ),
+    "engine/test_stats.py::test_compiled_code_is_not_timed": _OF_DYNAMO,
     "serving/test_llm.py::test_the_cache_takes_a_share_of_what_is_free": _OF_CPU,
     "serving/test_llm.py::test_the_memory_is_that_of_the_device": _OF_CPU,
     "serving/test_llm.py::test_memory_that_nobody_knows": _OF_CPU,

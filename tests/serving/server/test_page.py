@@ -26,7 +26,10 @@ REFUSED = "Failed to load resource: the server responded with a status of 401"
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Open the page of a server; nothing may be written to its console but what ``allowed`` has."""
+    """Open the page of a server; nothing may be written to its console but what ``allowed`` has.
+
+    A page asks its server again and again: a test closes the page before its server ends.
+    """
     contexts, lines = [], []
 
     def visit(server: Server, allowed: str | None = None, **options: Any) -> Any:
@@ -164,6 +167,7 @@ def test_an_encoder_compares_texts(visit: Callable[..., Any]) -> None:
         page.get_by_role("button", name="Clear").click()
         assert page.locator(".turn").count() == 0
         assert page.get_by_text("Options").is_hidden()
+        page.close()
 
 
 @pytest.mark.parametrize(("scheme", "size"), [
@@ -255,6 +259,7 @@ def test_hostile_text_is_shown_as_text(checkpoint: Path, visit: Callable[..., An
         assert page.locator(".turn .text").first.text_content() == HOSTILE
         assert page.locator(".turn img, .turn script, .turn b, #served img, #served b").count() == 0
         assert page.title() == f"{HOSTILE} · opgraft"
+        page.close()
 
 
 MARKDOWN = """# A plan
@@ -339,6 +344,7 @@ def test_a_key_is_asked_for(checkpoint: Path, visit: Callable[..., Any]) -> None
         page.locator("#state", has_text="ready").wait_for()
         assert page.evaluate("Object.values(localStorage)") == []
         assert "secret" not in page.content()
+        page.close()
 
 
 def test_behind_a_proxy_that_keeps_the_metrics(server: Server, visit: Callable[..., Any]) -> None:
