@@ -26,6 +26,7 @@ from serving_load import Load, Question, run
 from serving_prompts import Prompt, arrivals, random_prompts
 from serving_report import Limits, percentile, report
 from serving_sides import (
+    SETTINGS,
     WORDS,
     Cost,
     Served,
@@ -51,6 +52,9 @@ SHORT, LONG = Work(), Work(requests=16, tokens=2048)
 SMALL_CACHE = {"cache.num_blocks": 256, "model.max_model_len": 1024}
 SMALL_BATCHES = {"scheduler.max_num_batched_tokens": 512, "scheduler.max_num_seqs": 64}
 """Sizes that are soon used to the last byte: the system gives memory when it is first written, which is no leak."""
+
+LONG_PROMPTS, LONG_WORDS = 3, 5_600
+"""Prompts that take many steps of the engine, and their words, which are as many tokens."""
 
 LENGTHS = 48, 80
 """Shortest and longest answers of the overload, in tokens."""
@@ -199,6 +203,33 @@ async def _most_memory(served: Served) -> tuple[int, list[Outcome]]:
         return most, await running
 
 
+def long_prompts(folder: Path, arguments: argparse.Namespace) -> Finding:
+    """Ask for one token beside long prompts, and count the steps of the engine until it comes."""
+    del folder
+    with serving(arguments.model, **SETTINGS, **{"model.max_model_len": 6_000}) as served:
+        steps, seconds = asyncio.run(_steps_beside_long_prompts(served))
+    detail = (
+        f"{seconds:.1f} s, beside {LONG_PROMPTS} prompts of {LONG_WORDS:,} words, {arguments.model}"
+    )
+    return Finding("short prompt beside long ones, steps to its token", steps, detail, most=3)
+
+
+async def _steps_beside_long_prompts(served: Served) -> tuple[float, float]:
+    """Return the steps that end between the sending of a short prompt and its token, and the seconds."""
+    async with Client(served.url) as client:
+        question = Question(await client.model(), False, 1, {"temperature": 0, "ignore_eos": True})
+        prompts = random_prompts(LONG_PROMPTS, LONG_WORDS, 0)
+        long = asyncio.create_task(run(client, question, prompts, Load(concurrency=LONG_PROMPTS)))
+        while not (before := await asyncio.to_thread(served.metric, "engine_steps_total")):
+            await asyncio.sleep(0.1)
+        (short,) = await run(client, question, random_prompts(1, WORDS, 1), Load())
+        after = await asyncio.to_thread(served.metric, "engine_steps_total")
+        long.cancel()
+    if short.error is not None:
+        raise SystemExit(f"the short prompt failed: {_failure([short])}")
+    return after - before, short.seconds
+
+
 def overload(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask for twice what the server can bear, between two measurements of that: a machine may change meanwhile."""
     limits = {"scheduler.max_num_seqs": RUNNING, "server.max_waiting_requests": WAITING}
@@ -321,6 +352,7 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace], Finding | list[Finding]]] 
     "tracing": tracing,
     "overhead": overhead,
     "streams": streams,
+    "long_prompts": long_prompts,
     "overload": overload,
     "soak": soak,
 }
