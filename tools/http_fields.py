@@ -21,6 +21,12 @@ from opgraft.serving.server.protocol import Body
 FACTS = Path(__file__).parents[1] / "docs/figures/http_fields.json"
 MAKERS = ("openai", "anthropic")
 PEERS = ("vllm", "llama.cpp")
+_COMPARED = {
+    "openai": "Python client of OpenAI",
+    "anthropic": "Python client of Anthropic",
+    "vllm": "vLLM",
+    "llama.cpp": "server of llama.cpp, by commit",
+}
 LEFT_OUT = ("/openapi.json",)
 EVERYWHERE = ("model", "user")
 """Fields of nearly every path."""
@@ -109,6 +115,13 @@ def version_of(folder: Path) -> str:
     """Return the version of an installed package, by the folder of its metadata."""
     (found,) = folder.parent.glob(f"{folder.name}*-*.dist-info")
     return found.name.removesuffix(".dist-info").rpartition("-")[2]
+
+
+def versions() -> Iterator[Sequence[str]]:
+    """Yield a row for each compared server or client, with its version."""
+    facts = json.loads(FACTS.read_text("utf-8"))
+    for name, compared in _COMPARED.items():
+        yield compared, f"`{facts[name]['version']}`"
 
 
 def rows() -> Iterator[Sequence[str]]:

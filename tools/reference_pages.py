@@ -59,9 +59,10 @@ def main() -> None:
 def all_pages() -> dict[Path, str]:
     """Return every file that this script writes, with its text."""
     pages = {REFERENCE / f"python/{name}.md": docstrings_of(name) for name in MODULES}
-    for name, (header, rows) in TABLES.items():
+    for name, header, rows in TABLES:
         path = REFERENCE / f"{name}.md"
-        pages[path] = with_table(path.read_text(encoding="utf-8"), header, rows)
+        text = pages.get(path) or path.read_text(encoding="utf-8")
+        pages[path] = with_table(text, header, rows)
     path = REFERENCE / "cli.md"
     pages[path] = with_options(path.read_text(encoding="utf-8"))
     return pages
@@ -137,15 +138,16 @@ def contracts(known: Known) -> Iterator[Row]:
         yield f"`{part}`", str(number), covered
 
 
-TABLES: Mapping[str, tuple[str, Callable[[Known], Iterator[Row]]]] = {
-    "settings": ("| setting and variable | meaning, value and default |", settings),
-    "hooks": ("| hook | returns | |", hooks),
-    "platforms": ("| platform | dispatch chain | available if | priority |", platforms),
-    "errors": ("| error | also a | exit code | |", error_rows),
-    "kernels": ("| part | number | the contract covers |", contracts),
-    "answers": (HTTP_FIELDS, lambda known: http_fields.rows()),
-}
-"""By page, the header of its table, and its rows."""
+TABLES: Sequence[tuple[str, str, Callable[[Known], Iterator[Row]]]] = (
+    ("settings", "| setting and variable | meaning, value and default |", settings),
+    ("hooks", "| hook | returns | |", hooks),
+    ("platforms", "| platform | dispatch chain | available if | priority |", platforms),
+    ("errors", "| error | also a | exit code | |", error_rows),
+    ("kernels", "| part | number | the contract covers |", contracts),
+    ("answers", "| compared over HTTP | version |", lambda known: http_fields.versions()),
+    ("answers", HTTP_FIELDS, lambda known: http_fields.rows()),
+)
+"""The page, the header of a table on it, and the rows of the table."""
 
 
 def described(thing: Any) -> str:
