@@ -203,6 +203,10 @@ class Tokenizer:
             **self.special_tokens,
         )
 
+    def tokens_as_written(self, ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary writes them, such as ``Ġcat``. Unknown ids are empty."""
+        return [self.backend.id_to_token(token) or "" for token in ids]
+
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token in UTF-8. A token may be a part of a character."""
         text = self.decode([token], skip_special_tokens=False)

@@ -13,6 +13,7 @@ from opgraft.serving.server.answer_readers import AnswerReader, TextReader
 from opgraft.serving.server.call_reader import WrittenCall
 from opgraft.serving.server.chat_messages import (
     THINKING_BUDGET,
+    expect_allowed,
     for_template,
     template_values,
 )
@@ -149,15 +150,8 @@ class Chat(Generating[ChatRequest]):
             HTTPError: the operator does not allow templates in requests.
         """
         given = self.body.chat_template
-        if given is None:
-            return usual
-        if self.service.settings.request_templates:
-            return given
-        message = (
-            "chat_template has a value that is not supported: the operator of the server chooses "
-            "the template, unless server.request_templates allows others"
-        )
-        raise HTTPError(400, message, field="chat_template", code="unsupported_value")
+        expect_allowed(given, self.service.settings.request_templates)
+        return usual if given is None else given
 
     def _expect_budget(self, template: str) -> None:
         """Check that the template tells the model the most tokens of reasoning, if they are given.

@@ -41,6 +41,25 @@ def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     return given
 
 
+def expect_allowed(template: str | None, allowed: bool) -> None:
+    """Check that the operator allows the chat template of a request.
+
+    Args:
+        template: of the request, if the request has one.
+        allowed: True if the operator allows templates in requests.
+
+    Raises:
+        HTTPError: the operator does not allow them.
+    """
+    if template is None or allowed:
+        return
+    message = (
+        "chat_template has a value that is not supported: the operator of the server chooses "
+        "the template, unless server.request_templates allows others"
+    )
+    raise HTTPError(400, message, field="chat_template", code="unsupported_value")
+
+
 def for_template(
     messages: Sequence[ChatMessage], instruction: str | None = None
 ) -> list[dict[str, Any]]:

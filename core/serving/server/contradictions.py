@@ -27,18 +27,27 @@ _GENERATION: Sequence[_Rule] = (
         lambda body: body.prompt_logprobs is not None and bool(body.stream),
         "is in whole answers only: leave stream out",
     ),
-)
-_CHAT: Sequence[_Rule] = (
     (
         "max_tokens",
         lambda body: body.max_tokens not in (None, body.max_completion_tokens or body.max_tokens),
         "is the older name of max_completion_tokens, and they differ: give one of them",
     ),
     (
-        "continue_final_message",
-        lambda body: bool(body.continue_final_message and body.add_generation_prompt),
-        "goes on with the last message, and add_generation_prompt begins another: leave one out",
+        "n_predict",
+        lambda body: (
+            body.n_predict
+            not in (None, -1, body.max_completion_tokens or body.max_tokens or body.n_predict)
+        ),
+        "is another name of max_tokens, and they differ: give one of them",
     ),
+)
+_CONTINUATION: _Rule = (
+    "continue_final_message",
+    lambda body: bool(body.continue_final_message and body.add_generation_prompt),
+    "goes on with the last message, and add_generation_prompt begins another: leave one out",
+)
+_CHAT: Sequence[_Rule] = (
+    _CONTINUATION,
     (
         "top_logprobs",
         lambda body: bool(body.top_logprobs) and not body.logprobs,
@@ -57,6 +66,17 @@ _TOKENIZE: Sequence[_Rule] = (
         lambda body: bool(body.chat_template_kwargs) and body.messages is None,
         "needs messages",
     ),
+    (
+        "chat_template",
+        lambda body: body.chat_template is not None and body.messages is None,
+        "needs messages",
+    ),
+    (
+        "continue_final_message",
+        lambda body: bool(body.continue_final_message) and body.messages is None,
+        "needs messages",
+    ),
+    _CONTINUATION,
 )
 
 

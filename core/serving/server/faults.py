@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ _EXPECTED = {
 """Kind of fault in pydantic → expected value of the field."""
 
 _SHOWN = 80
-"""Characters of a field's name in an error."""
+"""Characters of a field's name or value in an error."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -168,7 +169,8 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         message = f"{field} is not supported: {advice}"
         return HTTPError(400, message, field=field, code="unsupported_field")
     if kind == "not_followed":
-        message = f"{field} has a value that is not supported: {context['advice']}"
+        value = _shown(fault["input"])
+        message = f"{field} is {value}, which is not supported: {context['advice']}"
         return HTTPError(400, message, field=field, code="unsupported_value")
     if kind == "missing":
         message = f"{field or 'a body of JSON'} is missing"
@@ -176,6 +178,13 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
     expected = _EXPECTED.get(kind, "another value").format(**context)
     message = f"{field or 'the body'}: expected {expected}"
     return HTTPError(400, message, field=field, code="invalid_value")
+
+
+def _shown(value: object) -> str:
+    """Return a value of a body for an error, in JSON if the value is short."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    return json.dumps(value)[:_SHOWN]
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The form of an answer, by the names of OpenAI and of vLLM."""
+"""The form of an answer, by the names of OpenAI, of vLLM and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def _forms(body: GenerationFields) -> Iterator[AnswerForm]:
         "grammar": body.guided_grammar,
     }
     yield from _given_kind(older, "guided_")
+    yield from _of_llama_cpp(body)
 
 
 def _of_openai(given: ResponseFormat) -> Iterator[AnswerForm]:
@@ -86,6 +87,14 @@ def _of_vllm(given: StructuredOutputs) -> Iterator[AnswerForm]:
         "grammar": given.grammar,
     }
     yield from _given_kind(kinds, prefix)
+
+
+def _of_llama_cpp(body: GenerationFields) -> Iterator[AnswerForm]:
+    if body.json_schema is not None:
+        yield AnswerForm("json_schema", {"json": _schema(body.json_schema, "json_schema")})
+    # An empty grammar is llama.cpp's default.
+    if body.grammar:
+        yield AnswerForm("grammar", {"grammar": body.grammar})
 
 
 def _given_kind(kinds: Mapping[str, Any], prefix: str) -> Iterator[AnswerForm]:

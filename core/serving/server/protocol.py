@@ -160,12 +160,16 @@ def only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
     def expect_accepted(value: Any) -> Any:
         if value is None:
             return None
-        # True is no 1 here.
-        if any(type(value) is type(each) and value == each for each in accepted):
+        if any(_is_same(value, each) for each in accepted):
             return None
         raise PydanticCustomError("not_followed", "not supported", {"advice": advice})
 
     return BeforeValidator(expect_accepted)
+
+
+def _is_same(value: Any, accepted: Any) -> bool:
+    # True is no 1 here.
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 
 
 def _expect_finite(given: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +234,15 @@ def _is_number(value: Any) -> bool:
 
 
 _VECTORS = "POST /v1/embeddings has it"
+_CHATS = "POST /v1/chat/completions has it"
+_PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
+_FROM_END = "truncate_prompt_tokens keeps the end of a prompt, so shorten the prompt yourself"
+_OFFSETS = "text_offset in the logprobs of POST /v1/completions has them"
+_SAMPLERS = [
+    *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
+]
+"""The order of llama.cpp's samplers by default."""
+
 _IN_SCHEMA = "write additionalProperties into the schema"
 
 
@@ -327,14 +340,49 @@ class SamplingFields(Body):
     metadata: (
         Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None
     ) = None
+    include_reasoning: Annotated[Any, only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    vllm_xargs: Annotated[Any, only({})] = None
+    watermarking: Annotated[Any, only(False)] = None
 
 
-class GenerationFields(SamplingFields):
+class LlamaCppFields(SamplingFields):
+    """Fields of every request for generated text, with the names of llama.cpp's server.
+
+    Most are samplers that this server lacks, so only values that switch the sampler off are taken.
+    """
+
+    n_predict: Whole | None = None
+    grammar: str | None = None
+    json_schema: Schema | None = None
+    n_cmpl: Annotated[Any, only(1, advice="use n")] = None
+    n_indent: Annotated[Any, only(0, advice="use grammar")] = None
+    n_probs: Annotated[Any, only(0, advice="use logprobs")] = None
+    min_keep: Annotated[Any, only(0, 1)] = None
+    post_sampling_probs: Annotated[Any, only(False)] = None
+    return_tokens: Annotated[Any, only(False, advice="use return_token_ids")] = None
+    t_max_predict_ms: Annotated[Any, only(0, -1, advice="use max_tokens")] = None
+    repeat_penalty: Annotated[Any, only(1, advice="use repetition_penalty")] = None
+    # Penalties count all tokens here, and 64 is the default there.
+    repeat_last_n: Annotated[Any, only(64, -1, advice=_PENALTIES)] = None
+    typical_p: Annotated[Any, only(1)] = None
+    top_n_sigma: Annotated[Any, only(-1, 0)] = None
+    dry_multiplier: Annotated[Any, only(0, advice=_PENALTIES)] = None
+    xtc_probability: Annotated[Any, only(0)] = None
+    dynatemp_range: Annotated[Any, only(0, advice="use temperature")] = None
+    mirostat: Annotated[Any, only(0, advice="use top_p or min_p")] = None
+    adaptive_target: Annotated[Any, only(-1)] = None
+    samplers: Annotated[Any, only([], _SAMPLERS)] = None
+    lora: Annotated[Any, only([], advice="name the adapter in model")] = None
+
+
+class GenerationFields(LlamaCppFields):
     """Fields of every request for generated text, with the names of chats and completions."""
 
     n: Whole | None = None
     stop: Texts | None = None
     max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -345,14 +393,18 @@ class GenerationFields(SamplingFields):
     guided_whitespace_pattern: Annotated[Any, only()] = None
     stream_options: StreamOptions | None = None
     use_beam_search: Annotated[Any, only(False)] = None
-    include_reasoning: Annotated[Any, only(True)] = None
-    length_penalty: Annotated[Any, only(1, 1.0)] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    length_penalty: Annotated[Any, only(1)] = None
     prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
     return_tokens_as_token_ids: Annotated[Any, only(False)] = None
     logits_processors: Annotated[Any, only([])] = None
     prompt_embeds: Annotated[Any, only()] = None
+    truncation_side: Annotated[Any, only("left", advice=_FROM_END)] = None
+    logprob_token_ids: Annotated[Any, only([], advice="use top_logprobs or logprobs")] = None
+    repetition_detection: Annotated[Any, only(advice=_PENALTIES)] = None
+    return_token_offsets: Annotated[Any, only(False, advice=_OFFSETS)] = None
+    return_weight_versions: Annotated[Any, only(False)] = None
+    routed_experts_prompt_start: Annotated[Any, only(0)] = None
 
 
 class CompletionRequest(GenerationFields):
@@ -361,8 +413,9 @@ class CompletionRequest(GenerationFields):
     prompt: Prompts
     echo: bool | None = None
     logprobs: Whole | None = None
-    best_of: Annotated[Any, only(1, 1.0, advice="use n")] = None
+    best_of: Annotated[Any, only(1, advice="use n")] = None
     suffix: Annotated[Any, only("")] = None
+    thinking_token_budget: Annotated[Any, only(advice=_CHATS)] = None
     add_special_tokens: Annotated[Any, only(True)] = None
 
 
@@ -558,7 +611,6 @@ class ChatRequest(GenerationFields):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: Whole | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: Whole | None = None
     logprobs: bool | None = None
@@ -576,9 +628,30 @@ class ChatRequest(GenerationFields):
     add_special_tokens: Annotated[Any, only(False)] = None
     echo: Annotated[Any, only(False)] = None
     mm_processor_kwargs: Annotated[Any, only({})] = None
+    moderation: Annotated[Any, only()] = None
+    return_prompt_text: Annotated[Any, only(False, advice="use return_token_ids")] = None
+    reasoning_budget_tokens: Annotated[Any, only(-1, advice="use thinking_token_budget")] = None
+    reasoning_control: Annotated[Any, only(False)] = None
+    reasoning_format: Annotated[Any, only("auto", "deepseek")] = None
 
 
-class EmbeddingRequest(Body):
+class _PoolingFields(Body):
+    """Fields of every request to an encoder, with vLLM's names."""
+
+    truncate_prompt_tokens: Whole | None = None
+    truncation_side: Annotated[Any, only("right")] = None
+    use_activation: Annotated[Any, only(True)] = None
+    padding: Annotated[Any, only(False)] = None
+
+
+class _VectorFields(_PoolingFields):
+    """Fields of ``/v1/embeddings`` and ``/pooling``: the form of the numbers."""
+
+    embed_dtype: Annotated[Any, only("float32")] = None
+    endianness: Annotated[Any, only("native", "little")] = None
+
+
+class EmbeddingRequest(_VectorFields):
     """The body of ``/v1/embeddings``."""
 
     model: str | None = None
@@ -586,16 +659,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
     dimensions: Whole | None = None
-    truncate_prompt_tokens: Whole | None = None
     add_special_tokens: Annotated[Any, only(True)] = None
-
-
-class _PoolingFields(Body):
-    """Fields of ``/pooling``, ``/classify``, ``/score`` and ``/rerank``, with vLLM's names."""
-
-    truncate_prompt_tokens: Whole | None = None
-    truncation_side: Annotated[Any, only("right")] = None
-    use_activation: Annotated[Any, only(True)] = None
 
 
 class _ScoringFields(_PoolingFields):
@@ -604,6 +668,7 @@ class _ScoringFields(_PoolingFields):
     max_tokens_per_doc: Annotated[Any, only(advice="use truncate_prompt_tokens")] = None
     max_tokens_per_query: Annotated[Any, only()] = None
     instruction: Annotated[Any, only("", advice="write it into the query")] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
 
 
 class ClassifyRequest(_PoolingFields):
@@ -615,13 +680,11 @@ class ClassifyRequest(_PoolingFields):
     add_special_tokens: Annotated[Any, only(True)] = None
 
 
-class PoolingRequest(ClassifyRequest):
+class PoolingRequest(ClassifyRequest, _VectorFields):
     """The body of ``/pooling``: texts."""
 
     encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
     dimensions: Annotated[Any, only(advice=_VECTORS)] = None
-    embed_dtype: Annotated[Any, only("float32")] = None
-    endianness: Annotated[Any, only("native", "little")] = None
     task: Annotated[Any, only("embed", "classify")] = None
 
 
@@ -670,6 +733,13 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    content: Annotated[Any, only(advice="use prompt")] = None
+    add_special: Annotated[Any, only(advice="use add_special_tokens")] = None
+    parse_special: Annotated[Any, only(True)] = None
+    with_pieces: Annotated[Any, only(False, advice="use return_token_strs")] = None
 
 
 class DetokenizeRequest(Body):

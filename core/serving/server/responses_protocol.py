@@ -213,3 +213,10 @@ class ResponsesRequest(SamplingFields):
     background: Annotated[Any, only(False, advice="read the answer as a stream")] = None
     conversation: Annotated[Any, only(advice="use previous_response_id")] = None
     prompt: Annotated[Any, only(advice="write the prompt into input")] = None
+    access_programs: Annotated[Any, only([])] = None
+    background_options: Annotated[Any, only({})] = None
+    context_management: Annotated[Any, only([], advice="shorten the input yourself")] = None
+    image: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    enable_response_messages: Annotated[Any, only(False)] = None
+    previous_input_messages: Annotated[Any, only([], advice="use previous_response_id")] = None

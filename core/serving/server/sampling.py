@@ -42,6 +42,9 @@ _COMPLETION_TOKENS = 16
 A chat's answer may fill the context otherwise.
 """
 
+_ENDLESS = -1
+"""The default of llama.cpp's ``n_predict``."""
+
 _STOP_CHARACTERS = 256
 """Most characters of a text to stop at, or of a bad word."""
 
@@ -107,7 +110,8 @@ def scores_only(body: GenerationFields) -> bool:
     """Return True if the request wants only the prompt with its log-probabilities."""
     if not isinstance(body, CompletionRequest):
         return False
-    return body.max_tokens == 0 and bool(body.echo)
+    _, asked = _asked_tokens(body)
+    return asked == 0 and bool(body.echo)
 
 
 def params_of(
@@ -202,8 +206,10 @@ def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
 
 def _asked_tokens(body: GenerationFields) -> tuple[str, int | None]:
     """Return the field with the most tokens of an answer, and the number, None by default."""
-    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+    if body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
+    if body.max_tokens is None and body.n_predict not in (None, _ENDLESS):
+        return "n_predict", body.n_predict
     return "max_tokens", body.max_tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.serving.prompts import tokenized
-from opgraft.serving.server.chat_messages import for_template, template_values
+from opgraft.serving.server.chat_messages import expect_allowed, for_template, template_values
 from opgraft.serving.server.contradictions import expect_no_contradiction
 from opgraft.serving.server.faults import at
 from opgraft.serving.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -18,7 +18,8 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """Return the token ids of a text, or of a chat in the model's template.
 
     Raises:
-        HTTPError: the body has neither, both, or a field without effect.
+        HTTPError: the body has neither, both, a field without effect, or a template that the
+            operator does not allow.
         RequestError: the template refuses the messages, or the text has no tokens.
         InputError: the model has no tokenizer.
     """
@@ -26,9 +27,13 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
     expect_no_contradiction(body)
+    expect_allowed(body.chat_template, service.settings.request_templates)
     with at("prompt" if body.messages is None else "messages"):
         ids = await service.prepare(_encoded, service, body)
-    return {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
+    answer = {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
+    if body.return_token_strs:
+        answer["token_strs"] = service.tokenizer.tokens_as_written(ids)
+    return answer
 
 
 def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
@@ -42,6 +47,8 @@ def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
             for_template(body.messages),
             tools=tools or None,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            source=body.chat_template,
             values=template_values(body.chat_template_kwargs),
         )
     if isinstance(prompt, str):
