@@ -140,6 +140,19 @@ OPGRAFT_SIMULATED_DEVICE=default OMP_NUM_THREADS=1 $(BIN)/opgraft conformance si
 $(BIN)/python benchmarks/device_suite.py build/device-suite.json --json $(FIGURES)/device_suite.json
 endef
 
+# No package index has the example. With OPTIONS='--suite-part rng', the figures are those of a part.
+OPENREG := test/cpp_extensions/open_registration_extension/torch_openreg
+help.test-openreg = TorchCTS on torch's own example of a device, built from a checkout: PYTORCH=/path/to/pytorch
+needs.test-openreg = .venv/opgraft build
+define run.test-openreg
+@test -n "$(PYTORCH)" || { echo "make test-openreg needs a checkout of torch: make test-openreg PYTORCH=/path/to/pytorch" >&2; exit 2; }
+rm -rf build/openreg
+$(INSTALL) --no-build-isolation --no-deps --target build/openreg $(PYTORCH)/$(OPENREG) ./benchmarks/openreg
+rm -rf benchmarks/openreg/build benchmarks/openreg/*.egg-info
+PYTHONPATH=$(CURDIR)/build/openreg OMP_NUM_THREADS=1 $(BIN)/opgraft conformance openreg --device-suite --suite-level 8 $(OPTIONS) --json build/openreg-suite.json || test $$? = 1
+$(BIN)/python benchmarks/device_suite.py build/openreg-suite.json --json $(FIGURES)/openreg_suite.json
+endef
+
 # An hour, as workers take seconds to start again. RUNS=100 for a part.
 RUNS ?= 1000
 help.test-interruptions = kill writers, probes, imports, workers and Ray actors at RUNS=1000 random moments (an hour)

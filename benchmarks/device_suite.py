@@ -1,4 +1,6 @@
-"""Sum up the answers of the device suite by part; run by ``make test-device-suite``.
+"""Sum up the answers of the device suite by part.
+
+``make test-device-suite`` and ``make test-openreg`` run this program.
 
 Exit code 1: a test failed that is no failure in the former summary.
 """

@@ -82,7 +82,7 @@ def tables() -> dict[Path, dict[str, str]]:
     scenes = _measured("interruptions")["scenes"]
     cheats = _measured("kernelbench")["plants"]
     plants = _measured("planted")["plants"]
-    parts = _measured("device_suite")["parts"]
+    parts, example_parts = (_measured(name)["parts"] for name in ("device_suite", "openreg_suite"))
     engines = [_by_dtype(row) for row in engine["rows"]]
     fused_rows = [
         {**row, "name": row["name"].replace(" 1 rows", " 1 row")} for row in fused["rows"]
@@ -107,6 +107,9 @@ def tables() -> dict[Path, dict[str, str]]:
             ),
             "| kind of KernelBench | whole kit | short form |": "".join(map(_judged, cheats)),
             "| part | passed | failed | skipped | left out |": "".join(map(_of_part, parts)),
+            "| part, of `torch_openreg` | passed | failed | skipped | left out |": "".join(
+                map(_of_part, example_parts)
+            ),
         },
     }
 
