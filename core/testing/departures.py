@@ -45,6 +45,9 @@ HUGE = 1 << 14
 FEWEST_NUMBERS = 2000
 """Numbers from which a mean error, or a share of them, says something."""
 
+FEWEST_ROWS = 8
+"""Rows from which a share of codes says something: a rounding of a row's scale moves many codes."""
+
 OTHER_CODES = 0.05
 """The share of 8-bit codes that may differ by a step from those of the native definition."""
 
@@ -274,7 +277,7 @@ def _ordered(codes: Tensor) -> Tensor:
 
 def _other_codes(ours: Tensor, place: int, wanted: Expected) -> str:
     # A single code at a tie is a large share of few.
-    if ours.numel() < FEWEST_NUMBERS:
+    if ours.numel() < FEWEST_NUMBERS or ours.numel() < FEWEST_ROWS * ours.shape[-1]:
         return ""
     native = wanted.native[place]
     other = (ours.float() != native.float()) & native.float().isfinite()
