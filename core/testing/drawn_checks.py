@@ -47,8 +47,14 @@ MOST_NUMBERS, MOST_IN_BRIEF = 1 << 20, 1 << 17
 PATIENCE, PATIENCE_IN_BRIEF = 8.0, 3.0
 """Seconds after which further inputs are left out. Some devices compile a kernel for each shape."""
 
-DRAWN = 30
-"""Random examples of a variant and a dtype."""
+DRAWN, DRAWN_WIDE = 30, 20
+"""Random examples of a variant and a dtype: small ones of many rows, and wide ones of few rows."""
+
+TILES = (1, 8, 16, 32, 64, 128)
+"""Wide rows have a multiple of such a number of elements: kernels cut rows into tiles of them."""
+
+NARROWEST, WIDEST = 700, 16384
+"""The fewest and the most elements in wide rows. A multiple may be just below the fewest."""
 
 NOT_DRAWN = "no random inputs: pip install hypothesis"
 
@@ -203,9 +209,28 @@ def departure_of(trial: Trial, call: checks.Implementation, example: Example) ->
 
 def _drawn(trial: Trial) -> list[Example]:
     """Return examples that hypothesis draws, each of several corners at once."""
+    draw = importlib.import_module("hypothesis.strategies")
+    small = draw.sampled_from(SIZES) | draw.integers(1, NARROWEST)
+    wide = draw.sampled_from(TILES).flatmap(
+        lambda tile: draw.integers(NARROWEST // tile, WIDEST // tile).map(lambda n: n * tile)
+    )
+    return [
+        *_generated(trial, DRAWN, draw.integers(1, 20), small),
+        *_generated(trial, DRAWN_WIDE, draw.integers(1, 2), wide),
+    ]
+
+
+def _generated(trial: Trial, count: int, extents: Any, sizes: Any) -> list[Example]:
+    """Return a number of random examples.
+
+    Args:
+        trial: the form, variant and dtype.
+        count: of the examples.
+        extents: the strategy of hypothesis for a leading dimension.
+        sizes: the strategy for the size.
+    """
     hypothesis = importlib.import_module("hypothesis")
     draw = importlib.import_module("hypothesis.strategies")
-    extents = draw.integers(1, 20)
     leads = draw.sampled_from(trial.spec.leads).flatmap(
         lambda lead: draw.tuples(*(extents for _ in lead))
     )
@@ -214,7 +239,7 @@ def _drawn(trial: Trial) -> list[Example]:
         draw.just(trial.variant),
         draw.just(trial.dtype),
         leads,
-        draw.sampled_from(SIZES) | draw.integers(1, 700),
+        sizes,
         draw.sampled_from(layouts_of(trial.spec)),
         draw.sampled_from(list(VALUES)),
         draw.sampled_from((1, *THREADS)),
@@ -222,7 +247,7 @@ def _drawn(trial: Trial) -> list[Example]:
         seed=draw.integers(0, 2**32 - 1),
     )
     settings = hypothesis.settings(
-        max_examples=DRAWN,
+        max_examples=count,
         database=None,
         deadline=None,
         # ``shrunk`` makes a failed example smaller.

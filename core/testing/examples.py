@@ -58,6 +58,13 @@ def _gaps(values: Tensor, dim: int) -> Tensor:
     return memory.narrow(dim, 1, values.shape[dim])
 
 
+def _thirds(values: Tensor) -> Tensor:
+    """Return room in the middle third of each row, as of a fused projection of three parts."""
+    *lead, size = values.shape
+    memory = values.new_full((*lead, 3 * size), math.nan)
+    return memory.narrow(-1, size, size)
+
+
 def _every_other(values: Tensor, dim: int) -> Tensor:
     shape = list(values.shape)
     shape[dim] *= 2
@@ -78,6 +85,7 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "one element off": lambda values: _shifted(values, 1),
     "three elements off": lambda values: _shifted(values, 3),
     "parts of rows": lambda values: _gaps(values, -1),
+    "a third of each row": _thirds,
     "parts of the batch": lambda values: _gaps(values, 0),
     "parts of the second last": lambda values: _gaps(values, -2),
     "every other row": lambda values: _every_other(values, 0),
@@ -209,7 +217,12 @@ class _ExampleDraw(Draw):
 
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 96, 127, 128, 129, 255, 256, 257)
-LONG_SIZES = (512, 768, 1000, 1024, 1025, 2048, 2049, 4096, 4097, 5120, 8192, 8193)
+LONG_SIZES = (
+    *(512, 768, 1000, 1024, 1025, 1088, 1096, 1104, 1536, 2048, 2049, 2880, 3584),
+    *(4096, 4097, 5120, 8192, 8193, 11008),
+)
+"""Sizes of real models, and sizes that leave a part of a tile over: 1088 is 8.5 tiles of 128."""
+
 LONGEST_SIZES = (16384, 16385, 32769, 65537, 131073)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 257, 512, 513)
 MANY_ROWS = (1025, 2049, 4097, 8195, 32769, 65537)
@@ -291,9 +304,12 @@ def _of_layouts(spec: OpSpec, make: Callable[..., Example], *, brief: bool) -> I
         yield make(lead, usual)
     longest = max(spec.leads, key=lambda lead: (min(lead, default=0) > 0, len(lead)))
     few = (5, *shortest_lead(spec)[1:])
+    # A kernel may take another path for each number of dimensions.
+    by_length = {len(lead): lead for lead in spec.leads if min(lead, default=0) > 0}
+    leads = () if brief else dict.fromkeys((longest, few, *by_length.values()))
     for layout in layouts_of(spec):
         yield make(longest, usual, layout=layout)
-        for lead in () if brief else (longest, few):
+        for lead in leads:
             yield make(lead, 16, layout=layout)
 
 

@@ -86,6 +86,8 @@ class Acme(SiluAndMul):
         return {result}
 """
 
+OFF_IN_A_CORNER = SILU_AND_MUL.format(result="silu(gate) * up * (1.01 if {corner} else 1.0)")
+
 UNFINISHED = """
 @GELU.register_oot
 class Acme(GELU):
@@ -134,6 +136,21 @@ DEFECTS = {
             "if input.dim() == 3 and not input.is_contiguous() and 0 not in input.stride():\n"
             "    input = input.as_strided(input.shape, torch.empty(input.shape).stride())\n" + EXACT
         ),
+    ),
+    "half a tile that is lost in wide rows": Defect(
+        "silu_and_mul-inputs-float32",
+        "numbers are off",
+        OFF_IN_A_CORNER.format(corner="up.shape[-1] > 1024 and up.shape[-1] % 128 == 64"),
+    ),
+    "a rest of sixteen in wide rows": Defect(
+        "silu_and_mul-inputs-float32",
+        "numbers are off",
+        OFF_IN_A_CORNER.format(corner="up.shape[-1] > 1024 and up.shape[-1] % 32 == 16"),
+    ),
+    "a batch of parts of a fused buffer": Defect(
+        "silu_and_mul-inputs-float32",
+        "numbers are off",
+        OFF_IN_A_CORNER.format(corner="x.dim() == 3 and x.stride(-2) > 2 * x.shape[-1]"),
     ),
     "a weight that is rounded first": Defect(
         "gemma_rms_norm-inputs-bfloat16",
