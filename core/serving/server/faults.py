@@ -45,6 +45,13 @@ _EXPECTED = {
 }
 """Kind of fault in pydantic → expected value of the field."""
 
+_OF_PYTHON = {
+    r"(?<![\w'\"])None(?![\w'\"])": "null",
+    r", logits_processors(?= and )": "",
+    r"\blogits_processors\b": "logit_bias and penalties",
+}
+"""Patterns of words that only callers from Python know → words for clients."""
+
 _SHOWN = 80
 """Characters of a field's name or value in an error."""
 
@@ -73,7 +80,8 @@ def as_http_error(error: Exception) -> HTTPError:
         message = "the adapter cannot be read at present: the server's log has the cause"
         return HTTPError(503, message, code=error.code)
     if isinstance(error, RequestError):
-        return HTTPError(400, error.message, field=error.field, code=error.code)
+        message = worded_for_clients(error.message)
+        return HTTPError(400, message, field=error.field, code=error.code)
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):
         return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):
@@ -88,6 +96,13 @@ def as_http_error(error: Exception) -> HTTPError:
         return HTTPError(error.status_code, reason, headers=error.headers)
     message = "the server failed at this request: its log has the cause"
     return HTTPError(500, message, code="internal_error")
+
+
+def worded_for_clients(message: str) -> str:
+    """Return a message of the engine without words that only callers from Python know."""
+    for pattern, word in _OF_PYTHON.items():
+        message = re.sub(pattern, word, message)
+    return message
 
 
 @contextmanager

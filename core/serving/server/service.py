@@ -34,6 +34,7 @@ from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.server.adapters import ServedAdapters
 from opgraft.serving.server.admission import Admission, Slot
+from opgraft.serving.server.faults import worded_for_clients
 from opgraft.serving.server.http_metrics import HTTPMetrics
 from opgraft.serving.server.response_store import ResponseStore
 from opgraft.serving.tokenizer import Tokenizer
@@ -445,7 +446,7 @@ def _expect_no_error(output: RequestOutput, job: Job) -> None:
     for answer in output.outputs:
         if answer.refused:
             field = None if job.params.structured_output is None else job.grammar_field
-            message = f"the answer ended: {answer.error}"
+            message = f"the answer ended: {worded_for_clients(str(answer.error))}"
             raise HTTPError(400, message, field=field, code="invalid_value")
         # At its arrival, such a request gets the same answer.
         if answer.error_code == ADAPTER_UNUSABLE:

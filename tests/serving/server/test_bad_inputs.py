@@ -150,7 +150,7 @@ FIELDS: list[tuple[str, Any, str, str]] = [
         "structured_outputs.whitespace_pattern",
         "is not supported: leave it out",
     ),
-    ("allowed_token_ids", [], "allowed_token_ids", "a list of token ids"),
+    ("allowed_token_ids", [], "allowed_token_ids", "null or a list of token ids"),
     ("allowed_token_ids", [400], "allowed_token_ids", "use 0 to 399"),
     ("allowed_token_ids", [1] * 401, "allowed_token_ids", "and this server allows 400"),
     ("return_token_ids", 1, "return_token_ids", "expected true or false"),
@@ -249,8 +249,11 @@ BODIES: list[tuple[bytes, str | None, str]] = [
 ]
 
 
-OWN_WORDS = ("Input should", "Extra inputs", "Field required", "Value error")
-"""Wording of pydantic, which nobody who sends a request knows."""
+OWN_WORDS = (
+    *("Input should", "Extra inputs", "Field required", "Value error"),
+    *("None", "logits_processors", "SamplingParams"),
+)
+"""Wording of pydantic and of Python, which nobody who sends a request knows."""
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
