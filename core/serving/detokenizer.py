@@ -71,6 +71,19 @@ class Detokenizer:
         return self.written.getvalue()
 
     @property
+    def place(self) -> int:
+        """The place of the next token in the text, in characters.
+
+        A token that continues a character has the place of this character.
+        """
+        place = self.written.tell()
+        if not self._waiting:
+            return place
+        before = self._decode(self._context)
+        held = self._decode([*self._context, *self._waiting]).removeprefix(before)
+        return place + len(held.rstrip(_BROKEN))
+
+    @property
     def stop_reason(self) -> str | None:
         """The stop string at the end of the text, or None."""
         return self._stops.found if self._stops else None

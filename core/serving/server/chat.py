@@ -281,7 +281,7 @@ class Chat(Generating[ChatRequest]):
 
     def _token(self, token: int, ranked: Mapping[int, Logprob]) -> dict[str, Any]:
         return {
-            "token": token_text(token, ranked),
+            "token": token_text(token, ranked, self.body),
             "logprob": finite(ranked[token].logprob),
             "bytes": list(self.service.tokenizer.token_bytes(token)),
         }

@@ -14,7 +14,7 @@ from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.prompts import several
 from opgraft.serving.server.protocol import CompletionRequest
 from opgraft.serving.server.service import Service
-from opgraft.serving.server.streams import News, finite, likeliest, token_text
+from opgraft.serving.server.streams import News, finite, likeliest, text_of_id, token_text
 
 
 class Completion(Generating[CompletionRequest]):
@@ -127,7 +127,7 @@ class Completion(Generating[CompletionRequest]):
     def _offsets(self, index: int, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Return the places of tokens in the text of a choice, in characters.
 
-        A token that is a part of a character has the place of the character.
+        A token that continues a character has the place of this character.
         """
         tokenizer = self.service.llm.engine.inputs.tokenizer
         if tokenizer is None:
@@ -142,9 +142,9 @@ class Completion(Generating[CompletionRequest]):
         number = index // self.params.n
         if prompt and number not in self._echoed:
             echo = Detokenizer(tokenizer, skip_special_tokens=False)
-            self._echoed[number] = list(_characters_before(echo, prompt))
+            self._echoed[number] = list(_places(echo, prompt))
         echoed = self._echoed[number] if prompt else []
-        answered = [start + place for place in _characters_before(answer, tokens)]
+        answered = [start + place for place in _places(answer, tokens)]
         return echoed + answered
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
@@ -160,11 +160,11 @@ class Completion(Generating[CompletionRequest]):
         top: list[dict[str, float] | None] = []
         for token, ranked in places:
             if ranked is None:
-                texts.append(self._prompt_text([token]))
+                texts.append(self._first_token(token))
                 own.append(None)
                 top.append(None)
             else:
-                texts.append(token_text(token, ranked))
+                texts.append(token_text(token, ranked, self.body))
                 own.append(finite(ranked[token].logprob))
                 top.append(self._top(ranked))
         return {
@@ -177,12 +177,19 @@ class Completion(Generating[CompletionRequest]):
         """Return the likeliest tokens by text. Of tokens with one text, the likeliest counts."""
         found: dict[str, float] = {}
         for token in likeliest(ranked, self.params):
-            found.setdefault(token_text(token, ranked), finite(ranked[token].logprob))
+            text = token_text(token, ranked, self.body)
+            found.setdefault(text, finite(ranked[token].logprob))
         return found
 
+    def _first_token(self, token: int) -> str:
+        """Return the text of the first token of a prompt, which has no log-probability."""
+        if self.body.return_tokens_as_token_ids:
+            return text_of_id(token)
+        return self._prompt_text([token])
 
-def _characters_before(text: Detokenizer, tokens: Sequence[int]) -> Iterator[int]:
-    """Add tokens to a text, and yield the characters before each."""
+
+def _places(text: Detokenizer, tokens: Sequence[int]) -> Iterator[int]:
+    """Add tokens to a text, and yield the place of each in characters."""
     for token in tokens:
-        yield text.written.tell()
+        yield text.place
         text.add(token)

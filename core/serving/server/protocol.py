@@ -396,7 +396,7 @@ class GenerationFields(LlamaCppFields):
     length_penalty: Annotated[Any, only(1)] = None
     prompt_logprobs: Whole | None = None
     truncate_prompt_tokens: Whole | None = None
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+    return_tokens_as_token_ids: bool | None = None
     logits_processors: Annotated[Any, only([])] = None
     prompt_embeds: Annotated[Any, only()] = None
     truncation_side: Annotated[Any, only("left", advice=_FROM_END)] = None

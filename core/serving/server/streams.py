@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.serving.outputs import CompletionOutput, Logprob
+from opgraft.serving.server.protocol import GenerationFields
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -146,10 +147,20 @@ def of_place(ranked: Mapping[int, Logprob] | None) -> dict[str, Any] | None:
     }
 
 
-def token_text(token: int, ranked: Mapping[int, Logprob]) -> str:
-    """Return the text of a token. Without a tokenizer, the text names the id."""
+def text_of_id(token: int) -> str:
+    """Return a text that names the id of a token, as vLLM writes it."""
+    return f"token_id:{token}"
+
+
+def token_text(token: int, ranked: Mapping[int, Logprob], body: GenerationFields) -> str:
+    """Return the text of a token.
+
+    The text names the id if the request wants ids, or if there is no tokenizer.
+    """
     text = ranked[token].decoded_token
-    return f"token_id:{token}" if text is None else text
+    if text is None or body.return_tokens_as_token_ids:
+        return text_of_id(token)
+    return text
 
 
 def likeliest(ranked: Mapping[int, Logprob], params: SamplingParams) -> list[int]:

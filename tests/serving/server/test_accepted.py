@@ -178,7 +178,9 @@ def test_a_minimum_that_a_form_cannot_reach(server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     response = server.chat(response_format=form, min_tokens=150, max_tokens=200)
     assert response.status_code == 400, response.text
-    assert "no token is left" in error_of(response)["message"]
+    message = error_of(response)["message"]
+    assert "no token is left" in message
+    assert message.endswith("bad_words, logit_bias, min_tokens and the structured output")
 
 
 def test_cached_tokens(server: Server) -> None:
@@ -190,7 +192,7 @@ def test_cached_tokens(server: Server) -> None:
 
 
 def test_parts_of_characters_in_log_probabilities(server: Server) -> None:
-    """Each token has its own bytes, and its place in the text is that of the character that it is a part of."""
+    """Each token has its own bytes, and a token that continues a character has the character's place."""
     text = "the \U0001f98a \u8a9e cat sat"
     asked = {"prompt": text, "echo": True, "max_tokens": 0, "logprobs": 0}
     found = server.complete(**asked).json()["choices"][0]
@@ -198,11 +200,33 @@ def test_parts_of_characters_in_log_probabilities(server: Server) -> None:
     for token, offset in zip(found["logprobs"]["tokens"], offsets, strict=True):
         assert "\ufffd" in token or found["text"][offset:].startswith(token)
     assert len({*offsets}) < len(offsets)
+    tokens = server.post("/tokenize", prompt=text).json()["tokens"]
+    for place in range(1, len(tokens)):
+        before = server.post("/detokenize", tokens=tokens[:place]).json()["prompt"]
+        # Only an unfinished last character is written by U+FFFD.
+        assert offsets[place] == len(before.rstrip("\ufffd"))
     row = server.chat(logprobs=True, top_logprobs=20, max_tokens=8).json()["choices"][0]
     for each in row["logprobs"]["content"]:
         for token in each["top_logprobs"]:
             assert "\ufffd" in token["token"] or bytes(token["bytes"]).decode() == token["token"]
             assert bytes(token["bytes"]) != "\ufffd".encode()
+
+
+def test_tokens_by_their_ids(server: Server) -> None:
+    """Log-probabilities name tokens by id, if the request wants this."""
+    asked = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 4}
+    (choice,) = server.chat(**asked, logprobs=True, top_logprobs=2).json()["choices"]
+    rows = choice["logprobs"]["content"]
+    assert [row["token"] for row in rows] == [f"token_id:{each}" for each in choice["token_ids"]]
+    top = [each["token"] for row in rows for each in row["top_logprobs"]]
+    assert all(text.startswith("token_id:") for text in top)
+
+    echo = {**asked, "prompt": [5, 6], "echo": True, "logprobs": 1}
+    (choice,) = server.complete(**echo).json()["choices"]
+    written = [f"token_id:{token}" for token in [5, 6, *choice["token_ids"]]]
+    assert choice["logprobs"]["tokens"] == written
+    likeliest = [text for each in choice["logprobs"]["top_logprobs"] if each for text in each]
+    assert all(text.startswith("token_id:") for text in likeliest)
 
 
 def test_a_form_beside_functions(server: Server) -> None:
