@@ -65,11 +65,18 @@ def norm(rows: int, dtype: torch.dtype) -> Iterator[tuple[str, Sides]]:
         normed, summed = functional.fused_add_rms_norm(x, residual, weight, EPS)
         return functional.quant_fp8_dynamic(normed, TOKEN), summed
 
+    def after_sum_by_given() -> object:
+        normed, summed = functional.fused_add_rms_norm(x, residual, weight, EPS)
+        return functional.quant_fp8_static(normed, scale, TENSOR), summed
+
     static = partial(functional.rms_norm_quant_fp8_static, x, scale, TENSOR, weight, EPS)
     dynamic = partial(functional.rms_norm_quant_fp8_dynamic, x, TOKEN, weight, EPS)
     summed = functional.fused_add_rms_norm_quant_fp8_dynamic
+    given = functional.fused_add_rms_norm_quant_fp8_static
     yield "norm, given scale", (static, one_after_the_other)
     yield "norm, by token", (dynamic, by_token)
+    summed_by_given = partial(given, x, residual, scale, TENSOR, weight, EPS)
+    yield "sum and norm, given scale", (summed_by_given, after_sum_by_given)
     yield "sum and norm, by token", (partial(summed, x, residual, TOKEN, weight, EPS), after_sum)
 
 

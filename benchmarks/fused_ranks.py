@@ -20,8 +20,12 @@ HIDDEN = 2048
 SIZES = ((2048, 5632), (576, 1536))
 """Hidden and intermediate sizes of a layer."""
 EPS = 1e-5
-TOKEN = (1, -1)
-FORMS = ("sum of ranks and norm", "sum of ranks and norm, by token")
+TENSOR, TOKEN = (-1, -1), (1, -1)
+FORMS = (
+    "sum of ranks and norm",
+    "sum of ranks and norm, given scale",
+    "sum of ranks and norm, by token",
+)
 PRODUCTS = ("product and reduce-scatter", "all-gather and product")
 OVERLAP = "async_tensor_parallelism"
 BY_ROWS, BY_COLUMNS = "in two parts", "in two parts of columns"
@@ -214,7 +218,20 @@ def _norm(rows: int, dtype: torch.dtype) -> Sides:
     return (lambda: functional.all_reduce_rms_norm(x, residual, weight, EPS), apart)
 
 
-def _quantized_norm(rows: int, dtype: torch.dtype) -> Sides:
+def _norm_by_given_scale(rows: int, dtype: torch.dtype) -> Sides:
+    x, residual = (torch.randn(rows, HIDDEN).to(dtype) for _ in range(2))
+    weight, scale = torch.randn(HIDDEN).to(dtype), torch.tensor([0.02])
+
+    def apart() -> object:
+        summed = tensor_model_parallel_all_reduce(x)
+        normed, total = functional.fused_add_rms_norm(summed, residual, weight, EPS)
+        return functional.quant_fp8_static(normed, scale, TENSOR), total
+
+    form = functional.all_reduce_rms_norm_quant_fp8_static
+    return (lambda: form(x, residual, scale, TENSOR, weight, EPS), apart)
+
+
+def _norm_by_token(rows: int, dtype: torch.dtype) -> Sides:
     x, residual = (torch.randn(rows, HIDDEN).to(dtype) for _ in range(2))
     weight = torch.randn(HIDDEN).to(dtype)
 
@@ -275,7 +292,8 @@ def _weight(outputs: int, inputs: int) -> Any:
 
 _SIDES: dict[str, Callable[[int, torch.dtype], Sides]] = {
     FORMS[0]: _norm,
-    FORMS[1]: _quantized_norm,
+    FORMS[1]: _norm_by_given_scale,
+    FORMS[2]: _norm_by_token,
 }
 
 _CHAINS: dict[str, Callable[[int, int, int], _Chain]] = {

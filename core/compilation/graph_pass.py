@@ -73,7 +73,8 @@ class PassReport:
 class GraphPass(ABC):
     """A change of a graph with the same results, except for rounding.
 
-    A subclass has a ``name`` and ``run``, and a constructor without arguments.
+    A subclass has a ``name`` and ``run``. Its constructor takes no arguments where settings name the
+    class or give the class itself: the engine constructs the pass then.
     """
 
     name: ClassVar[str]

@@ -61,9 +61,9 @@ def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, given in settings.items():
         for dotted, value in _settings_of(name, given).items():
             if dotted in found:
-                first, other = found[dotted]
+                first, _ = found[dotted]
                 raise ConfigError(
-                    f"{first} is {other!r:.80} and {name} {given!r:.80}, and both stand for "
+                    f"{first} is {settings[first]!r:.80} and {name} {given!r:.80}, and both stand for "
                     f"{dotted}: leave one out"
                 )
             found[dotted] = name, value

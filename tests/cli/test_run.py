@@ -95,7 +95,7 @@ def test_a_machine_compiles_once(cold_cli, causal_folder, tmp_path, monkeypatch)
 def test_a_decoder_answers_alike_on_a_simulated_device(
     cli, causal_folder, options: tuple[str, ...]
 ) -> None:
-    """Tokens are those of the CPU: alone, by two workers, compiled, and both. The report names the device."""
+    """Tokens are those of the CPU: alone, by two workers, compiled, both, and recorded. The report names the device."""
     asked = (str(causal_folder), "the cat", "--max-tokens", "4", "--dtype", "float32")
     expected = run_json(cli, *asked)["answers"][0]["tokens"]
     report = run_json(cli, *asked, *options, **{SIMULATED_DEVICE: "default"})

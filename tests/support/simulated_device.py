@@ -6,7 +6,9 @@ import pytest
 
 TWO_WORKERS, COMPILED = ("--parallel.tensor", "2"), ("-O2",)
 
-FORMS = ((), TWO_WORKERS, (*TWO_WORKERS, *COMPILED), COMPILED)
+RECORDED = (*COMPILED, "--compilation-config", '{"graph_mode": "full"}')
+
+FORMS = ((), TWO_WORKERS, (*TWO_WORKERS, *COMPILED), COMPILED, RECORDED)
 """Options of ``run`` and ``serve``."""
 
 _OF_CPU = "changes what the CPU platform says of its memory"

@@ -22,7 +22,7 @@ def _completion(server: Server) -> object:
 def test_the_server_answers_from_it(
     options: tuple[str, ...], server: Server, checkpoint: Path
 ) -> None:
-    """The answer is that of the CPU: alone, by two workers, compiled, and both."""
+    """The answer is that of the CPU: alone, by two workers, compiled, both, and recorded."""
     with serving(checkpoint, *options, variables={SIMULATED_DEVICE: "default"}) as on_device:
         assert _completion(on_device) == _completion(server)
         assert any("simulated" in line for line in (*on_device.shown, *on_device.log))
