@@ -25,7 +25,7 @@ from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.reasoning import ReasoningReader, opening_of_template
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import News, finite, likeliest, token_text
-from opgraft.serving.server.tools import Tools
+from opgraft.serving.server.tools import NAMES_OF_OLDER_FORM, Tools, with_tools
 
 
 class Chat(Generating[ChatRequest]):
@@ -38,7 +38,10 @@ class Chat(Generating[ChatRequest]):
     prompt_field = "messages"
 
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
-        super().__init__(service, body, passing)
+        super().__init__(service, with_tools(body), passing)
+        self._is_older_form = bool(body.functions)
+        if self._is_older_form:
+            passing.names = NAMES_OF_OLDER_FORM
         inputs = service.llm.engine.inputs
         tokenizer = inputs.expect_tokenizer()
         # A template of the request takes the place of the library.
@@ -46,7 +49,7 @@ class Chat(Generating[ChatRequest]):
         self._harmony = form if isinstance(form, HarmonyFormat) else None
         template = self._template(form.source)
         self._expect_budget(template)
-        self.tools = Tools(body, template)
+        self.tools = Tools(self.body, template)
         self._held = self._structured_output(tokenizer.special_token)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
@@ -225,7 +228,7 @@ class Chat(Generating[ChatRequest]):
         reasoning = told.news_of_reasoning(reasoned)
         text = told.news_of_text(answered)
         new_calls = told.news_of(calls)
-        delta = _delta(reasoning, text, new_calls, news.first)
+        delta = _delta(reasoning, text, self._named(new_calls), news.first)
         logprobs = None
         if news.logprobs:
             logprobs = self._logprobs(news.tokens, news.logprobs)
@@ -233,7 +236,7 @@ class Chat(Generating[ChatRequest]):
         if delta or logprobs is not None or ids.get("token_ids"):
             yield {**_choice(index, delta, logprobs, None), **ids}
         if answer.finished:
-            last = _choice(index, {}, None, _finish_reason(answer, calls))
+            last = _choice(index, {}, None, self._finish_reason(answer, calls))
             yield {**last, "stop_reason": answer.stop_reason}
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -250,7 +253,7 @@ class Chat(Generating[ChatRequest]):
         if calls:
             # OpenAI has no content beside calls.
             message["content"] = text or None
-            message["tool_calls"] = calls
+            message |= self._named(calls)
         logprobs = None
         if answer.logprobs:
             logprobs = self._logprobs(answer.token_ids, answer.logprobs)
@@ -258,7 +261,7 @@ class Chat(Generating[ChatRequest]):
             "index": index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": _finish_reason(answer, calls),
+            "finish_reason": self._finish_reason(answer, calls),
             "stop_reason": answer.stop_reason,
             **self._token_ids(answer.token_ids),
         }
@@ -269,6 +272,20 @@ class Chat(Generating[ChatRequest]):
         """Return the calls of an answer in OpenAI's form."""
         name = f"call_{self.id[-24:]}{answer.index}"
         return [call.as_dict(f"{name}{number}") for number, call in enumerate(written)]
+
+    def _named(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the field of a message with calls, or nothing without calls."""
+        if not calls:
+            return {}
+        if self._is_older_form:
+            return {"function_call": calls[0]["function"]}
+        return {"tool_calls": calls}
+
+    def _finish_reason(self, answer: CompletionOutput, calls: Sequence[object]) -> str | None:
+        # A cut answer may hold a call, too, but the reason is the length then.
+        if not calls or answer.finish_reason != "stop":
+            return answer.finish_reason
+        return "function_call" if self._is_older_form else "tool_calls"
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]]
@@ -287,17 +304,14 @@ class Chat(Generating[ChatRequest]):
         }
 
 
-def _delta(
-    reasoning: str, text: str, calls: Sequence[Mapping[str, Any]], first: bool
-) -> dict[str, Any]:
+def _delta(reasoning: str, text: str, calls: Mapping[str, Any], first: bool) -> dict[str, Any]:
     """Return the news of an answer. The first news have the role, and some content."""
     delta: dict[str, Any] = {"role": "assistant"} if first else {}
     if reasoning:
         delta["reasoning_content"] = reasoning
     if text:
         delta["content"] = text
-    if calls:
-        delta["tool_calls"] = calls
+    delta |= calls
     if delta.keys() == {"role"}:
         delta["content"] = ""
     return delta
@@ -349,10 +363,3 @@ class _SentCharacters:
                 news.append({"index": number, "function": function})
             self._arguments[number] = len(arguments)
         return news
-
-
-def _finish_reason(answer: CompletionOutput, calls: Sequence[object]) -> str | None:
-    # A cut answer may hold a call, too, but the reason is the length then.
-    if calls and answer.finish_reason == "stop":
-        return "tool_calls"
-    return answer.finish_reason

@@ -41,6 +41,15 @@ _GENERATION: Sequence[_Rule] = (
         "is another name of max_tokens, and they differ: give one of them",
     ),
 )
+
+
+def _lacks_functions(body: ChatRequest) -> bool:
+    if body.functions or body.function_call in (None, "auto"):
+        return False
+    # Without any function, "none" is the default.
+    return body.function_call != "none" or bool(body.tools)
+
+
 _CONTINUATION: _Rule = (
     "continue_final_message",
     lambda body: bool(body.continue_final_message and body.add_generation_prompt),
@@ -48,6 +57,21 @@ _CONTINUATION: _Rule = (
 )
 _CHAT: Sequence[_Rule] = (
     _CONTINUATION,
+    (
+        "functions",
+        lambda body: bool(body.functions) and bool(body.tools),
+        "is the older name of tools: leave one of the two out",
+    ),
+    (
+        "tool_choice",
+        lambda body: bool(body.functions) and body.tool_choice not in (None, "auto"),
+        "needs tools: use function_call beside functions",
+    ),
+    (
+        "function_call",
+        _lacks_functions,
+        "needs functions: use tools with tool_choice",
+    ),
     (
         "top_logprobs",
         lambda body: bool(body.top_logprobs) and not body.logprobs,

@@ -595,13 +595,61 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Some of the functions, and whether the model must call one of them."""
+
+    place = "tool_choice.allowed_tools."
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedToolChoice]
+
+
+class AllowedToolsChoice(Body):
+    """The choice among some of the functions."""
+
+    place = "tool_choice."
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 _CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
 _NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(NamedToolChoice)
+_ALLOWED_CHOICE: TypeAdapter[Any] = TypeAdapter(AllowedToolsChoice)
+
+
+def _tool_choice(given: object) -> TypeAdapter[Any]:
+    if not isinstance(given, dict):
+        return _CHOICE
+    return _ALLOWED_CHOICE if given.get("type") == "allowed_tools" else _NAMED_CHOICE
+
+
 ToolChoice: TypeAlias = Annotated[
-    Literal["none", "auto", "required"] | NamedToolChoice,
-    told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
+    Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice,
+    told_apart(_tool_choice),
 ]
-"""Choice of no tool, any, or one."""
+"""Choice of no tool, any, one, or some."""
+
+
+class OlderFunction(Function):
+    """A function that a model may call, in OpenAI's older form."""
+
+    place = "functions[]."
+
+
+class OlderChoice(FunctionName):
+    """The choice of one function, in OpenAI's older form."""
+
+    place = "function_call."
+
+
+_OLDER_CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto"])
+_OLDER_NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(OlderChoice)
+OlderToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto"] | OlderChoice,
+    told_apart(lambda given: _OLDER_NAMED_CHOICE if isinstance(given, dict) else _OLDER_CHOICE),
+]
+"""Choice of no function, any, or one, in OpenAI's older form."""
 
 
 class ChatRequest(GenerationFields):
@@ -619,8 +667,8 @@ class ChatRequest(GenerationFields):
     modalities: Items[Literal["text"]] | None = None
     audio: Annotated[Any, only()] = None
     web_search_options: Annotated[Any, only()] = None
-    functions: Annotated[Any, only([], advice="use tools")] = None
-    function_call: Annotated[Any, only("none", "auto", advice="use tool_choice")] = None
+    functions: Items[OlderFunction] | None = None
+    function_call: OlderToolChoice | None = None
     documents: Annotated[Any, only([])] = None
     chat_template: str | None = None
     add_generation_prompt: bool | None = None

@@ -14,6 +14,7 @@ from opgraft.serving.server.protocol import ChatRequest
 from opgraft.serving.server.responses_protocol import (
     CallItem,
     CallOutputItem,
+    FunctionChoice,
     Item,
     ReasoningItem,
     ResponsesRequest,
@@ -121,6 +122,13 @@ def _choice(body: ResponsesRequest) -> Any:
     choice = body.tool_choice
     if choice is None or isinstance(choice, str):
         return choice
+    if isinstance(choice, FunctionChoice):
+        return _named(choice)
+    allowed = {"mode": choice.mode, "tools": [_named(each) for each in choice.tools]}
+    return {"type": choice.type, "allowed_tools": allowed}
+
+
+def _named(choice: FunctionChoice) -> dict[str, Any]:
     return {"type": "function", "function": {"name": choice.name}}
 
 

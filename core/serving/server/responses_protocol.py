@@ -151,11 +151,30 @@ class FunctionChoice(Body):
     name: str
 
 
+class AllowedFunctions(Body):
+    """The choice among some of the functions."""
+
+    place = "tool_choice."
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[FunctionChoice]
+
+
 _CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
 _NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(FunctionChoice)
+_ALLOWED_CHOICE: TypeAdapter[Any] = TypeAdapter(AllowedFunctions)
+
+
+def _tool_choice(given: object) -> TypeAdapter[Any]:
+    if not isinstance(given, dict):
+        return _CHOICE
+    return _ALLOWED_CHOICE if given.get("type") == "allowed_tools" else _NAMED_CHOICE
+
+
 _ToolChoice: TypeAlias = Annotated[
-    Literal["none", "auto", "required"] | FunctionChoice,
-    told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
+    Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
+    told_apart(_tool_choice),
 ]
 
 

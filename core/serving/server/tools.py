@@ -11,7 +11,16 @@ from opgraft.engine.sampling.structured import WHITESPACE
 from opgraft.errors import HTTPError
 from opgraft.serving.server.call_forms import PLAIN, form_of_template, literal
 from opgraft.serving.server.call_reader import CallReader, WrittenCall
-from opgraft.serving.server.protocol import ChatRequest, NamedToolChoice
+from opgraft.serving.server.contradictions import expect_no_contradiction
+from opgraft.serving.server.protocol import (
+    AllowedToolsChoice,
+    ChatRequest,
+    FunctionName,
+    NamedToolChoice,
+    OlderChoice,
+    Tool,
+    ToolChoice,
+)
 
 _INSTRUCTION = """You can call these functions, each described by a JSON schema:
 {functions}
@@ -53,6 +62,35 @@ SPACED = MappingProxyType({"x-guidance": {"whitespace_pattern": WHITESPACE}})
 """Bounds the blanks of JSON. Small models fill answers with blanks."""
 
 
+NAMES_OF_OLDER_FORM = MappingProxyType(
+    {"tools": "functions", "function.parameters": "parameters", "tool_choice": "function_call"}
+)
+"""Parts of names of requests with tools → parts of names of OpenAI's older form."""
+
+
+def with_tools(body: ChatRequest) -> ChatRequest:
+    """Return a request with tools in place of the functions of OpenAI's older form.
+
+    This form has no more than one call in an answer.
+
+    Raises:
+        HTTPError: the request has fields of both forms.
+    """
+    if not body.functions:
+        return body
+    expect_no_contradiction(body)
+    choice: ToolChoice | None
+    if isinstance(body.function_call, OlderChoice):
+        name = FunctionName(name=body.function_call.name)
+        choice = NamedToolChoice(type="function", function=name)
+    else:
+        choice = body.function_call
+    tools = [Tool(type="function", function=function) for function in body.functions]
+    translated = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    older = {"functions": None, "function_call": None}
+    return body.model_copy(update={**older, **translated})
+
+
 class Tools:
     """The functions of a request, and the form of calls by the model.
 
@@ -70,16 +108,14 @@ class Tools:
         strict: True if calls of a function must follow the schema.
 
     Raises:
-        HTTPError: the chosen function is missing.
+        HTTPError: the chosen or an allowed function is missing.
     """
 
     def __init__(self, body: ChatRequest, template: str) -> None:
-        tools = body.tools or ()
-        if body.tool_choice == "none":
-            tools = ()
+        tools, choice = _allowed(body)
         offered = [tool.model_dump(exclude_none=True) for tool in tools]
         functions = [tool["function"] for tool in offered]
-        chosen = _chosen(body, offered)
+        chosen = _chosen(choice, offered)
 
         self.functions = offered or None
         self.instruction = None
@@ -92,7 +128,8 @@ class Tools:
         self._only: str | None = None
         if len(chosen) == 1:
             (place,) = chosen
-            self.forced_field = f"tools[{place}].function.parameters"
+            number = (body.tools or ()).index(tools[place])
+            self.forced_field = f"tools[{number}].function.parameters"
             self._only = functions[place]["name"]
 
         self.strict = any(function.get("strict") for function in functions)
@@ -200,16 +237,35 @@ _CLOSED_BY = {"type", "properties", "required", "title", "description", "$defs",
 """Parameters with no other keyword have only the arguments in their properties."""
 
 
-def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the numbers of the functions for a forced call. Empty if no call is forced."""
+def _allowed(body: ChatRequest) -> tuple[Sequence[Tool], Any]:
+    """Return the tools that may be called, and the choice among them.
+
+    Raises:
+        HTTPError: an allowed function is missing.
+    """
     choice = body.tool_choice
+    if choice == "none":
+        return (), choice
+    tools = body.tools or ()
+    if not isinstance(choice, AllowedToolsChoice):
+        return tools, choice
+    names = {each.function.name for each in choice.allowed_tools.tools}
+    allowed = [tool for tool in tools if tool.function.name in names]
+    if names - {tool.function.name for tool in allowed}:
+        message = "tool_choice allows a function that the request does not have"
+        raise HTTPError(400, message, field="tool_choice", code="invalid_value")
+    return allowed, choice.allowed_tools.mode
+
+
+def _chosen(choice: Any, offered: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the numbers of the functions for a forced call. Empty if no call is forced."""
     if choice in (None, "none", "auto"):
         return []
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     names = [tool["function"]["name"] for tool in offered]
     chosen = [place for place, each in enumerate(names) if name in (None, each)]
     if not chosen:
-        message = "tool_choice asks for a function that tools do not have"
+        message = "tool_choice asks for a function that the request does not have"
         raise HTTPError(400, message, field="tool_choice", code="invalid_value")
     return chosen
 

@@ -177,7 +177,7 @@ CHAT_FIELDS: list[tuple[str, Any, str, str]] = [
         "expected an object",
     ),
     ("tool_choice", "always", "tool_choice", "'none', 'auto' or 'required'"),
-    ("tool_choice", FUNCTION, "tool_choice", "tools do not have"),
+    ("tool_choice", FUNCTION, "tool_choice", "the request does not have"),
     (
         "chat_template_kwargs",
         {"messages": []},
