@@ -40,6 +40,9 @@ from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 
+_ABSENT = {"identity": "signer: unknown", "evidence": "evidence: none"}
+"""Lines about facts that help to judge whether a plugin is safe, if they are absent."""
+
 
 @click.command("show", cls=SettingsCommand)
 @click.argument("name", shell_complete=offer_names)
@@ -160,7 +163,7 @@ def _print_details(details: dict[str, Any]) -> None:
             # With an indent on each line, so that no text of a traceback can forge other lines.
             print_wrapped((value or "").splitlines(), indent="  | ")
         elif key == "contents" and value:
-            print_wrapped(_contents_in_words(value))
+            print_wrapped(_contents_in_words(value, is_editable=details["editable"]))
         elif key == "identity" and value:
             print_wrapped(
                 f"signed by: {value['source']} ({value['build']}), says {value['issuer']}; checked "
@@ -168,6 +171,8 @@ def _print_details(details: dict[str, Any]) -> None:
             )
         elif key in ("evidence", "judged") and value:
             print_wrapped(f"{_EVIDENCE[key]}: {_evidence_in_words(value)}")
+        elif key in _ABSENT and details["contents"]:
+            echo(_ABSENT[key])
         elif value:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
@@ -181,7 +186,7 @@ def _in_words(value: Any) -> str:
     return "yes" if value is True else str(value)
 
 
-def _contents_in_words(contents: dict[str, Any]) -> Iterator[str]:
+def _contents_in_words(contents: dict[str, Any], *, is_editable: bool) -> Iterator[str]:
     """Yield lines about the installed files of a distribution."""
     state = contents["damage"] or "as RECORD lists them"
     yield f"files: {contents['files']} of {contents['bytes']:,} bytes: {state}"
@@ -190,6 +195,10 @@ def _contents_in_words(contents: dict[str, Any]) -> Iterator[str]:
         links = library["links"]
         told = unread if links is None else f"links {', '.join(links) or 'nothing'}"
         yield f"native library: {library['file']} {told}"
+    if not contents["libraries"]:
+        # RECORD does not list the files of an editable install.
+        is_known = contents["files"] and not is_editable
+        yield f"native libraries: {'none' if is_known else 'unknown'}"
     yield f"publisher: {contents['publisher'] or 'none'}, as the metadata says"
 
 

@@ -69,6 +69,8 @@ def test_what_is_known_before_loading(cli, site) -> None:
     }
     lines = cli("plugins", "show", "acme").stdout.splitlines()
     assert "requires: opgraft>=0.1, torch" in lines
+    absent = ["native libraries: none", "signer: unknown", "evidence: none"]
+    assert [line for line in lines if line in absent] == absent
     assert lines[-1] == "to load it, and see what becomes of it: opgraft plugins show acme --load"
 
 
@@ -89,6 +91,7 @@ def test_what_its_files_are(cli, site, tmp_path) -> None:
     assert contents["damage"].startswith("acme_native.so is not the file that RECORD lists")
     text = cli("plugins", "show", "acme").stdout
     assert "native library: acme_native.so links libm.so" in text
+    assert "native libraries:" not in text
     assert "publisher: Acme \\x1b[31m <acme@example.com>, as the metadata says" in text
 
 
@@ -130,9 +133,18 @@ def test_a_requirement_that_is_not_met(cli, site, requires: str, reason: str) ->
 
 
 def test_an_editable_install_is_marked(cli, site) -> None:
-    """It stands in a line of its own."""
+    """It stands in a line of its own. RECORD does not say then which native libraries there are."""
     site.plugin("acme", PLANTED)
     origin = '{"url": "file:///x", "dir_info": {"editable": true}}'
     (site.folder / "acme-1.0.dist-info/direct_url.json").write_text(origin)
     assert shown(cli, "acme")[1]["editable"] is True
-    assert "editable: yes\n" in cli("plugins", "show", "acme").stdout
+    text = cli("plugins", "show", "acme").stdout
+    assert "editable: yes\n" in text
+    assert "native libraries: unknown\n" in text
+
+
+def test_native_libraries_are_unknown_without_a_record(cli, site) -> None:
+    """Without RECORD, no file is known, and nothing is said to be absent."""
+    site.plugin("acme", PLANTED)
+    (site.folder / "acme-1.0.dist-info/RECORD").unlink()
+    assert "native libraries: unknown\n" in cli("plugins", "show", "acme").stdout
