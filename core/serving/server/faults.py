@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ _OF_PYTHON = {
 """Patterns of words that only callers from Python know → words for clients."""
 
 _SHOWN = 80
-"""Characters of a field's name or value in an error."""
+"""Characters of a field's name in an error."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -184,8 +183,7 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         message = f"{field} is not supported: {advice}"
         return HTTPError(400, message, field=field, code="unsupported_field")
     if kind == "not_followed":
-        value = _shown(fault["input"])
-        message = f"{field} is {value}, which is not supported: {context['advice']}"
+        message = f"{field} is {context['value']}, which is not supported: {context['advice']}"
         return HTTPError(400, message, field=field, code="unsupported_value")
     if kind == "missing":
         message = f"{field or 'a body of JSON'} is missing"
@@ -193,13 +191,6 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
     expected = _EXPECTED.get(kind, "another value").format(**context)
     message = f"{field or 'the body'}: expected {expected}"
     return HTTPError(400, message, field=field, code="invalid_value")
-
-
-def _shown(value: object) -> str:
-    """Return a value of a body for an error, in JSON if the value is short."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    return json.dumps(value)[:_SHOWN]
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -76,7 +76,7 @@ def unknown_fields(refused: bool) -> Iterator[UnknownFields]:
 
 
 _LONGEST_NAME = 80
-"""Characters of an unknown field's name in the header."""
+"""Characters of an unknown field's name in the header, and of a value in an error."""
 
 _MOST_NAMES = 32
 """Most names of ignored fields in an answer."""
@@ -162,7 +162,8 @@ def only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
             return None
         if any(_is_same(value, each) for each in accepted):
             return None
-        raise PydanticCustomError("not_followed", "not supported", {"advice": advice})
+        told = {"value": _shown(value, accepted), "advice": advice}
+        raise PydanticCustomError("not_followed", "not supported", told)
 
     return BeforeValidator(expect_accepted)
 
@@ -170,6 +171,19 @@ def only(*accepted: Any, advice: str = "leave it out") -> BeforeValidator:
 def _is_same(value: Any, accepted: Any) -> bool:
     # True is no 1 here.
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _shown(value: object, accepted: Iterable[object]) -> str:
+    """Return a value for an error.
+
+    The log has the error, and no prompts. So a text is shown only for a field of a few words.
+    """
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    has_words = any(isinstance(each, str) and each for each in accepted)
+    if isinstance(value, str) and not has_words:
+        return "a text"
+    return json.dumps(value)[:_LONGEST_NAME]
 
 
 def _expect_finite(given: dict[str, Any]) -> dict[str, Any]:

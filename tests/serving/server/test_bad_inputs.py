@@ -164,6 +164,8 @@ COMPLETION_FIELDS: list[tuple[str, Any, str, str]] = [
     ),
     ("logprobs", -1, "logprobs", "use 0 to 20"),
     ("echo", "yes", "echo", "expected true or false"),
+    # The text may be a part of a prompt, which no log may have.
+    ("suffix", MARKER, "suffix", "suffix is a text, which is not supported: leave it out"),
 ]
 CHAT_FIELDS: list[tuple[str, Any, str, str]] = [
     ("logprobs", 3, "logprobs", "expected true or false"),
