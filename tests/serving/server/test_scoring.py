@@ -212,7 +212,16 @@ def test_halves_of_characters(reranker: Server) -> None:
     [
         *(
             (path, "use_activation", False)
-            for path in ("/pooling", "/classify", "/score", "/rerank")
+            for path in ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+        ),
+        *(
+            (path, field, value)
+            for path in ("/v1/embeddings", "/pooling")
+            for field, value in (
+                ("embed_dtype", "float16"),
+                ("endianness", "big"),
+                ("truncation_side", "left"),
+            )
         ),
         ("/pooling", "encoding_format", "base64"),
         ("/pooling", "dimensions", 8),
