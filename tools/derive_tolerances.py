@@ -140,14 +140,13 @@ class Steps:
     def dot(self, row: Sequence[arb], column: Sequence[arb]) -> arb:
         return self.sum(list(map(self.mul, row, column)))
 
-    def normed(self, row: Sequence[arb], eps: float) -> list[arb]:
-        mean = self.mean(list(map(self.square, row)))
-        scale = self.rsqrt(self.add(mean, self.number(eps)))
-        return [self.mul(each, scale) for each in row]
-
-    def centred(self, row: Sequence[arb]) -> list[arb]:
+    def standardized(self, row: Sequence[arb], eps: float) -> list[arb]:
+        # Torch multiplies first, and then subtracts the product of mean and scale.
         mean = self.mean(row)
-        return [self.sub(each, mean) for each in row]
+        squares = [self.square(self.sub(each, mean)) for each in row]
+        scale = self.rsqrt(self.add(self.mean(squares), self.number(eps)))
+        shift = self.mul(mean, scale)
+        return [self.sub(self.mul(each, scale), shift) for each in row]
 
 
 class Enclosure(Tensor):
@@ -458,21 +457,18 @@ def linear(steps: Steps, x: Any, weight: Any, bias: Any = None) -> Iterator[arb]
         yield from products if summands is None else map(steps.add, products, summands)
 
 
-def norm(steps: Steps, rows: Iterator[list[arb]], eps: float, *operands: Any) -> Iterator[arb]:
-    """Norm rows; then apply a weight and a bias, if they are given."""
-    weight, bias = (None if each is None else balls_at(placed(each)) for each in operands)
-    for row in rows:
-        normed = steps.normed(row, eps)
-        if weight is not None:
-            normed = list(map(steps.mul, normed, weight))
-        yield from normed if bias is None else map(steps.add, normed, bias)
-
-
 def layer_norm(
     steps: Steps, x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Iterator[arb]:
-    whole = Enclosure.of(plain(x), placed(x)).flatten(-len(shape))
-    return norm(steps, map(steps.centred, rows_of(whole)), eps, weight, bias)
+    """Norm rows; then apply a weight and a bias, if they are given."""
+    factors, summands = (
+        None if each is None else balls_at(placed(each)) for each in (weight, bias)
+    )
+    for row in rows_of(Enclosure.of(plain(x), placed(x)).flatten(-len(shape))):
+        normed = steps.standardized(row, eps)
+        if factors is not None:
+            normed = list(map(steps.mul, normed, factors))
+        yield from normed if summands is None else map(steps.add, normed, summands)
 
 
 def clamp(steps: Steps, x: Any, min: Any = None, max: Any = None) -> list[arb]:

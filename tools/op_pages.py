@@ -31,6 +31,20 @@ OWN = "opgraft's own"
 DERIVED = json.loads((REPOSITORY / "docs/figures/tolerances.json").read_text(encoding="utf-8"))
 """By form what 'make tolerances' has written: the worst case by dtype, or the reason for none."""
 
+OF_SUMS = (
+    "In `float32` the tolerance is closer: the worst case takes all roundings of a sum in one direction, and grows "
+    "with the number of summands. Real roundings have both signs. Their sum grows with the square root of this number."
+)
+OF_PARTS = (
+    "In {dtypes} the tolerance is closer: factors or parts of a result are rounded, too, and the worst case takes all "
+    "these roundings at their largest, in one direction."
+)
+MORE = {
+    "layer_norm": "In a row of one element, two equal products of up to 316 times the element are subtracted. The "
+    "worst case rounds them in opposite directions. A kernel rounds both alike, or only one of them."
+}
+"""By form a further reason why its tolerance is closer than the worst case."""
+
 
 def main() -> None:
     pages = all_pages()
@@ -227,8 +241,21 @@ def worst_case(spec: OpSpec) -> str:
     derived = DERIVED.get(spec.functional.name, "'make tolerances' has not been run for it")
     link = "[worst case](../../how-to/implement-an-op.md#derived-tolerances)"
     if isinstance(derived, dict):
-        return filled(f"The {link} is that of rounding each step of the definition.")
+        reasons = " ".join(reasons_of(spec.functional.name, derived))
+        return filled(f"The {link} is that of rounding each step of the definition. {reasons}")
     return filled(f"No {link} is derived: {derived}.")
+
+
+def reasons_of(form: str, shares: dict[str, float]) -> Iterator[str]:
+    """Yield the reasons why a tolerance is closer than the worst case."""
+    over = [dtype for dtype, share in shares.items() if share > 1]
+    halves = " and ".join(f"`{dtype}`" for dtype in over if dtype != "float32")
+    if "float32" in over:
+        yield OF_SUMS
+    if halves:
+        yield OF_PARTS.format(dtypes=halves)
+    if form in MORE:
+        yield MORE[form]
 
 
 def cost(spec: OpSpec) -> str:

@@ -50,7 +50,10 @@ def drawn(form: str, dtype: torch.dtype, variant: str, seed: int) -> tuple[OpSpe
     return spec, Example(variant, dtype, lead, spec.sizes[1], seed=seed).arguments(spec)
 
 
-FORMS = ["rms_norm", "causal_conv1d", "conv2d", "fused_experts", "selective_state_update", "silu_"]
+FORMS = [
+    *("rms_norm", "layer_norm", "causal_conv1d", "conv2d", "fused_experts"),
+    *("selective_state_update", "silu_"),
+]
 """Forms with sums over rows, slices, windows, products of letters, and writes to arguments."""
 
 
