@@ -36,14 +36,15 @@ def text_of(page: str) -> str:
 
 def rows_of(page: str, header: str) -> list[list[str]]:
     """The rows of the tables of a page whose first header cell is ``header``, as cells without code marks."""
-    rows, inside = [], False
+    rows = []
+    first: str | None = None
     for line in text_of(page).splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.startswith("|"):
-            inside = False
-        elif cells[0] == header:
-            inside = True
-        elif inside and not set(cells[0]) <= {"-"}:
+            first = None
+        elif first is None:
+            first = cells[0]
+        elif first == header and not set(cells[0]) <= {"-"}:
             rows.append(cells)
     return rows
 
