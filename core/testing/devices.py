@@ -119,9 +119,10 @@ def probe(machine: Machine) -> Evidence:
     facts = (Fact(SIMULATED_DEVICE, machine.environ.get(SIMULATED_DEVICE, "")),)
     try:
         device = simulated_device(machine)
-    # A probe never raises: the reason is the answer.
+    # A probe never raises. The platform is chosen all the same, and raises the reason when it is
+    # made: whoever names a device must not be answered by another one.
     except InputError as error:
-        return Evidence(False, str(error), facts=facts)
+        return Evidence(True, str(error), facts=facts)
     if device is None:
         return Evidence(False, f"{SIMULATED_DEVICE} is not set", facts=facts)
     level = " ".join(device.features) or None

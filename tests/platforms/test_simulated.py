@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Cli
 from opgraft.compat.python_device import why_not
 from opgraft.config.environment import SIMULATED_DEVICE
 from opgraft.errors import InputError
@@ -646,12 +647,20 @@ def test_what_the_variable_says() -> None:
     ],
 )
 def test_a_variable_that_describes_nothing(text: str, reason: str) -> None:
-    """It is an error that names the part; the probe, which never raises, tells the same."""
+    """It is an error that names the part. The probe, which never raises, tells the same, and no other device serves."""
     with pytest.raises(InputError) as caught:
         SimulatedDevice.parse(text)
     evidence = probe(Machine(environ={SIMULATED_DEVICE: text}))
     assert reason in str(caught.value)
-    assert (evidence.available, evidence.reason) == (False, str(caught.value))
+    assert (evidence.available, evidence.reason) == (True, str(caught.value))
+
+
+def test_a_variable_that_describes_nothing_ends_a_run(cli: Cli) -> None:
+    """The CPU does not answer in the place of a device that is spelt wrong."""
+    done = cli("run", "minilm", "hi", **{SIMULATED_DEVICE: "memry=1GiB"})
+    assert done.returncode == 3
+    assert "did you mean 'memory'" in done.stderr
+    assert not done.stdout
 
 
 def test_kernels_may_be_slow() -> None:
