@@ -186,8 +186,8 @@ def _exported_program(module: nn.Module, arguments: tuple[Tensor, ...]) -> Expor
         try:
             return torch.export.export(module, arguments, strict=False)
         except RuntimeError as error:
-            # One of 25 first traces of a process lost the node of a ``torch.arange`` (torch 2.13).
-            # No later trace did.
+            # About one of 30 first traces of a process lost the node of a ``torch.arange`` (torch
+            # 2.13). No later trace did.
             if _LOST not in str(error):
                 raise
         return torch.export.export(module, arguments, strict=False)

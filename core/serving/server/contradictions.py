@@ -50,6 +50,24 @@ def _lacks_functions(body: ChatRequest) -> bool:
     return body.function_call != "none" or bool(body.tools)
 
 
+def _needs_messages(field: str, counts: Callable[[Any], bool] = bool) -> _Rule:
+    """Return the rule for a field of chats.
+
+    Args:
+        field: the name.
+        counts: tells whether a value of the field has a meaning.
+    """
+    return (
+        field,
+        lambda body: counts(getattr(body, field)) and body.messages is None,
+        "needs messages",
+    )
+
+
+def _is_given(value: object) -> bool:
+    return value is not None
+
+
 _CONTINUATION: _Rule = (
     "continue_final_message",
     lambda body: bool(body.continue_final_message and body.add_generation_prompt),
@@ -79,27 +97,8 @@ _CHAT: Sequence[_Rule] = (
     ),
 )
 _TOKENIZE: Sequence[_Rule] = (
-    ("tools", lambda body: bool(body.tools) and body.messages is None, "needs messages"),
-    (
-        "add_generation_prompt",
-        lambda body: body.add_generation_prompt is not None and body.messages is None,
-        "needs messages",
-    ),
-    (
-        "chat_template_kwargs",
-        lambda body: bool(body.chat_template_kwargs) and body.messages is None,
-        "needs messages",
-    ),
-    (
-        "chat_template",
-        lambda body: body.chat_template is not None and body.messages is None,
-        "needs messages",
-    ),
-    (
-        "continue_final_message",
-        lambda body: bool(body.continue_final_message) and body.messages is None,
-        "needs messages",
-    ),
+    *map(_needs_messages, ("tools", "chat_template_kwargs", "continue_final_message")),
+    *(_needs_messages(field, _is_given) for field in ("add_generation_prompt", "chat_template")),
     _CONTINUATION,
 )
 

@@ -627,20 +627,23 @@ class AllowedToolsChoice(Body):
     allowed_tools: AllowedTools
 
 
-_CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
-_NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(NamedToolChoice)
-_ALLOWED_CHOICE: TypeAdapter[Any] = TypeAdapter(AllowedToolsChoice)
+def choice_by_form(named: type[Body], allowed: type[Body]) -> WrapValidator:
+    """Return the validator of a choice of tools: a word, one tool, or some tools."""
+    of_word: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
+    of_one: TypeAdapter[Any] = TypeAdapter(named)
+    of_some: TypeAdapter[Any] = TypeAdapter(allowed)
 
+    def by_form(given: object) -> TypeAdapter[Any]:
+        if not isinstance(given, dict):
+            return of_word
+        return of_some if given.get("type") == "allowed_tools" else of_one
 
-def _tool_choice(given: object) -> TypeAdapter[Any]:
-    if not isinstance(given, dict):
-        return _CHOICE
-    return _ALLOWED_CHOICE if given.get("type") == "allowed_tools" else _NAMED_CHOICE
+    return told_apart(by_form)
 
 
 ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice,
-    told_apart(_tool_choice),
+    choice_by_form(NamedToolChoice, AllowedToolsChoice),
 ]
 """Choice of no tool, any, one, or some."""
 

@@ -13,6 +13,7 @@ from opgraft.serving.server.protocol import (
     Texts,
     ToldObject,
     Whole,
+    choice_by_form,
     only,
     told_apart,
 )
@@ -161,20 +162,9 @@ class AllowedFunctions(Body):
     tools: Items[FunctionChoice]
 
 
-_CHOICE: TypeAdapter[Any] = TypeAdapter(Literal["none", "auto", "required"])
-_NAMED_CHOICE: TypeAdapter[Any] = TypeAdapter(FunctionChoice)
-_ALLOWED_CHOICE: TypeAdapter[Any] = TypeAdapter(AllowedFunctions)
-
-
-def _tool_choice(given: object) -> TypeAdapter[Any]:
-    if not isinstance(given, dict):
-        return _CHOICE
-    return _ALLOWED_CHOICE if given.get("type") == "allowed_tools" else _NAMED_CHOICE
-
-
 _ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
-    told_apart(_tool_choice),
+    choice_by_form(FunctionChoice, AllowedFunctions),
 ]
 
 

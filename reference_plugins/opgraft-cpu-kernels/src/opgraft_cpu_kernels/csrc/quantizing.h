@@ -96,8 +96,8 @@ class QuantizedRows {
     share(rows_, q_.width, [&](int64_t begin, int64_t end) { kernel_(q_, begin, end); });
   }
 
-  // Has a function make the rows [first, last), and quantizes them while the second cache has them. make(to, begin, end)
-  // writes these rows to their places in `to`. `finish` is to be called after the last.
+  // Has a function make the rows [first, last), and quantizes them while the second cache has them.
+  // make(to, begin, end) writes these rows to their places in `to`. `finish` is to be called after the last.
   template <class Make>
   void take(int64_t first, int64_t last, const Make& make) {
     if (by_largest_of_all_ && !kept_.defined()) kept_ = fresh({rows_, q_.width}, type_);
