@@ -459,6 +459,19 @@ def test_the_least_recently_used_blocks_go_first(folder: Path, store: Path, agai
     assert asked(core, second).restored < FULL
 
 
+def test_a_use_is_later_than_a_writing_before_it(folder: Path, store: Path) -> None:
+    """Files of one moment keep their order, though the system's time of files goes on in steps."""
+    core = engine_with(folder, store)
+    used, written = store / "used", store / "written"
+    for each in (used, written):
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.touch()
+    for _ in range(100):
+        written.write_bytes(b"new")
+        store_of(core)._touch(str(used))
+        assert used.stat().st_mtime_ns > written.stat().st_mtime_ns
+
+
 def test_a_store_in_memory(folder: Path) -> None:
     """A URL of fsspec serves as well: blocks outlive a cache that is too small for them."""
     (prompt,) = prompts(LENGTH)

@@ -355,8 +355,11 @@ class StoredBlocks:
     def _touch(self, path: str) -> None:
         # Other file systems than the local one tell the time of writing only.
         if _is_local(self._files):
+            # The system's own time of files goes on in steps of milliseconds: a use could look as
+            # old as a writing shortly before.
+            now = time.time_ns()
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(path, ns=(now, now))
 
     def _name(self, digest: bytes) -> str:
         """Return the name of an entry. Nobody else can tell which tokens it is for."""

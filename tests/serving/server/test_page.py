@@ -306,6 +306,17 @@ def test_markdown_is_shown(server: Server, visit: Callable[..., Any]) -> None:
     assert not found.violations_count, found.generate_report()
 
 
+def test_an_answer_before_the_model_is_known(server: Server, visit: Callable[..., Any]) -> None:
+    """Who asks at once sees an answer with a heading, though no name has come."""
+    page = visit(server)
+    page.route("**/v1/models", lambda route: None)
+    page.route("**/v1/chat/completions", streamed(chunk("Hello.")))
+    page.reload()
+    ask(page, "hi")
+    assert answer_of(page) == "Hello."
+    assert page.locator(".turn h2").all_text_contents() == ["You", "Answer"]
+
+
 def test_a_request_that_fails_says_why(server: Server, visit: Callable[..., Any]) -> None:
     """A prompt that is refused, and an answer that is cut off, show the reason, and the prompt can be sent again."""
     page = visit(server, allowed="400 (Bad Request)")
