@@ -32,7 +32,7 @@ EVERYWHERE = ("model", "user")
 """Fields of nearly every path."""
 
 _CHAT = "/v1/chat/completions"
-_TYPES = {
+_TYPES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "openai": {
         _CHAT: ("types/chat/completion_create_params.py", "CompletionCreateParamsBase"),
         "/v1/completions": ("types/completion_create_params.py", "CompletionCreateParamsBase"),
@@ -58,15 +58,32 @@ _TYPES = {
         "/v1/embeddings": (
             "entrypoints/pooling/embed/protocol.py",
             "EmbeddingCompletionRequest",
+            "EmbeddingChatRequest",
         ),
-        "/pooling": ("entrypoints/pooling/pooling/protocol.py", "PoolingCompletionRequest"),
+        "/pooling": (
+            "entrypoints/pooling/pooling/protocol.py",
+            "PoolingCompletionRequest",
+            "PoolingChatRequest",
+            "IOProcessorRequest",
+        ),
         "/classify": (
             "entrypoints/pooling/classify/protocol.py",
             "ClassificationCompletionRequest",
+            "ClassificationChatRequest",
         ),
-        "/score": ("entrypoints/pooling/scoring/protocol.py", "ScoreTextRequest"),
+        "/score": (
+            "entrypoints/pooling/scoring/protocol.py",
+            "ScoreTextRequest",
+            "ScoreQueriesDocumentsRequest",
+            "ScoreQueriesItemsRequest",
+            "ScoreDataRequest",
+        ),
         "/rerank": ("entrypoints/pooling/scoring/protocol.py", "RerankRequest"),
-        "/tokenize": ("entrypoints/serve/tokenize/protocol.py", "TokenizeChatRequest"),
+        "/tokenize": (
+            "entrypoints/serve/tokenize/protocol.py",
+            "TokenizeChatRequest",
+            "TokenizeCompletionRequest",
+        ),
         "/detokenize": ("entrypoints/serve/tokenize/protocol.py", "DetokenizeRequest"),
     },
 }
@@ -85,16 +102,18 @@ def main() -> None:
 def recorded(name: str, folder: Path) -> dict[str, list[str]]:
     """Return the fields of each path, from the source of a package."""
     fields = {}
-    for path, (file, cls) in _TYPES[name].items():
+    for path, (file, *kinds) in _TYPES[name].items():
         shared = _SHARED if name == "vllm" else ()
         classes: dict[str, ast.ClassDef] = {}
         for each in (*shared, file):
             tree = ast.parse((folder / each).read_text("utf-8"))
             found = [node for node in tree.body if isinstance(node, ast.ClassDef)]
             classes |= {node.name: node for node in found}
-        names = [*fields_of(cls, classes)]
+        names = {field for kind in kinds for field in fields_of(kind, classes)}
         # OpenAI writes this field into two further classes.
-        fields[path] = sorted({*names, *(["stream"] if cls.endswith("ParamsBase") else ())})
+        if kinds[0].endswith("ParamsBase"):
+            names.add("stream")
+        fields[path] = sorted(names)
     return fields
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -249,6 +249,7 @@ def _is_number(value: Any) -> bool:
 
 _VECTORS = "POST /v1/embeddings has it"
 _CHATS = "POST /v1/chat/completions has it"
+_INPUT = "write the texts into input"
 _PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
 _FROM_END = "truncate_prompt_tokens keeps the end of a prompt, so shorten the prompt yourself"
 _OFFSETS = "text_offset in the logprobs of POST /v1/completions has them"
@@ -716,15 +717,41 @@ class _VectorFields(_PoolingFields):
     endianness: Annotated[Any, only("native", "little")] = None
 
 
-class EmbeddingRequest(_VectorFields):
-    """The body of ``/v1/embeddings``."""
+class _TextFields(_PoolingFields):
+    """Fields of requests for texts one by one.
+
+    A chat is refused, so fields that only shape its prompt have no effect.
+    """
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message"}
+    )
 
     model: str | None = None
     input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
-    dimensions: Whole | None = None
     add_special_tokens: Annotated[Any, only(True)] = None
+    messages: Annotated[Any, only(advice=_INPUT)] = None
+
+
+class EmbeddingRequest(_TextFields, _VectorFields):
+    """The body of ``/v1/embeddings``."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Whole | None = None
+
+
+class ClassifyRequest(_TextFields):
+    """The body of ``/classify``: texts."""
+
+
+class PoolingRequest(_TextFields, _VectorFields):
+    """The body of ``/pooling``: texts."""
+
+    encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
+    dimensions: Annotated[Any, only(advice=_VECTORS)] = None
+    task: Annotated[Any, only("embed", "classify")] = None
+    data: Annotated[Any, only(advice=_INPUT)] = None
 
 
 class _ScoringFields(_PoolingFields):
@@ -734,32 +761,6 @@ class _ScoringFields(_PoolingFields):
     max_tokens_per_query: Annotated[Any, only()] = None
     instruction: Annotated[Any, only("", advice="write it into the query")] = None
     chat_template_kwargs: Annotated[Any, only({})] = None
-
-
-class ClassifyRequest(_PoolingFields):
-    """The body of ``/classify``: texts."""
-
-    model: str | None = None
-    input: Prompts
-    user: str | None = None
-    add_special_tokens: Annotated[Any, only(True)] = None
-
-
-class PoolingRequest(ClassifyRequest, _VectorFields):
-    """The body of ``/pooling``: texts."""
-
-    encoding_format: Annotated[Any, only("float", advice=_VECTORS)] = None
-    dimensions: Annotated[Any, only(advice=_VECTORS)] = None
-    task: Annotated[Any, only("embed", "classify")] = None
-
-
-class ScoreRequest(_ScoringFields):
-    """The body of ``/score``: one text, and others to compare with it, or texts in pairs."""
-
-    model: str | None = None
-    text_1: Texts
-    text_2: Texts
-    user: str | None = None
 
 
 class Document(Body):
@@ -777,12 +778,45 @@ _AnyDocument: TypeAlias = Annotated[
 ]
 
 
+_DOCUMENTS: TypeAdapter[Any] = TypeAdapter(Items[_AnyDocument])
+Documents: TypeAlias = Annotated[
+    str | list[str | Document],
+    told_apart(lambda given: _DOCUMENTS if isinstance(given, list) else _TEXT),
+]
+"""A document, or several."""
+
+
+class ScoreRequest(_ScoringFields):
+    """The body of ``/score``: one text, and others to compare with it, or texts in pairs.
+
+    Attributes:
+        pairs: the fields of the first texts and of the others, with each of vLLM's names.
+    """
+
+    pairs: ClassVar[Sequence[tuple[str, str]]] = (
+        ("text_1", "text_2"),
+        ("queries", "documents"),
+        ("queries", "items"),
+        ("data_1", "data_2"),
+    )
+
+    model: str | None = None
+    text_1: Documents | None = None
+    text_2: Documents | None = None
+    queries: Documents | None = None
+    documents: Documents | None = None
+    items: Documents | None = None
+    data_1: Documents | None = None
+    data_2: Documents | None = None
+    user: str | None = None
+
+
 class RerankRequest(_ScoringFields):
     """The body of ``/rerank``, with the names of Jina and Cohere."""
 
     model: str | None = None
     query: str
-    documents: Items[_AnyDocument]
+    documents: Documents
     top_n: Whole | None = None
     return_documents: bool | None = None
     user: str | None = None

@@ -29,7 +29,18 @@ class _Side(NamedTuple):
     """The texts of a field, each to be compared with a text of another field."""
 
     field: str
-    texts: Sequence[Any]
+    texts: Sequence[str]
+
+    @classmethod
+    def of(cls, body: ScoreRequest | RerankRequest, field: str) -> _Side:
+        """Return the texts of a field, which may be objects.
+
+        Raises:
+            HTTPError: there is no text.
+        """
+        given: Sequence[Any] = several(getattr(body, field), field)
+        texts = [each.text if isinstance(each, Document) else str(each) for each in given]
+        return cls(field, texts)
 
 
 class Scoring:
@@ -98,14 +109,13 @@ class Scoring:
             RequestError: a text cannot be taken.
         """
         await self._begin(body)
-        first = several(body.text_1, "text_1")
-        second = several(body.text_2, "text_2")
+        first, second = _sides(body)
         # One text is compared with each of the others.
-        if len(first) not in (1, len(second)):
-            counts = f"text_1 has {len(first)} texts, and text_2 has {len(second)}"
-            message = f"{counts}: give one text and others, or texts in pairs"
-            raise HTTPError(400, message, field="text_2", code="invalid_value")
-        scores = await self._scores(body, _Side("text_1", first), _Side("text_2", second))
+        if len(first.texts) not in (1, len(second.texts)):
+            counts = f"{first.field} has {len(first.texts)} texts, and {second.field} has "
+            message = f"{counts}{len(second.texts)}: give one text and others, or texts in pairs"
+            raise HTTPError(400, message, field=second.field, code="invalid_value")
+        scores = await self._scores(body, first, second)
         rows = [
             {
                 "index": index,
@@ -125,9 +135,9 @@ class Scoring:
             RequestError: a text cannot be taken.
         """
         await self._begin(body)
-        given: Sequence[Any] = several(body.documents, "documents")
-        texts = [each.text if isinstance(each, Document) else str(each) for each in given]
-        scores = await self._scores(body, _Side("query", [body.query]), _Side("documents", texts))
+        documents = _Side.of(body, "documents")
+        texts = documents.texts
+        scores = await self._scores(body, _Side("query", [body.query]), documents)
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         # vLLM and Jina take 0 for all.
         most = max(0, body.top_n or 0) or len(order)
@@ -146,7 +156,7 @@ class Scoring:
     def _labels(self) -> Sequence[str]:
         return self._service.encoder.encoder.labels
 
-    async def _pooled(self, body: ClassifyRequest) -> Sequence[EmbeddingOutput]:
+    async def _pooled(self, body: ClassifyRequest | PoolingRequest) -> Sequence[EmbeddingOutput]:
         """Return embeddings of texts, or the probabilities of labels if the model has labels."""
         texts = several(body.input, "input")
         most = expect_texts(texts, "input", self._service, body.truncate_prompt_tokens)
@@ -202,6 +212,24 @@ class Scoring:
             "created": int(time.time()),
             "usage": usage,
         }
+
+
+def _sides(body: ScoreRequest) -> tuple[_Side, _Side]:
+    """Return the first texts and the others, from the two fields that the request has.
+
+    Raises:
+        HTTPError: the request has no such fields, or more than two, or a field without a text.
+    """
+    names = {name for pair in body.pairs for name in pair}
+    given = {name for name in names if getattr(body, name) is not None}
+    pair = next((pair for pair in body.pairs if given == {*pair}), None)
+    if pair is None:
+        ways = ", or ".join(f"{first} and {second}" for first, second in body.pairs)
+        told = "the texts to compare are missing, or given twice"
+        field = min(given, default="text_1")
+        raise HTTPError(400, f"{told}: give {ways}", field=field, code="invalid_value")
+    first, second = pair
+    return _Side.of(body, first), _Side.of(body, second)
 
 
 def _repeated(first: _Side, second: _Side) -> Sequence[str]:

@@ -157,6 +157,41 @@ def test_scores_of_pairs(reranker: Server, made: Callable[..., tuple[Path, Any]]
     assert error_of(refused)["param"] == "text_2"
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+def test_other_names_of_pairs(reranker: Server, first: str, second: str) -> None:
+    """Each of vLLM's names gives the same scores. Texts may be objects."""
+    usual = reranker.post("/score", text_1=QUERY, text_2=DOCUMENTS).json()["data"]
+    objects = [{"text": text} for text in DOCUMENTS]
+    for texts in (DOCUMENTS, objects):
+        answer = reranker.post("/score", **{first: QUERY, second: texts})
+        assert answer.json()["data"] == usual
+        assert "x-ignored-fields" not in answer.headers
+    refused = error_of(reranker.post("/score", **{first: QUERY, second: [LONG]}))
+    assert refused["param"] == second
+    refused = error_of(reranker.post("/score", **{first: [QUERY] * 2, second: DOCUMENTS}))
+    assert f"{first} has 2 texts, and {second} has 3" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "text_1"),
+        ({"text_1": QUERY}, "text_1"),
+        ({"text_1": QUERY, "documents": DOCUMENTS}, "documents"),
+        ({"queries": QUERY, "documents": DOCUMENTS, "items": DOCUMENTS}, "documents"),
+    ],
+)
+def test_pairs_that_are_missing_or_given_twice(
+    reranker: Server, body: dict[str, Any], field: str
+) -> None:
+    """The error names all pairs of fields."""
+    refused = error_of(reranker.post("/score", **body))
+    assert (refused["param"], refused["code"]) == (field, "invalid_value")
+    assert "give text_1 and text_2, or queries and documents, or" in refused["message"]
+
+
 LONG = "the end of the day " * 150
 
 
@@ -226,6 +261,11 @@ def test_halves_of_characters(reranker: Server) -> None:
         ("/pooling", "encoding_format", "base64"),
         ("/pooling", "dimensions", 8),
         ("/pooling", "task", "token_embed"),
+        ("/pooling", "data", "an image"),
+        *(
+            (path, "messages", [{"role": "user", "content": QUERY}])
+            for path in ("/v1/embeddings", "/pooling", "/classify")
+        ),
         ("/rerank", "max_tokens_per_doc", 3),
         ("/score", "max_tokens_per_query", 3),
         ("/score", "instruction", "find the opposite"),
