@@ -43,12 +43,12 @@ FORK = multiprocessing.get_context("fork")
 """Processes start with opgraft imported, as a start anew takes seconds."""
 
 SHARES = {
-    **dict.fromkeys(WRITERS, 0.125),
-    "an entry of the cache": 0.15,
-    "the import of a plugin": 0.2,
-    "a probe": 0.125,
-    "a worker": 0.02,
-    "a Ray actor": 0.005,
+    **dict.fromkeys(WRITERS, 0.115),
+    "an entry of the cache": 0.13,
+    "the import of a plugin": 0.17,
+    "a probe": 0.12,
+    "a worker": 0.1,
+    "a Ray actor": 0.02,
 }
 """The scenes, each with its share of the runs."""
 
