@@ -414,6 +414,8 @@ def test_an_interrupt_while_a_grammar_is_shared_ends_the_process(folder: Path, l
         with pytest.raises(KeyboardInterrupt):
             process.share(grammar)
     finally:
+        # A late alarm would end the whole test run.
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     for use in (
         lambda: process.call("max_context"),

@@ -366,7 +366,9 @@ def test_a_probe_behind_one_that_hangs(site, monkeypatch: pytest.MonkeyPatch) ->
         site.platform(name, probe="import time; time.sleep(60)")
     found = rows()
     assert "it began late, behind other probes" not in found["acme1"][1]
-    assert "it began late, behind other probes" in found["acme2"][1]
+    # On a busy machine, the second probe may also lack a processor, which is told instead.
+    late = "it began late, behind other probes", "this machine is too busy"
+    assert any(reason in found["acme2"][1] for reason in late)
     monkeypatch.setattr(probing, "TIME_LIMIT", 60.0)
     (site.folder / "acme2_device.py").write_text(
         "from opgraft import Evidence, PlatformSpec\n"

@@ -35,6 +35,9 @@ LATER = ("PYTHONPATH", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 FOR_CHILDREN = "python-for-children"
 """The name of an interpreter that serves isolated code with few variables, as opgraft starts it for probes."""
 
+OF_PROGRAM = "-IS"
+"""Options of the small program."""
+
 PATIENCE = 60.0
 """Seconds within which the server reads its pipe."""
 
@@ -43,9 +46,23 @@ _TEMPORARY = tempfile.gettempdir()
 
 
 def process_of(pid: int) -> int:
-    """Return the process that runs what an interpreter was started for, which of an ordinary one is itself."""
-    name = Path(f"/proc/{pid}/comm").read_text().strip()
-    return int(name) if name.isdigit() else pid
+    """Return the process that runs what an interpreter was started for, which of an ordinary one is itself.
+
+    A program tells the number shortly after the process has begun, so this waits for the number.
+    """
+    end = time.monotonic() + PATIENCE
+    while _hands_over(pid) and time.monotonic() < end:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if name.isdigit():
+            return int(name)
+        time.sleep(0.005)
+    return pid
+
+
+def _hands_over(pid: int) -> bool:
+    """Return True if a process is the small program that hands over to the server."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return words[1:2] == [OF_PROGRAM.encode()]
 
 
 @functools.cache
@@ -98,7 +115,7 @@ def _start_server(folder: Path) -> None:
         "environ": {name: value for name, value in environ.items() if name.startswith(AT_START)},
     }
     (folder / "settings").write_bytes(marshal.dumps(settings))
-    interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
+    interpreter.write_text(f"#!{sys.executable} {OF_PROGRAM}\n{(here / 'client.py').read_text()}")
     interpreter.chmod(0o755)
     (folder / FOR_CHILDREN).symlink_to(interpreter.name)
     # Without a writer, the pipe cannot be opened for reading otherwise.
