@@ -261,7 +261,7 @@ class CompilationConfig(Section):
             raise ConfigError(
                 f"compilation_config.{unused[0]} is set, and is for the mode FULL; "
                 f"compilation_config.mode is {CompilationMode(self.mode or 0).name}: set it to "
-                "FULL, or leave the other out"
+                "FULL, as -O1, -O2 and -O3 do, or leave the other out"
             )
         if self.cache and not is_packaged(self.mode, self.backend):
             raise ConfigError(

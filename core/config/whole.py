@@ -619,9 +619,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
     (
         ("speculation.method", "speculation.exact", "model.batch_invariant"),
         _drafts_change_no_bits,
-        "a step with drafts has more rows, and kernels may round otherwise for them: set "
-        "model.batch_invariant, so that tokens have the same bits with drafts as without, or "
-        "speculation.exact to false, if they may differ where two are nearly as likely",
+        "a step with drafts has more rows, and kernels may round differently for more rows: set "
+        "model.batch_invariant to true, and tokens have the same bits as without drafts; or set "
+        "speculation.exact to false, and a token may differ where two are nearly equally likely",
     ),
     (
         ("quantization.skip", "quantization.by_prefix"),
