@@ -14,6 +14,7 @@ from opgraft.config.plugin_settings import plugin_fields
 from opgraft.config.scope import CURRENT_SCOPE, Scope, set_config
 from opgraft.config.sections import (
     CacheConfig,
+    HandoverConfig,
     LoadConfig,
     ModelConfig,
     ParallelConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigFile",
     "CustomOpsSetting",
     "Field",
+    "HandoverConfig",
     "Layers",
     "LoadConfig",
     "ModelConfig",

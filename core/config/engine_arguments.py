@@ -133,6 +133,7 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "uds": "the server listens on an address: set server.host and server.port",
         "enable_request_id_headers": "each answer has x-request-id: leave it out",
         "enable_prompt_tokens_details": "each answer has prompt_tokens_details: leave it out",
+        "kv_transfer_config": "set handover.tokens, above which a second process computes prompts",
         "spec_method": "set speculation.method to ngram or suffix",
         "spec_tokens": "set speculation.max_tokens",
         "spec_model": "drafts come from texts, and from no model: set speculation.method",

@@ -196,6 +196,37 @@ class SpeculationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandoverConfig(Section):
+    """Long prompts that a second process computes, and hands over as blocks of the cache.
+
+    Attributes:
+        part: "computes" in the second process, "takes" in an engine whose store has no other use.
+            No setting: the engine assigns the parts, and a merge of layers drops them.
+    """
+
+    section: ClassVar[str] = "handover"
+
+    tokens: int | None = setting(
+        "prompts with at least so many tokens that are neither in the cache nor stored are computed"
+        " by a second process, beside the steps of the engine",
+        minimum=1,
+        unset="no second process",
+    )
+    seconds: float = setting(
+        "seconds that a request waits for the second process, at most; then the engine computes "
+        "the tokens that are left",
+        default=30,
+        above=0,
+    )
+    exact: bool = setting(
+        "tokens and log-probabilities have the same bits as in one process; needs "
+        "model.batch_invariant",
+        default=True,
+    )
+    part: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoRAConfig(Section):
     """Adapters of requests."""
 

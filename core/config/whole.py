@@ -33,6 +33,7 @@ from opgraft.config.declaration import (
 from opgraft.config.plugin_settings import plugin_fields
 from opgraft.config.sections import (
     CacheConfig,
+    HandoverConfig,
     LoadConfig,
     LoRAConfig,
     ModelConfig,
@@ -74,7 +75,7 @@ class OpgraftConfig(Section):
         providers: op name → the entry-point or distribution name of a provider, or ``native``; or
             several names, of which the first that applies counts. A mapping, or text as on the
             command line.
-        compilation_config, model, cache, scheduler, speculation, lora, parallel, load,
+        compilation_config, model, cache, scheduler, speculation, handover, lora, parallel, load,
             quantization, shadow, server: sections, see the classes.
         of_plugins: the settings of installed plugins by dotted name, such as ``acme.streams``.
             Read-only.
@@ -121,6 +122,7 @@ class OpgraftConfig(Section):
     speculation: SpeculationConfig = dataclasses.field(
         default_factory=SpeculationConfig, kw_only=True
     )
+    handover: HandoverConfig = dataclasses.field(default_factory=HandoverConfig, kw_only=True)
     lora: LoRAConfig = dataclasses.field(default_factory=LoRAConfig, kw_only=True)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
@@ -590,6 +592,24 @@ def _drafts_change_no_bits(config: OpgraftConfig) -> bool:
     return config.model.batch_invariant or not wants_bits
 
 
+def _handing_over_changes_no_bits(config: OpgraftConfig) -> bool:
+    wants_bits = config.handover.tokens is not None and config.handover.exact
+    return config.model.batch_invariant or not wants_bits
+
+
+def _handed_blocks_are_found(config: OpgraftConfig) -> bool:
+    return config.handover.tokens is None or config.cache.prefix_reuse
+
+
+def _hands_over_on_this_host(config: OpgraftConfig) -> bool:
+    elsewhere = config.parallel.executor in ("external", "ray")
+    return config.handover.tokens is None or not elsewhere
+
+
+def _hands_over_whole_models(config: OpgraftConfig) -> bool:
+    return config.handover.tokens is None or not config.parallel.in_rounds
+
+
 def _adapters_fit(config: OpgraftConfig) -> bool:
     kept = config.lora.max_cpu_loras
     return kept is None or kept >= config.lora.max_loras
@@ -622,6 +642,30 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         "a step with drafts has more rows, and kernels may round differently for more rows: set "
         "model.batch_invariant to true, and tokens have the same bits as without drafts; or set "
         "speculation.exact to false, and a token may differ where two are nearly equally likely",
+    ),
+    (
+        ("handover.tokens", "handover.exact", "model.batch_invariant"),
+        _handing_over_changes_no_bits,
+        "a second process computes a prompt in other steps, and kernels may round otherwise for "
+        "them: set model.batch_invariant, so that tokens have the same bits whoever computes the "
+        "prompt, or handover.exact to false, if they may differ where two are nearly as likely",
+    ),
+    (
+        ("handover.tokens", "cache.prefix_reuse"),
+        _handed_blocks_are_found,
+        "nobody would look for the blocks of the second process: turn prefix_reuse on, or leave "
+        "handover.tokens out",
+    ),
+    (
+        ("handover.tokens", "parallel.executor"),
+        _hands_over_on_this_host,
+        "the second process runs on this host, beside workers of this host: leave one of them out",
+    ),
+    (
+        ("handover.tokens", "parallel.data", "parallel.expert"),
+        _hands_over_whole_models,
+        "replicas that share experts make steps together, and a second process would be none of "
+        "them: leave handover.tokens out, or share no experts",
     ),
     (
         ("quantization.skip", "quantization.by_prefix"),

@@ -173,7 +173,8 @@ class EngineCore:
         if self.opgraft_config.cache.store is not None:
             with phase("open the store of blocks"):
                 call_all("open_store")
-            self.stored = StoredPrefixes(self.cache, call_all, self.scheduler.counters)
+            saves = self.opgraft_config.handover.part != "takes"
+            self.stored = StoredPrefixes(self.cache, call_all, self.scheduler.counters, saves)
             self.cache.stored = self.stored
         if self.scheduler.drafting is not None:
             self.scheduler.drafting.vocab_size = self.executor.call("vocab_size")
@@ -290,9 +291,11 @@ class EngineCore:
     def restart(self) -> None:
         """Start lost workers again with an empty cache, as often as settings allow.
 
-        Nothing happens while requests run. If workers cannot start, ``check_health`` raises.
+        Nothing happens while requests run, but held ones stay. If workers cannot start,
+        ``check_health`` raises.
         """
-        if not self.executor.can_restart or self.has_work:
+        before = self.scheduler
+        if not self.executor.can_restart or not before.only_holds or before.under_way:
             return
         counters = self.counters
         try:
@@ -304,6 +307,8 @@ class EngineCore:
             self.scheduler.counters = counters
             if self.stored is not None:
                 self.stored.counters = counters
+            if self.scheduler is not before:
+                self.scheduler.hold_anew(before.requests)
 
     def withdraw(self, requests: Iterable[Request]) -> None:
         """Forget requests that were added since the last step, without a count; others stay."""

@@ -16,6 +16,14 @@ PARTS = ("schedule", "inputs", "model", "sample", "text")
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
+HANDOVERS = ("computed", "late", "failed", "not_stored", "unavailable", "prompt_logprobs", "lora")
+"""The outcomes of prompts that are long enough for the second process (``handover.tokens``).
+
+All but the first were computed by the engine, as a whole or in part: the second process was late or
+failed, its blocks were not found, it was not there, or the request asked for log-probabilities of
+the prompt or for an adapter.
+"""
+
 _Key = TypeVar("_Key", bound=Hashable)
 _Number = TypeVar("_Number", int, float)
 
@@ -26,6 +34,10 @@ def _no_time() -> dict[str, float]:
 
 def _none_finished() -> dict[str, int]:
     return dict.fromkeys(FINISH_REASONS, 0)
+
+
+def _none_handed_over() -> dict[str, int]:
+    return dict.fromkeys(HANDOVERS, 0)
 
 
 @dataclass(slots=True)
@@ -49,6 +61,7 @@ class Counters:
         draft_tokens: tokens of these drafts.
         accepted_tokens: the part of these tokens that the sampler has chosen, too. Some may lie behind
             a stop string.
+        handovers: long prompts by an entry of ``HANDOVERS``.
         finished: ended requests by ``finish_reason``. An encoder has "stop" and "error" only.
         seconds: host time by part of the step. A device may compute while the host goes on. The
             time of the device then counts under "sample", because the host waits there.
@@ -68,6 +81,7 @@ class Counters:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    handovers: dict[str, int] = field(default_factory=_none_handed_over)
     finished: dict[str, int] = field(default_factory=_none_finished)
     seconds: dict[str, float] = field(default_factory=_no_time)
     op_seconds: dict[tuple[str, str, str], float] = field(default_factory=dict)
@@ -167,6 +181,7 @@ def _difference(now: Counters, before: Counters) -> Counters:
         now.drafts - before.drafts,
         now.draft_tokens - before.draft_tokens,
         now.accepted_tokens - before.accepted_tokens,
+        _subtracted(now.handovers, before.handovers),
         _subtracted(now.finished, before.finished),
         _subtracted(now.seconds, before.seconds),
         _changed(now.op_seconds, before.op_seconds),

@@ -367,6 +367,7 @@ class EngineThread:
 
     def _make(self, make: Callable[[], RequestEngine]) -> None:
         self.engine = make()
+        self.engine.wake = self.look
 
     def _run(self) -> None:
         self._making.make()
@@ -429,7 +430,8 @@ class EngineThread:
         self._busy_since = None
         with self._wake:
             self._wake.wait_for(
-                lambda: self._calls or self._stopping or self._looks or self._has_work()
+                lambda: self._calls or self._stopping or self._looks or self._has_work(),
+                self.engine.waiting_seconds,
             )
             calls = self._calls
             self._calls = []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import CacheConfig
-from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
+from opgraft.engine.stats import FINISH_REASONS, HANDOVERS, PARTS, EngineStats
 from opgraft.errors import InputError
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
@@ -76,6 +76,11 @@ FAMILIES = MappingProxyType(
         "engine_step_errors": MetricFamily("Counter", "Steps that failed."),
         "request_success": MetricFamily(
             "Counter", "Ended sequences, by reason.", (*_ENGINE, "finished_reason")
+        ),
+        "prompt_handovers": MetricFamily(
+            "Counter",
+            "Prompts for the second process (handover.tokens), by what became of them.",
+            (*_ENGINE, "outcome"),
         ),
         "engine_step_seconds": MetricFamily(
             "Counter", "Time of steps, by part.", (*_ENGINE, "part")
@@ -254,6 +259,8 @@ class PrometheusExporter:
                 made[name] = self._families[name].labels(*labels)
         for reason in FINISH_REASONS:
             made[reason] = self._families["request_success"].labels(*labels, reason)
+        for outcome in HANDOVERS:
+            made[outcome] = self._families["prompt_handovers"].labels(*labels, outcome)
         for part in PARTS:
             made[part] = self._families["engine_step_seconds"].labels(*labels, part)
         self._engines[number] = made
@@ -273,8 +280,9 @@ class PrometheusExporter:
         of["kv_cache_usage_perc"].set(stats.cache_usage)
         for called, seconds in counted.op_seconds.items():
             self._of_op(stats.replica, called).inc(seconds)
-        for value, number in (*counted.seconds.items(), *counted.finished.items()):
-            of[value].inc(number)
+        for by_label in (counted.seconds, counted.finished, counted.handovers):
+            for value, number in by_label.items():
+                of[value].inc(number)
         if counted.steps:
             of["iteration_tokens_total"].observe(counted.prompt_tokens + counted.decode_tokens)
         for output in outputs:

@@ -32,6 +32,7 @@ from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.serving.embedding_engine import EmbeddingEngine
 from opgraft.serving.engine_thread import EngineThread, NewsReader
+from opgraft.serving.handover import HandoverEngine
 from opgraft.serving.input_processor import InputProcessor
 from opgraft.serving.open_request import OpenRequest, id_in_use, none_open
 from opgraft.serving.outputs import RequestOutput
@@ -805,7 +806,9 @@ def _engine(
     """Make the engine for a model: of a decoder, or of an encoder."""
     with opened_once():
         if generates(opgraft_config):
-            return TextEngine(opgraft_config, on_step, *arguments, **options)
+            hands_over = opgraft_config.resolved().handover.tokens is not None
+            made = HandoverEngine if hands_over else TextEngine
+            return made(opgraft_config, on_step, *arguments, **options)
         return EmbeddingEngine(opgraft_config, on_step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from opgraft.binding.explaining import Explanation
 from opgraft.engine.stats import EngineStats
@@ -16,9 +17,11 @@ class RequestEngine(ABC):
 
     Attributes:
         executor: of the engine; reaches the workers.
+        wake: wakes the thread of the engine. Any thread may call this.
     """
 
     executor: Executor
+    wake: Callable[[], None]
 
     @property
     @abstractmethod
@@ -77,6 +80,11 @@ class RequestEngine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release the model, and refuse later requests."""
+
+    @property
+    def waiting_seconds(self) -> float | None:
+        """The longest sleep without work; ``None`` if only a call brings work."""
+        return None
 
     @property
     def cache_tokens(self) -> int:

@@ -48,6 +48,7 @@ NEEDED = {
     "lora.max_cpu_loras": {"lora.max_loras": 2},
     "server.lora_modules": {"lora.enabled": True},
     "speculation.method": {"model.batch_invariant": True},
+    "handover.tokens": {"model.batch_invariant": True},
 }
 """By setting: others without which it is a contradiction."""
 

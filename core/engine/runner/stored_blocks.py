@@ -104,6 +104,8 @@ class StoredBlocks:
         settings: ``cache.store``, ``store_bytes`` and ``store_key``.
         origin: everything that the numbers in a block depend on, beside its tokens, as plain data.
         groups: the caches of the layers of each group, ``[blocks, …]``.
+        part: of ``HandoverConfig``. A process that computes for another one leaves no block out. A
+            process that takes these removes the entries that it has read.
 
     Raises:
         ConfigError: the folder or the key cannot be used.
@@ -114,10 +116,12 @@ class StoredBlocks:
         settings: CacheConfig,
         origin: Mapping[str, Any],
         groups: Sequence[Mapping[str, Tensor]],
+        part: str = "",
     ) -> None:
         self._files, self._root = _file_system(str(settings.store))
         self._key = _key(settings.store_key)
         self._limit = settings.store_bytes
+        self._part = part
         text = json.dumps(origin, sort_keys=True)
         # By the key, so that nobody takes the entries of another key for damaged ones.
         name = hmac.new(self._key, text.encode(), "sha256").hexdigest()[:32]
@@ -148,14 +152,24 @@ class StoredBlocks:
             blocks: the hash of the tokens, and the block of each group.
             used: hashes of blocks that requests found in the cache.
         """
-        self._waiting = [task for task in self._waiting if not task.is_done.is_set()]
+        room = self._room()
+        while self._part == "computes" and len(blocks) > room:
+            self._save(blocks[:room], ())
+            blocks = blocks[room:]
+            # A folder that hangs must not keep the engine from its next step.
+            if self._waiting and not self._waiting[0].is_done.wait(_PATIENCE):
+                break
+            room = self._room()
         room = self._room()
         if len(blocks) > room:
             self._warn("written", InputError(f"{len(blocks) - room} blocks find no place to wait"))
+        self._save(blocks[:room], used)
+
+    def _save(self, blocks: Sequence[tuple[bytes, Sequence[int]]], used: Sequence[bytes]) -> None:
         names = [self._name(digest) for digest in used] if self._may_touch() else []
         copied = {}
         try:
-            for digest, each in blocks[:room]:
+            for digest, each in blocks:
                 content = self._copied(each)
                 if content is not None:
                     copied[self._name(digest)] = content
@@ -169,6 +183,7 @@ class StoredBlocks:
 
     def _room(self) -> int:
         """Return the number of blocks that may wait to be written now."""
+        self._waiting = [task for task in self._waiting if not task.is_done.is_set()]
         waiting = sum(len(task.copied) for task in self._waiting)
         most = max(1, _MOST_WAITING // self._entry_bytes)
         return max(0, most - waiting)
@@ -340,7 +355,11 @@ class StoredBlocks:
         if not is_whole or not hmac.compare_digest(signature, self._signature(name, content)):
             self._damaged.add(name)
             return None
-        self._touch(path)
+        if self._part == "takes":
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(path)
+        else:
+            self._touch(path)
         return torch.frombuffer(found, dtype=torch.uint8, offset=_SIGNATURE_BYTES)
 
     def _is_whole(self, path: str) -> bool:
@@ -487,14 +506,14 @@ def _key(file: str | None) -> bytes:
             return read_key(Path(file).expanduser())
         own = cache_home() / "opgraft" / "blocks.key"
         if not own.exists():
-            _make_key(own)
+            make_key(own)
         return read_key(own)
     # There is no home folder, or it cannot be written to.
     except (InputError, RuntimeError, OSError) as error:
         raise ConfigError(f"cache.store_key cannot be used: {described(error)}") from error
 
 
-def _make_key(file: Path) -> None:
+def make_key(file: Path) -> None:
     """Write a key of random bytes, unless another process is faster."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = file.with_name(f"{file.name}.{secrets.token_hex(8)}")

@@ -40,6 +40,8 @@ _NONE_FURTHER: Mapping[str, Sequence[tuple[int, Any]]] = MappingProxyType({})
 #
 # abort       a request ends with a reason: for a user, or after its step failed.
 # withdraw    requests are forgotten, and their end is not counted.
+# hold        a waiting request leaves the queue, until release, as another process computes its
+#             prompt.
 # undo        all steps under way are taken back, after workers failed. Their requests wait again,
 #             and the cache keeps its contents.
 # recover     the cache is emptied, and all requests start anew, after the scheduler itself failed.
@@ -98,6 +100,7 @@ class Scheduler(PluggableClass):
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._held: dict[str, Request] = {}
         self._parked: dict[str | None, list[Request]] = {}
         self.under_way = StepsUnderWay()
         self.drafting = drafting_of(self.opgraft_config)
@@ -109,13 +112,18 @@ class Scheduler(PluggableClass):
         return bool(self._requests)
 
     @property
+    def only_holds(self) -> bool:
+        """Return True if each request is held."""
+        return len(self._requests) == len(self._held)
+
+    @property
     def requests(self) -> Sequence[Request]:
         """Return the running and waiting requests, in the order of their addition."""
         return list(self._requests.values())
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of waiting requests, parked ones included."""
+        """Return the number of waiting requests, parked and held ones included."""
         return len(self._requests) - len(self.running)
 
     def add(self, request: Request) -> None:
@@ -157,6 +165,25 @@ class Scheduler(PluggableClass):
                 del self._requests[request.request_id]
         known = self._requests
         self.waiting = [each for each in self.waiting if known.get(each.request_id) is each]
+        self._held = {name: each for name, each in self._held.items() if known.get(name) is each}
+
+    def hold(self, request: Request) -> None:
+        """Let a waiting request wait for ``release``. It holds up no other."""
+        _take_out(self.waiting, request)
+        self._held[request.request_id] = request
+
+    def hold_anew(self, requests: Iterable[Request]) -> None:
+        """Add requests that another scheduler has held, and hold them."""
+        for request in requests:
+            request.start_anew()
+            self.add(request)
+            self.hold(request)
+
+    def release(self, request: Request) -> None:
+        """Put a held request back among the waiting ones. For any other, nothing happens."""
+        if self._held.get(request.request_id) is request:
+            del self._held[request.request_id]
+            insort(self.waiting, request, key=_rank)
 
     def schedule(self) -> Step | None:
         """Choose the tokens of the next step: of running requests, then of waiting ones.
@@ -173,7 +200,8 @@ class Scheduler(PluggableClass):
         if self._schedule_running(pending):
             # Some of the short requests have their tokens now.
             pending.reserved_for_short = None
-            most = self._share_of_a_step(len(self._requests)) - len(pending.batch)
+            number = len(self._requests) - len(self._held)
+            most = self._share_of_a_step(number) - len(pending.batch)
             # After a preemption, only the request that it was for is admitted.
             self._admit(pending, min(most, 1) if preempted else most)
         # With nothing under way, the step may be empty: workers still remove finished sequences,
@@ -317,6 +345,7 @@ class Scheduler(PluggableClass):
             self.drafting.forget_all()
         self.running = []
         self._parked = {}
+        self._held = {}
         for request in self._requests.values():
             request.start_anew()
             request.rotation = self._rotation(request)
@@ -683,6 +712,8 @@ class Scheduler(PluggableClass):
             self._stop(request)
         elif request in parked:
             parked.remove(request)
+        elif self._held.get(request.request_id) is request:
+            del self._held[request.request_id]
         else:
             _take_out(self.waiting, request)
         if self.drafting is not None:

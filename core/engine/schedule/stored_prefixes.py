@@ -24,6 +24,22 @@ class _Missing(NamedTuple):
     groups: Sequence[int]
 
 
+class _Beginning(NamedTuple):
+    """The full blocks of a request's beginning, by place.
+
+    Attributes:
+        hashes: of the blocks.
+        found: for each group, the block of the cache at each place, or ``None``.
+        length: blocks of the longest beginning in the cache.
+        absent: hashes that a group needs a block for.
+    """
+
+    hashes: Sequence[bytes]
+    found: Sequence[Sequence[int | None]]
+    length: int
+    absent: Sequence[bytes]
+
+
 class StoredPrefixes:
     """The blocks that the workers of an engine keep outside of the cache, as of ``StoredBlocks``.
 
@@ -34,28 +50,36 @@ class StoredPrefixes:
         cache: the tables of blocks.
         call_all: calls a method of all workers, between two steps.
         counters: of the engine.
+        saves: save full blocks. Otherwise, the engine only looks for those of another process.
 
     Attributes:
         counters: the same.
     """
 
     def __init__(
-        self, cache: KVCacheManager, call_all: Callable[..., Any], counters: Counters
+        self,
+        cache: KVCacheManager,
+        call_all: Callable[..., Any],
+        counters: Counters,
+        saves: bool = True,
     ) -> None:
         self._cache = cache
         self._call_all = call_all
         self.counters = counters
+        self._saves = saves
         self._full: dict[bytes, Sequence[int]] = {}
         self._used: dict[bytes, None] = {}
         self._has_warned = False
 
     def note(self, digest: bytes, blocks: Sequence[int]) -> None:
         """Note a full block of each group, to be saved before the next step."""
-        self._full[digest] = blocks
+        if self._saves:
+            self._full[digest] = blocks
 
     def use(self, digests: Iterable[bytes]) -> None:
         """Note that a request uses blocks, which are to stay in the store longer than others."""
-        self._used.update(dict.fromkeys(digests))
+        if self._saves:
+            self._used.update(dict.fromkeys(digests))
 
     def clear(self) -> None:
         """Forget the noted blocks, as the cache has lost its contents."""
@@ -69,6 +93,10 @@ class StoredPrefixes:
             used = list(self._used)
             self.clear()
             self._asked("save_blocks", full, used)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until the workers have written all saved blocks, at most for the given time."""
+        self._asked("finish_saving", seconds)
 
     def _asked(self, method: str, *given: object) -> list[Any]:
         """Return the answers of all workers; none after an error."""
@@ -89,8 +117,23 @@ class StoredPrefixes:
         if request.was_sought:
             return
         request.was_sought = True
+        beginning = self._beginning(request, request.num_tokens)
+        behind = self._stored(beginning)
+        if behind > beginning.length:
+            self._fill(beginning.hashes[:behind], beginning.found, beginning.length)
+
+    def missing(self, request: Request) -> int:
+        """Return about how many tokens of a prompt are neither in the cache nor stored.
+
+        The last token counts in any case.
+        """
+        length = len(request.prompt)
+        return length - self._stored(self._beginning(request, length)) * self._cache.block_size
+
+    def _beginning(self, request: Request, num_tokens: int) -> _Beginning:
+        """Look the first ``num_tokens`` tokens up in the cache, all but the last one."""
         cache = self._cache
-        count = (request.num_tokens - 1) // cache.block_size
+        count = (num_tokens - 1) // cache.block_size
         hashes = cache.hashes(request, count)
         found = cache.found(hashes)
         length = cache.covered(found, count)
@@ -98,12 +141,18 @@ class StoredPrefixes:
         for place in range(length, count):
             if any(blocks[place] is None for blocks in found):
                 absent.append(hashes[place])
-        if not absent:
-            return
-        stored = min(self._asked("stored_blocks", absent), default=0)
-        if stored:
-            behind = len(hashes) if stored == len(absent) else hashes.index(absent[stored])
-            self._fill(hashes[:behind], found, length)
+        return _Beginning(hashes, found, length, absent)
+
+    def _stored(self, beginning: _Beginning) -> int:
+        """Return the longest beginning in blocks that is in the cache or stored."""
+        if not beginning.absent:
+            return len(beginning.hashes)
+        stored = min(self._asked("stored_blocks", beginning.absent), default=0)
+        if not stored:
+            return beginning.length
+        if stored == len(beginning.absent):
+            return len(beginning.hashes)
+        return beginning.hashes.index(beginning.absent[stored])
 
     def _fill(
         self, hashes: Sequence[bytes], found: Sequence[Sequence[int | None]], length: int

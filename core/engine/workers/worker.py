@@ -73,6 +73,7 @@ class Worker(PluggableClass):
         self._checkpoint: object = None
         self._tried: set[str] = set()
         self._paged = False
+        self._threads = 0
         self._patches = LatePatches()
 
     @classmethod
@@ -351,7 +352,17 @@ class Worker(PluggableClass):
                 f"cache.store is set, and the files of {self.opgraft_config.model.name} have "
                 "changed while the model was loaded, so that blocks have no name: start again"
             )
-        self.store = StoredBlocks(self.opgraft_config.cache, origin, groups)
+        self.store = StoredBlocks(
+            self.opgraft_config.cache, origin, groups, self.opgraft_config.handover.part
+        )
+        # Behind the name of the blocks, which has the number of threads.
+        self.share_host(self.opgraft_config.handover.part == "computes")
+
+    def share_host(self, shared: bool) -> None:
+        """Compute with half of the threads while another process uses the others."""
+        if self.memory.is_of_host:
+            self._threads = self._threads or torch.get_num_threads()
+            torch.set_num_threads(max(1, self._threads // 2) if shared else self._threads)
 
     def _origin_of_blocks(self) -> dict[str, Any]:
         """Return everything that the numbers in this rank's blocks depend on, beside tokens."""
@@ -384,6 +395,11 @@ class Worker(PluggableClass):
         """Write full blocks to the store in the background, and note the use of others."""
         if self.store is not None:
             self.store.save(blocks, used)
+
+    def finish_saving(self, seconds: float) -> None:
+        """Wait until all blocks are written to the store, at most for the given time."""
+        if self.store is not None:
+            self.store.finish(seconds)
 
     def stored_blocks(self, digests: Sequence[bytes]) -> int:
         """Return about how many of the hashes have a stored block, up to the first without."""
