@@ -23,32 +23,64 @@ BRIDGE = Path(__file__).parents[1] / "reference_plugins/opgraft-vllm-bridge"
 PAGE = BRIDGE / "README.md"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "opgraft/vllm-plugins"
 PLUGINS = {
+    "aleph-alpha-inference": "1.0.0",
+    "duplexjev-vllm": "0.3.0",
     "exionos-vllm": "0.1.0",
+    "flash-head": "0.1.10",
+    "hotwire-vllm": "0.1.2",
     "jina-v4-vllm-plugin": "0.1.1",
+    "optimum-neuron": "0.4.5",
     "pace-vllm": "1.3.0",
     "qwerky-vllm-models": "0.2.71",
+    "sabi-mla-vllm": "0.2.0",
     "sendnn-inference": "2.6.3",
+    "terratorch": "1.2.13",
     "tpu-inference": "0.32.0",
     "vllm-ascend": "0.23.0",
+    "vllm-beam-search-plugin": "0.1.5",
     "vllm-bnb-plugin": "0.0.3",
     "vllm-canon": "0.1.0",
+    "vllm-dolphin": "0.2",
+    "vllm-factory": "0.2.1",
+    "vllm-iquest-q1": "0.1.1",
     "vllm-kunlun": "0.11.1",
     "vllm-lens": "1.3.0",
+    "vllm-mbart": "0.1",
     "vllm-mblt": "0.8.0",
+    "vllm-metal": "0.1.0",
     "vllm-musa": "0.1.1",
+    "vllm-omni": "0.30.0",
     "vllm-plugin-meralion2": "0.3.0",
     "vllm-rbln": "0.12.0",
+    "vllm-spark2-5-plugin": "0.1.0",
     "vllm-spyre": "1.10.0",
     "vllm-spyre-next": "0.1.0",
     "vllm-swift": "0.3.2",
+    "vllm-xtu-moe": "0.2.7",
 }
 """Names of distributions to the versions that are run."""
+
+BESIDE = {
+    "hotwire-vllm": {"triton": "3.7.1"},
+    "vllm-dolphin": {"vllm-mbart": "0.1"},
+    "vllm-factory": {"gliner": "0.2.29", "triton": "3.7.1"},
+    "vllm-lens": {"zstandard": "0.25.0"},
+}
+"""Names of distributions to others that they import and that this environment lacks."""
 
 _HEAD = (
     "| plugin | platform | general entry points | ops | names answered |\n|---|---|---|---|---|\n"
 )
 _TABLE = re.compile(rf"(?<={re.escape(_HEAD)})(\|.*\n)*", re.M)
 _SECONDS = 120
+_PLATFORMS = (
+    "manylinux_2_34_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux2014_x86_64",
+    "any",
+    "macosx_11_0_arm64",
+)
+"""Where wheels run, the preferred ones first."""
 
 RUN = """
 import importlib, json, re, sys
@@ -57,7 +89,9 @@ import torch
 from packaging.utils import canonicalize_name
 from opgraft.plugins.bridges import discover
 from opgraft.registry.state import host_state
-from opgraft_vllm_bridge import adapting, listing, offers
+from opgraft_vllm_bridge import adapting, listing, offers, reading
+
+CLASS = re.compile(r"[\\"']((?:\\w+\\.)+\\w*Platform)[\\"']")
 
 def why(error):
     text = " ".join(str(error).split())
@@ -67,13 +101,15 @@ def why(error):
         return f"needs {module[1]}"
     return f"lacks {name[1]}" if name else f"{type(error).__name__}: {text[:60]}"
 
-def classes_named_in(module):
-    text = open(importlib.import_module(module).__file__).read()
-    return re.findall(r"[\\"']((?:\\w+\\.)+\\w*Platform\\w*)[\\"']", text)
+def classes_named_in(offer):
+    files = [importlib.import_module(offer.module).__file__]
+    files += [file for _, file in reading.modules_of(offer.package)]
+    texts = (open(file).read() for file in files)
+    return [found for text in texts for found in CLASS.findall(text)]
 
 def platform(offer):
     path = offers._function(offer)()
-    paths = [path] if path else classes_named_in(offer.module)
+    paths = [path] if path else classes_named_in(offer)
     if not paths:
         raise LookupError("finds no device, and names no class")
     module, _, name = paths[0].rpartition(".")
@@ -117,28 +153,39 @@ def with_table(text: str, table: str) -> str:
     return renewed
 
 
-def fetched(name: str) -> Path:
-    """Return the folder of a plugin's files."""
-    folder = CACHE / f"{name}-{PLUGINS[name]}"
+def fetched(name: str, version: str) -> Path:
+    """Return the folder of a distribution's files."""
+    folder = CACHE / f"{name}-{version}"
     complete = folder / "complete"
     if not complete.is_file():
         shutil.rmtree(folder, ignore_errors=True)
-        command = f"-m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --dest {CACHE}"
-        platforms = (
-            "--platform manylinux_2_34_x86_64 --platform manylinux2014_x86_64 --platform any"
-        )
-        pip = [sys.executable, *command.split(), *platforms.split(), f"{name}=={PLUGINS[name]}"]
-        subprocess.run(pip, check=True)  # noqa: S603  # our own words
-        (wheel,) = CACHE.glob(f"{name.replace('-', '_')}-{PLUGINS[name]}-*.whl")
+        wheels = folder / "wheels"
+        requirement = f"{name}=={version}"
+        own = f"{sys.version_info.major}.{sys.version_info.minor}"
+        # Of a wheel for another Python or processor, the modules in Python can be loaded.
+        if not (_downloads(requirement, own, wheels) or _downloads(requirement, "3.12", wheels)):
+            raise SystemExit(f"pip finds no wheel of {requirement}")
+        (wheel,) = wheels.iterdir()
         zipfile.ZipFile(wheel).extractall(folder)
-        wheel.unlink()
+        shutil.rmtree(wheels)
         complete.touch()
     return folder
 
 
+def _downloads(requirement: str, python: str, folder: Path) -> bool:
+    """Download the wheel for a version of Python, and return True if there is one."""
+    options = "--quiet --no-deps --only-binary :all:"
+    for platform in _PLATFORMS:
+        options += f" --platform {platform}"
+    command = f"-m pip download {options} --python-version {python} --dest {folder} {requirement}"
+    result = subprocess.run([sys.executable, *command.split()], check=False)  # noqa: S603  # our own words
+    return result.returncode == 0
+
+
 def run(name: str) -> dict[str, Any]:
     """Run the entry points of a plugin in a process, and return their outcomes."""
-    folders = [_bridge(), str(fetched(name))]
+    needed = {name: PLUGINS[name], **BESIDE.get(name, {})}
+    folders = [_bridge(), *(str(fetched(*each)) for each in needed.items())]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", RUN, name, *folders]
     return outcome_of(name, command, environ)

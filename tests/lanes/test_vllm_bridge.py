@@ -179,7 +179,7 @@ def test_public_plugins(built_plugin: Callable[[str], Path], cli: Any) -> None:
     text = (BRIDGE / "README.md").read_text(encoding="utf-8")
     assert TOOL["page"](text) == text, "renew it by 'make vllm-plugins-table'"
     assert "| vllm-spyre-next 0.1.0 | loads |" in text
-    folders = (built_plugin("opgraft-vllm-bridge"), TOOL["fetched"]("vllm-spyre-next"))
+    folders = (built_plugin("opgraft-vllm-bridge"), TOOL["fetched"]("vllm-spyre-next", "0.1.0"))
     path = os.pathsep.join(map(str, folders))
     detected = json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)
     assert detected["decision"]["chosen"] == "spyre_next"

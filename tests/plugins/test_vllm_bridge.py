@@ -200,6 +200,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.worker.gpu_worker import Worker, start
 import vllm.envs as envs
 from vllm.platforms import current_platform
+from vllm.multimodal.inputs import PlaceholderRange
 if TYPE_CHECKING:
     from vllm.nowhere import Nothing
 
@@ -236,7 +237,7 @@ def test_a_missing_name_costs_nothing_until_it_is_used(bridged: Any) -> None:
     norm(torch.randn(2, 8))
     acme.USED = True
     words = (
-        r"the vLLM plugin 'acme-vllm' calls vllm\.v1\.worker\.gpu_worker\.start at .*/acme_vllm/ops\.py:21 "
+        r"the vLLM plugin 'acme-vllm' calls vllm\.v1\.worker\.gpu_worker\.start at .*/acme_vllm/ops\.py:22 "
         r"\(imported at .*/acme_vllm/ops\.py:5\), which opgraft has no counterpart of: a worker is a replacement"
     )
     with pytest.raises(PluginError, match=words):

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opgraft import LLM, SamplingParams
 from opgraft.errors import ModelError, PluginError
+from safetensors.torch import load_file, save_file
 from support.small_words import word_llama
 from support.vllm_plugin import imports_forgotten, install_bridge
 
@@ -22,6 +24,23 @@ def register():
     ModelRegistry.register_model("AcmeForCausalLM", "acme_models.model:AcmeForCausalLM")
     ModelRegistry.register_model("FirstForCausalLM", "acme_models.model:FirstForCausalLM")
     ModelRegistry.register_model("LackingForCausalLM", "acme_models.lacking:Lacking")
+    ModelRegistry.register_model("UsualForCausalLM", "acme_models.usual:UsualForCausalLM")
+    ModelRegistry.register_model("RefusedForCausalLM", "acme_models.usual:UsualForCausalLM")
+
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    class Checks(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_config(vllm_config):
+            vllm_config.scheduler_config.max_num_seqs = 3
+
+    class Refuses(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_model_config(model_config):
+            raise ValueError(f"acme serves no {model_config.dtype}")
+
+    MODELS_CONFIG_MAP["UsualForCausalLM"] = Checks
+    MODELS_CONFIG_MAP["RefusedForCausalLM"] = Refuses
 """
 
 MODEL = """
@@ -105,11 +124,13 @@ class Inner(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
-        parts = config, vllm_config.quant_config
-        self.layers = nn.ModuleList(
-            Layer(*parts, f"{prefix}.layers.{index}") for index in range(config.num_hidden_layers)
-        )
+        self.layers = self.made_layers(config, vllm_config.quant_config, prefix)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def made_layers(self, config, quant_config, prefix):
+        return nn.ModuleList(
+            Layer(config, quant_config, f"{prefix}.layers.{index}") for index in range(config.num_hidden_layers)
+        )
 
     def forward(self, input_ids, positions):
         hidden, residual = self.embed_tokens(input_ids), None
@@ -119,6 +140,7 @@ class Inner(nn.Module):
 
 
 class AcmeForCausalLM(nn.Module):
+    inner_class = Inner
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"],
     }
@@ -126,7 +148,7 @@ class AcmeForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.model = Inner(vllm_config, "model")
+        self.model = self.inner_class(vllm_config, "model")
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
@@ -157,6 +179,46 @@ class FirstForCausalLM(AcmeForCausalLM):
         return logits
 """
 
+USUAL = """
+from vllm.compilation.decorators import support_torch_compile
+from vllm.model_executor.models.interfaces import HasInnerState, SupportsLoRA, SupportsPP
+from vllm.model_executor.models.utils import (
+    PPMissingLayer, WeightsMapper, is_pp_missing_parameter, make_empty_intermediate_tensors_factory, make_layers,
+    maybe_prefix,
+)
+from vllm.sequence import IntermediateTensors
+
+from .model import AcmeForCausalLM, Inner, Layer
+
+
+@support_torch_compile
+class UsualInner(Inner):
+    def made_layers(self, config, quant_config, prefix):
+        self.start_layer, self.end_layer, layers = make_layers(
+            config.num_hidden_layers, lambda prefix: Layer(config, quant_config, prefix),
+            prefix=maybe_prefix(prefix, "layers"),
+        )
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+            ["hidden_states", "residual"], config.hidden_size
+        )
+        return layers
+
+
+class UsualForCausalLM(AcmeForCausalLM, SupportsLoRA, SupportsPP):
+    inner_class = UsualInner
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={"language.": "model.", "unused.": None}, orig_to_new_substr={".attention.": ".self_attn."},
+    )
+
+    def forward(self, input_ids, positions, intermediate_tensors: IntermediateTensors | None = None):
+        assert intermediate_tensors is None
+        layers = self.model.layers
+        assert (self.model.start_layer, self.model.end_layer) == (0, len(layers))
+        assert not any(isinstance(layer, PPMissingLayer) for layer in layers)
+        assert not is_pp_missing_parameter("model.norm.weight", self)
+        return super().forward(input_ids, positions)
+"""
+
 LACKING = """
 from vllm.model_executor.models.opt import OPTForCausalLM
 
@@ -177,6 +239,7 @@ def registered(site: Any) -> Any:
         "acme_models/__init__.py": ENTRY,
         "acme_models/model.py": MODEL,
         "acme_models/lacking.py": LACKING,
+        "acme_models/usual.py": USUAL,
     }
     points = {"vllm.general_plugins": ["acme_models = acme_models:register"]}
     site.install("acme-models", files, points, requires=())
@@ -222,6 +285,24 @@ def test_the_table_of_merged_layers(registered: Any, checkpoint: Path) -> None:
     assert answered(checkpoint, "MixedForCausalLM") == own
     with pytest.raises(ModelError, match="has 2 layers for 'qkv_proj', a QKVParallelLinear"):
         answered(checkpoint, "ShortForCausalLM")
+
+
+def test_a_model_with_the_usual_helpers(
+    registered: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bases, helpers and names of weights, as models of vLLM have them; its checks change nothing and may refuse."""
+    own = answered(checkpoint, "LlamaForCausalLM")
+    file = checkpoint / "model.safetensors"
+    renamed = {
+        name.replace("model.", "language.").replace(".self_attn.", ".attention."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed | {"unused.weight": torch.zeros(3)}, file)
+    assert answered(checkpoint, "UsualForCausalLM") == own
+    words = "plugin of the model 'UsualForCausalLM' sets scheduler_config.max_num_seqs to 3, to no effect"
+    assert words in caplog.text
+    with pytest.raises(PluginError, match=r"acme serves no torch\.float32"):
+        answered(checkpoint, "RefusedForCausalLM")
 
 
 def test_a_model_with_missing_names_says_so(registered: Any, checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import OpgraftConfig, ops, set_config
-from opgraft.errors import ConfigError, LayerError
+from opgraft.errors import ConfigError, LayerError, ModelError
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.quantization import quantization_named
 from support.small_words import word_llama
@@ -103,12 +103,30 @@ def test_a_quantization_of_a_plugin(vllm: Any) -> None:
     assert layer.scale.tolist() == [0.0, 1.0]
 
 
+def test_a_quantization_of_opgraft_stays(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin's config of the same name is left out with a warning, and the class stays as it is."""
+    before = quantization_named("gguf")
+
+    quantization = vllm("vllm.model_executor.layers.quantization")
+
+    @quantization.register_quantization_config("gguf")
+    class Theirs(quantization.QuantizationConfig):
+        pass
+
+    assert quantization_named("gguf") is before
+    assert Theirs.__name__ == "Theirs"
+    assert "the quantization 'gguf' of a plugin is left out, as there is one" in caplog.text
+
+
 def test_entries_without_a_use_are_reported(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Parsers and connectors of a plugin are named in warnings, and their classes stay as they are."""
+    """Parsers, connectors and the like are named in warnings, and their classes stay as they are."""
     reasoning = vllm("vllm.reasoning").ReasoningParserManager
     tools = vllm("vllm.tool_parsers").ToolParserManager
     earlier = vllm("vllm.entrypoints.openai.tool_parsers.abstract_tool_parser").ToolParserManager
     factory = vllm("vllm.distributed.ec_transfer.ec_connector.factory").ECConnectorFactory
+    inputs = vllm("vllm.multimodal").MULTIMODAL_REGISTRY
+    load = vllm("vllm.model_executor.model_loader").register_model_loader
+    pooling = vllm("vllm.model_executor.models.interfaces_base").default_pooling_type
 
     class Thinks:
         pass
@@ -119,9 +137,21 @@ def test_entries_without_a_use_are_reported(vllm: Any, caplog: pytest.LogCapture
     assert tools.register_module()(Thinks) is Thinks
     tools.register_lazy_module("late", "none.such", "Late")
     factory.register_connector("nixl", "none.such", "Nixl")
+    assert inputs.register_processor(print, info=print, dummy_inputs=print)(Thinks) is Thinks
+    assert load("acme")(Thinks) is Thinks
+    assert pooling(seq_pooling_type="MEAN")(Thinks) is Thinks
+    assert (Thinks.default_seq_pooling_type, Thinks.default_tok_pooling_type) == ("MEAN", "ALL")
+    assert reasoning.reasoning_parsers == dict.fromkeys(["thinks", "a", "b"], Thinks)
+    assert tools.tool_parsers == {"Thinks": Thinks}
     told = [record.getMessage() for record in caplog.records]
-    kinds = ["reasoning parser"] * 3 + ["tool parser"] * 2 + ["connector"]
-    names = ["thinks", "a", "b", "Thinks", "late", "nixl"]
+    kinds = ["reasoning parser"] * 3 + ["tool parser"] * 2
+    kinds += [
+        "connector",
+        "processor of inputs for",
+        "loader of the format",
+        "pooling of the model",
+    ]
+    names = ["thinks", "a", "b", "Thinks", "late", "nixl", "Thinks", "acme", "Thinks"]
     for kind, name, message in zip(kinds, names, told, strict=True):
         assert f"the {kind} '{name}' of a plugin is left out" in message
 
@@ -401,3 +431,78 @@ def test_names_of_dtypes(vllm: Any) -> None:
     embedding = vllm("vllm.model_executor.layers.vocab_parallel_embedding")
     rows, mask = embedding.get_masked_input_and_mask(torch.tensor([3, 9]), 2, 5, 0, 8, 8)
     assert (rows.tolist(), mask.tolist()) == ([1, 0], [False, True])
+
+
+def test_a_version_in_numbers(vllm: Any) -> None:
+    """The tuple has the numbers of the version, in both places."""
+    assert vllm("vllm").__version__.startswith("0.33.0+opgraft")
+    assert vllm("vllm").__version_tuple__ == vllm("vllm.version").__version_tuple__ == (0, 33, 0)
+
+
+def test_names_of_weights(vllm: Any) -> None:
+    """Every change that matches is made, in vLLM's order; a change to None drops the weight."""
+    mapper = vllm("vllm.model_executor.models.utils").WeightsMapper
+    first = mapper(
+        orig_to_new_regex={re.compile(r"\.h\.(\d+)\."): r".layers.\1."},
+        orig_to_new_prefix={"model.": "language.", "language.layers.0.": None},
+    )
+    second = mapper(
+        orig_to_new_substr={".mlp.": r".\1."},
+        orig_to_new_prefix={"language.": "inner."},
+        orig_to_new_suffix={".gamma": ".weight"},
+    )
+    both = first | second
+    assert both.map_name("model.h.12.mlp.x.mlp.gamma") == r"inner.layers.12.\1.x.mlp.weight"
+    assert both.map_name("model.h.0.mlp.gamma") is None
+    assert both.map_name("gamma") == "gamma"
+
+
+def test_helpers_of_models(vllm: Any) -> None:
+    """Prefixes, indices of layers, tensors between stages, and the kind of a model's attention."""
+    utils = vllm("vllm.model_executor.models.utils")
+    assert [utils.maybe_prefix(prefix, "norm") for prefix in ("", "model")] == [
+        "norm",
+        "model.norm",
+    ]
+    assert utils.extract_layer_index("model.layers.12.self_attn") == 12
+    assert utils.extract_layer_index("model.layers.12.attn.1", num_attn_module=2) == 25
+    with pytest.raises(ModelError, match=r"'model\.norm' has 0 numbers in its name, expected one"):
+        utils.extract_layer_index("model.norm")
+    with pytest.raises(ModelError, match="has 2 numbers in its name"):
+        utils.extract_layer_index("model.layers.12.attn.1")
+    make = utils.make_empty_intermediate_tensors_factory(["hidden"], 3)
+    tensors = make(2, torch.float16, torch.device("cpu"))
+    assert (len(tensors), tensors["hidden"].dtype) == (1, torch.float16)
+    tensors["more"] = torch.ones(2, 3)
+    assert {name: len(part) for name, part in tensors[:1].items()} == {"hidden": 1, "more": 1}
+
+    @vllm("vllm.model_executor.models.interfaces_base").attn_type("encoder_only")
+    @vllm("vllm.compilation.decorators").support_torch_compile(dynamic_arg_dims={"x": 0})
+    class Encoder(vllm("vllm.model_executor.models.interfaces").SupportsPP):
+        pass
+
+    assert (Encoder.attn_type, Encoder.supports_pp) == ("encoder_only", True)
+
+
+def test_a_config_of_a_plugin(vllm: Any) -> None:
+    """transformers makes a checkpoint's config of the class that a plugin has registered."""
+    registry = vllm("vllm.transformers_utils.config")._CONFIG_REGISTRY
+    transformers = importlib.import_module("transformers")
+
+    class AcmeConfig(transformers.LlamaConfig):
+        model_type = "acme_of_tests"
+
+    assert "acme_of_tests" not in registry
+    registry["acme_of_tests"] = AcmeConfig
+    assert (list(registry), len(registry)) == (["acme_of_tests"], 1)
+    assert registry["acme_of_tests"] is AcmeConfig
+    assert type(transformers.AutoConfig.for_model("acme_of_tests", hidden_size=8)) is AcmeConfig
+    with pytest.raises(TypeError, match="'acme_of_tests' stays: transformers forgets no class"):
+        del registry["acme_of_tests"]
+
+
+def test_a_platform_without_a_kind(vllm: Any) -> None:
+    """Some plugins derive theirs from vLLM's unspecified platform."""
+    unspecified = vllm("vllm.platforms.interface").UnspecifiedPlatform
+    assert unspecified().is_unspecified()
+    assert unspecified.device_type == ""

@@ -33,7 +33,9 @@ def statements(module: str) -> tuple[dict[str, ast.stmt], list[ast.ImportFrom]]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            defined[node.name] = node
+            # The definition of an overloaded function comes after its overloads.
+            if "overload" not in map(ast.unparse, node.decorator_list):
+                defined[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             defined.update({target.id: node for target in targets if isinstance(target, ast.Name)})

@@ -21,12 +21,13 @@ from opgraft_vllm_bridge.missing import (
     place_of,
     plugin_of,
 )
-from opgraft_vllm_bridge.names import MODULES, NAMES, PACKAGES
-from opgraft_vllm_bridge.versions import announced_to
+from opgraft_vllm_bridge.names import MODULES, NAMES
+from opgraft_vllm_bridge.versions import announced_to, numbers_of
 
 _ORIGIN = "opgraft-vllm-bridge"
 _VLLM = "vllm"
 _VERSION = "__version__"
+_NUMBERS = "__version_tuple__"
 _IMPORTING = frozenset({dis.opmap["IMPORT_NAME"], dis.opmap["IMPORT_FROM"]})
 
 
@@ -35,8 +36,9 @@ class VllmModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         qualified = f"{self.__name__}.{name}"
-        if name == _VERSION and _VERSION in NAMES.get(self.__name__, {}):
-            return announced_to(plugin_of(caller()))
+        if name in (_VERSION, _NUMBERS) and name in NAMES.get(self.__name__, {}):
+            version = announced_to(plugin_of(caller()))
+            return version if name == _VERSION else numbers_of(version)
         if qualified in MODULES:
             return importlib.import_module(qualified)
         frame = caller()
@@ -86,11 +88,10 @@ class VllmFinder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != _VLLM or is_installed():
             return None
-        if fullname in MODULES:
-            return ModuleSpec(fullname, self, origin=_ORIGIN, is_package=fullname in PACKAGES)
         frame = caller()
-        if not _imports(frame) or is_guarded(frame):
+        if fullname not in MODULES and (not _imports(frame) or is_guarded(frame)):
             return None
+        # Any module may have parts without a counterpart.
         return ModuleSpec(fullname, self, origin=_ORIGIN, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -98,7 +99,7 @@ class VllmFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         for name, home in NAMES.get(module.__name__, {}).items():
-            if name != _VERSION:
+            if name not in (_VERSION, _NUMBERS):
                 setattr(module, name, getattr(importlib.import_module(home), name))
 
     def install(self, packages: Iterable[str] = ()) -> None:

@@ -25,9 +25,11 @@ _FORMATTERS = {"logging_utils": "ColoredFormatter NewLineFormatter"}
 _PLATFORM = "CpuArchEnum Platform PlatformEnum"
 _REASONING = {"left_out": "ReasoningParserManager"}
 _TOOLS = {"left_out": "ToolParserManager"}
+_VERSIONS = "__version__ __version_tuple__"
 
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
-    "vllm": {"version": "__version__", "models": "ModelRegistry"},
+    "vllm": {"version": _VERSIONS, "models": "ModelRegistry"},
+    "vllm.compilation.decorators": {"interfaces": "support_torch_compile"},
     "vllm.config": {
         "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig "
         "KVTransferConfig LoadConfig ModelConfig ParallelConfig SchedulerConfig"
@@ -63,20 +65,39 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     },
     "vllm.model_executor.layers.quantization": {"quantization": _QUANTIZATION},
     "vllm.model_executor.layers.quantization.base_config": {"quantization": "QuantizationConfig"},
+    "vllm.model_executor.model_loader": {"left_out": "register_model_loader"},
     "vllm.model_executor.models": {"models": "ModelRegistry"},
+    "vllm.model_executor.models.config": {
+        "model_configs": "MODELS_CONFIG_MAP VerifyAndUpdateConfig"
+    },
+    "vllm.model_executor.models.interfaces": {
+        "interfaces": "HasInnerState IsHybrid SupportsLoRA SupportsPP"
+    },
+    "vllm.model_executor.models.interfaces_base": {
+        "interfaces": "attn_type",
+        "left_out": "default_pooling_type",
+    },
     "vllm.model_executor.models.registry": {"models": "ModelRegistry"},
+    "vllm.model_executor.models.utils": {
+        "model_parts": "PPMissingLayer extract_layer_index is_pp_missing_parameter "
+        "make_empty_intermediate_tensors_factory make_layers maybe_prefix",
+        "weight_names": "WeightsMapper",
+    },
     "vllm.model_executor.parameter": {
         "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter "
         "PackedvLLMParameter PerTensorScaleParameter RowvLLMParameter"
     },
     "vllm.model_executor.utils": {"model_utils": "maybe_disable_graph_partition"},
+    "vllm.multimodal": {"left_out": "MULTIMODAL_REGISTRY"},
     "vllm.platforms": {"platforms": _PLATFORM, "current": "current_platform"},
     "vllm.platforms.cpu": {"cpu": "CpuPlatform"},
-    "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability"},
+    "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability UnspecifiedPlatform"},
     "vllm.reasoning": _REASONING,
     "vllm.reasoning.abs_reasoning_parsers": _REASONING,
+    "vllm.sequence": {"model_parts": "IntermediateTensors"},
     "vllm.tool_parsers": _TOOLS,
     "vllm.tool_parsers.abstract_tool_parser": _TOOLS,
+    "vllm.transformers_utils.config": {"model_configs": "_CONFIG_REGISTRY"},
     "vllm.triton_utils": {"triton_utils": "HAS_TRITON tl triton"},
     "vllm.utils": {
         "torch_utils": "STR_DTYPE_TO_TORCH_DTYPE direct_register_custom_op get_dtype_size",
@@ -98,7 +119,7 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     },
     "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum register_backend"},
     "vllm.v1.attention.backends.utils": {"forward_context": "CommonAttentionMetadata"},
-    "vllm.version": {"version": "__version__"},
+    "vllm.version": {"version": _VERSIONS},
 }
 """Module of vLLM → module of ``vllm_parts`` → the names that the latter adapts."""
 
@@ -123,11 +144,8 @@ def _above(module: str) -> Iterator[str]:
         yield module
 
 
-PACKAGES = frozenset(above for module in NAMES for above in _above(module))
-"""Modules of vLLM that are packages."""
-
-MODULES = PACKAGES | NAMES.keys()
-"""Every module of vLLM that can be imported."""
+MODULES = NAMES.keys() | {above for module in NAMES for above in _above(module)}
+"""The modules of vLLM with names here, and the packages that they are in."""
 
 
 def is_adapted(home: str) -> bool:

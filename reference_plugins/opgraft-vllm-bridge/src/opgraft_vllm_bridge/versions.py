@@ -46,6 +46,11 @@ def announced_to(plugin: str) -> str:
     return f"{version}+opgraft{_opgraft}"
 
 
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version. Example: ``(0, 33, 0)`` for ``0.33.0+opgraft0.1.0``."""
+    return Version(version).release
+
+
 def _public(setting: Any) -> str:
     """Return the version of the setting, without a local part such as ``+cpu``."""
     try:

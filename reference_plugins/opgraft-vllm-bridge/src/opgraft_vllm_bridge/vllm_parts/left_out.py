@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opgraft import init_logger
 from opgraft.plugins.bridges import shortened
 
+from opgraft_vllm_bridge.vllm_parts.interfaces import note
+
+Model = TypeVar("Model", bound=type)
 Parser = TypeVar("Parser", bound=type)
 
 logger = init_logger("opgraft.vllm_bridge")
@@ -22,6 +25,7 @@ class _ParserManager:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
+        self._registered: dict[str, type] = {}
 
     def register_module(
         self,
@@ -34,6 +38,7 @@ class _ParserManager:
         def decorate(parser: Parser) -> Parser:
             names = [name or parser.__name__] if name is None or isinstance(name, str) else name
             for each in names:
+                self._registered[each] = parser
                 self._report(each)
             return parser
 
@@ -47,8 +52,79 @@ class _ParserManager:
         _leave_out(self._kind, name, "opgraft reads answers by the chat template of the model")
 
 
-ReasoningParserManager = _ParserManager("reasoning parser")
-ToolParserManager = _ParserManager("tool parser")
+class _ToolParserManager(_ParserManager):
+    """Takes parsers of calls of tools."""
+
+    @property
+    def tool_parsers(self) -> dict[str, type]:
+        """Name → class, of the parsers that were registered by their class."""
+        return self._registered
+
+
+class _ReasoningParserManager(_ParserManager):
+    """Takes parsers of reasoning."""
+
+    @property
+    def reasoning_parsers(self) -> dict[str, type]:
+        """Name → class, of the parsers that were registered by their class."""
+        return self._registered
+
+
+ReasoningParserManager = _ReasoningParserManager("reasoning parser")
+ToolParserManager = _ToolParserManager("tool parser")
+
+
+class _MultiModalRegistry:
+    """Takes processors of images and sounds. opgraft gives a model of a plugin tokens alone."""
+
+    def register_processor(
+        self, processor: Any, *, info: Any, dummy_inputs: Any
+    ) -> Callable[[Model], Model]:
+        """Return a decorator that reports the processor of a model, and returns the model."""
+
+        def decorate(model: Model) -> Model:
+            why = "opgraft gives a model of a plugin tokens alone"
+            _leave_out("processor of inputs for", model.__name__, why)
+            return model
+
+        return decorate
+
+
+MULTIMODAL_REGISTRY = _MultiModalRegistry()
+
+
+def register_model_loader(load_format: str) -> Callable[[Model], Model]:
+    """Return a decorator that reports the loader of a format, and returns the class."""
+
+    def decorate(loader: Model) -> Model:
+        _leave_out("loader of the format", load_format, "opgraft reads checkpoints itself")
+        return loader
+
+    return decorate
+
+
+def default_pooling_type(
+    *, seq_pooling_type: str = "LAST", tok_pooling_type: str = "ALL"
+) -> Callable[[Model], Model]:
+    """Return a decorator that notes the pooling of a model in the class, and reports the pooling.
+
+    Args:
+        seq_pooling_type: the pooling that makes one vector of a text.
+        tok_pooling_type: the choice of tokens with vectors of their own.
+    """
+
+    def decorate(model: Model) -> Model:
+        _leave_out(
+            "pooling of the model",
+            model.__name__,
+            "opgraft pools as the files of a checkpoint for sentence-transformers say",
+        )
+        # Other code of the plugin may read the attributes, as vLLM does.
+        note(model, "default_seq_pooling_type", seq_pooling_type)
+        note(model, "default_tok_pooling_type", tok_pooling_type)
+        return model
+
+    return decorate
 
 
 class ECConnectorFactory:

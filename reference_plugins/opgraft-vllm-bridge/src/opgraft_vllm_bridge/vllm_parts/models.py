@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 from opgraft import OpgraftConfig, PluggableClass, init_logger
 from opgraft.errors import ConflictError, ModelError
-from opgraft.models import Model, WeightsMapper, model_classes, quantization_config
+from opgraft.models import Model, model_classes, quantization_config
 from opgraft.ops import QKVParallelLinear
 from opgraft.plugins.bridges import shortened
 from torch import Tensor
 
 from opgraft_vllm_bridge.vllm_parts.config import current_settings
+from opgraft_vllm_bridge.vllm_parts.model_configs import check_settings
+from opgraft_vllm_bridge.vllm_parts.weight_names import InnerNames
 
 _GENERATES = re.compile("For(CausalLM|ConditionalGeneration)$")
 _PATH = re.compile(r"\w+(\.\w+)*:\w+")
@@ -41,7 +43,9 @@ class VllmModel(Model):
         table = getattr(cls, "packed_modules_mapping", {})
         # The config of a quantization reads the names before there are layers.
         type(self).packed_modules_mapping = merged_layers(table, {})
-        self.weights_mapper = WeightsMapper(prefixes={"": "inner."})
+        theirs = getattr(cls, "hf_to_vllm_mapper", None)
+        self.weights_mapper = InnerNames(prefixes={"": "inner."}, theirs=theirs)
+        check_settings(type(self).__name__)
         settings = current_settings()
         settings.quant_config = quantization_config(opgraft_config, self)
         self.inner = cls(vllm_config=settings.sealed(), prefix=prefix)

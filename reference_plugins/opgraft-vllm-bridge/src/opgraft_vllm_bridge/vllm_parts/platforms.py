@@ -196,6 +196,13 @@ class Platform:
         return torch.float8_e4m3fn
 
 
+class UnspecifiedPlatform(Platform):
+    """A platform without a kind. Some plugins derive theirs from it."""
+
+    _enum = PlatformEnum.UNSPECIFIED
+    device_type = ""
+
+
 def _as_int(capability: tuple[int, int] | int) -> int:
     if isinstance(capability, int):
         return capability

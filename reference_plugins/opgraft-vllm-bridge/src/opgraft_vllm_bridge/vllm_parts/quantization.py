@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from opgraft import PluggableClass
+from opgraft import PluggableClass, init_logger
+from opgraft.errors import ConflictError
 from opgraft.kernels import QuantizationConfig as _QuantizationConfig
 from opgraft.kernels import quantization_named
+from opgraft.plugins.bridges import shortened
 
 Config = TypeVar("Config", bound=type)
+
+logger = init_logger("opgraft.vllm_bridge")
 
 QuantizationMethods = str
 """The name of a quantization. Plugins may register any name."""
@@ -52,8 +56,23 @@ def register_weight_loader_v2_supported_method(cls: Config) -> Config:
 
 
 def register_quantization_config(quantization: str) -> Callable[[Config], Config]:
-    """Return a decorator that registers a config under the name that checkpoints have."""
-    return PluggableClass.register(quantization)
+    """Return a decorator that registers a config under the name that checkpoints have.
+
+    If the name has a config already, that config stays, and a warning is logged.
+    """
+
+    def register(cls: Config) -> Config:
+        try:
+            PluggableClass.register(quantization)(cls)
+        except ConflictError as error:
+            logger.warning(
+                "the quantization %r of a plugin is left out, as there is one: %s",
+                shortened(quantization),
+                error,
+            )
+        return cls
+
+    return register
 
 
 def get_quantization_config(quantization: str) -> type[_QuantizationConfig]:
