@@ -80,7 +80,7 @@ _PLATFORMS = (
     "any",
     "macosx_11_0_arm64",
 )
-"""Where wheels run, the preferred ones first."""
+"""The platforms of wheels, the preferred ones first."""
 
 RUN = """
 import importlib, json, re, sys
@@ -200,7 +200,14 @@ def outcome_of(
     """
     try:
         result = subprocess.run(  # noqa: S603  # our own words
-            command, env=environ, capture_output=True, text=True, timeout=seconds, check=False
+            command,
+            env=environ,
+            # This folder has packages, such as plugins, that would hide a plugin's own.
+            cwd=tempfile.gettempdir(),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         return _unanswered(name, f"no answer in {seconds} s", error.stderr)

@@ -439,12 +439,13 @@ def test_names_are_listed(bridged: Any) -> None:
     assert "vllm.model_executor.layers.layernorm.RMSNorm" in listed["answered"]
     places = {name: place.rpartition("/")[2] for name, place in listed["missing"].items()}
     assert places == {
+        "vllm.multimodal.inputs.PlaceholderRange": "ops.py:8",
         "vllm.v1.worker.gpu_worker.Worker": "ops.py:5",
         "vllm.v1.worker.gpu_worker.start": "ops.py:5",
     }
     text = run(command, ["names", "acme-vllm"]).stdout
     assert re.search(
-        r"^acme-vllm 2\.0 uses \d+ names of vLLM: \d+ are answered, 2 are missing", text
+        r"^acme-vllm 2\.0 uses \d+ names of vLLM: \d+ are answered, 3 are missing", text
     )
     refused = run(command, ["names", "nobody"])
     assert (refused.exit_code, refused.stderr) == (

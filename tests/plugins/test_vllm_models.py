@@ -220,10 +220,11 @@ class UsualForCausalLM(AcmeForCausalLM, SupportsLoRA, SupportsPP):
 """
 
 LACKING = """
+from vllm.model_executor.models.interfaces import SupportsPP
 from vllm.model_executor.models.opt import OPTForCausalLM
 
 
-class Lacking(OPTForCausalLM):
+class Lacking(OPTForCausalLM, SupportsPP):
     pass
 """
 

@@ -109,6 +109,9 @@ class Plugin:
             self.register()
         except MissingNameError as error:
             self._import_alone(error)
+        # A late import: the module imports torch, and probes do without torch.
+        configs = importlib.import_module("opgraft_vllm_bridge.vllm_parts.model_configs")
+        configs.give_configs_to_transformers()
 
     def _import_alone(self, error: MissingNameError) -> None:
         """Import the modules that register ops one by one, after the function has failed.

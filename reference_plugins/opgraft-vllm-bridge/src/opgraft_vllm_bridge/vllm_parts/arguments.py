@@ -6,12 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from opgraft import set_config
 from opgraft.config import config_from_fields
 
-from opgraft_vllm_bridge.vllm_parts.config import SETTINGS, VllmConfig, current_settings
+from opgraft_vllm_bridge.vllm_parts.config import (
+    SETTINGS,
+    ModelConfig,
+    VllmConfig,
+    current_settings,
+)
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -69,6 +74,11 @@ class EngineArgs:
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Return the arguments that a parser has read."""
         return cls(**{each.name: getattr(args, each.name, None) for each in fields(cls)})
+
+    def create_model_config(self) -> ModelConfig:
+        """Return the settings of the model, as ``create_engine_config`` does for all settings."""
+        # Only a platform of a plugin removes the section.
+        return cast("ModelConfig", self.create_engine_config().model_config)
 
     def create_engine_config(self) -> VllmConfig:
         """Return the settings of this process with these arguments, in vLLM's terms.

@@ -57,7 +57,7 @@ class _ToolParserManager(_ParserManager):
 
     @property
     def tool_parsers(self) -> dict[str, type]:
-        """Name → class, of the parsers that were registered by their class."""
+        """Name → class, without the parsers of a path."""
         return self._registered
 
 
@@ -66,7 +66,7 @@ class _ReasoningParserManager(_ParserManager):
 
     @property
     def reasoning_parsers(self) -> dict[str, type]:
-        """Name → class, of the parsers that were registered by their class."""
+        """Name → class, without the parsers of a path."""
         return self._registered
 
 
@@ -80,7 +80,7 @@ class _MultiModalRegistry:
     def register_processor(
         self, processor: Any, *, info: Any, dummy_inputs: Any
     ) -> Callable[[Model], Model]:
-        """Return a decorator that reports the processor of a model, and returns the model."""
+        """Return a decorator of a model, to report the processor."""
 
         def decorate(model: Model) -> Model:
             why = "opgraft gives a model of a plugin tokens alone"
@@ -94,10 +94,10 @@ MULTIMODAL_REGISTRY = _MultiModalRegistry()
 
 
 def register_model_loader(load_format: str) -> Callable[[Model], Model]:
-    """Return a decorator that reports the loader of a format, and returns the class."""
+    """Return a decorator of a loader, to report the format."""
 
     def decorate(loader: Model) -> Model:
-        _leave_out("loader of the format", load_format, "opgraft reads checkpoints itself")
+        _leave_out("loader of the format", load_format, "checkpoints are read by opgraft")
         return loader
 
     return decorate
@@ -106,10 +106,10 @@ def register_model_loader(load_format: str) -> Callable[[Model], Model]:
 def default_pooling_type(
     *, seq_pooling_type: str = "LAST", tok_pooling_type: str = "ALL"
 ) -> Callable[[Model], Model]:
-    """Return a decorator that notes the pooling of a model in the class, and reports the pooling.
+    """Return a decorator of a model, to report the pooling and to note it in the class.
 
     Args:
-        seq_pooling_type: the pooling that makes one vector of a text.
+        seq_pooling_type: the pooling of a text to one vector.
         tok_pooling_type: the choice of tokens with vectors of their own.
     """
 

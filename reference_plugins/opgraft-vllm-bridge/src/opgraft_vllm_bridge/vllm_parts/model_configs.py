@@ -1,9 +1,11 @@
-"""Configs of models: ``vllm.transformers_utils.config`` and ``vllm.model_executor.models.config``."""
+"""Configs of models, and checks of settings for models.
+
+The modules are ``vllm.transformers_utils.config`` and ``vllm.model_executor.models.config``.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from opgraft import init_logger
@@ -14,35 +16,23 @@ from opgraft_vllm_bridge.vllm_parts.config import current_settings, values_of
 logger = init_logger("opgraft.vllm_bridge")
 
 
-class _Configs(MutableMapping[str, type]):
-    """``model_type`` → the class of a plugin for configs of checkpoints.
+_CONFIG_REGISTRY: dict[str, Any] = {}
+"""``model_type`` → the class of a plugin for configs of checkpoints."""
 
-    transformers reads such checkpoints, so each class is registered there.
+
+def give_configs_to_transformers() -> None:
+    """Register the classes of plugins in transformers, which reads such checkpoints.
+
+    Called after the function of a plugin, which may fill the registry by ``dict.__setitem__``. As
+    in vLLM, each class takes the ``model_type`` of the entry.
     """
-
-    def __init__(self) -> None:
-        self._classes: dict[str, type] = {}
-
-    def __getitem__(self, model_type: str) -> type:
-        return self._classes[model_type]
-
-    def __setitem__(self, model_type: str, cls: type) -> None:
-        # Imported late, as most plugins register no config.
-        transformers = importlib.import_module("transformers")
+    if not _CONFIG_REGISTRY:
+        return
+    # Imported late, as most plugins register no config.
+    transformers = importlib.import_module("transformers")
+    for model_type, cls in _CONFIG_REGISTRY.items():
+        cls.model_type = model_type
         transformers.AutoConfig.register(model_type, cls, exist_ok=True)
-        self._classes[model_type] = cls
-
-    def __delitem__(self, model_type: str) -> None:
-        raise TypeError(f"the config for {model_type!r:.80} stays: transformers forgets no class")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._classes)
-
-    def __len__(self) -> int:
-        return len(self._classes)
-
-
-_CONFIG_REGISTRY = _Configs()
 
 
 class VerifyAndUpdateConfig:
@@ -62,7 +52,7 @@ MODELS_CONFIG_MAP: dict[str, type[VerifyAndUpdateConfig]] = {}
 
 
 def check_settings(architecture: str) -> None:
-    """Let a plugin check the settings for a model. Its changes have no effect, and are reported."""
+    """Let a plugin check the settings for a model. A change has no effect, and is reported."""
     checks = MODELS_CONFIG_MAP.get(architecture)
     if checks is None:
         return

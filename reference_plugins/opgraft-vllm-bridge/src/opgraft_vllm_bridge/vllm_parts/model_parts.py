@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class IntermediateTensors:
-    """Tensors that a stage of a model hands to the next one."""
+    """Tensors for the next stage of a model."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -62,7 +62,7 @@ def is_pp_missing_parameter(name: str, model: nn.Module) -> bool:
 def make_empty_intermediate_tensors_factory(
     keys: list[str], hidden_size: int
 ) -> Callable[[int, torch.dtype, torch.device], IntermediateTensors]:
-    """Return a function that makes ``IntermediateTensors`` of zeros ``[batch, hidden_size]``."""
+    """Return a maker of ``IntermediateTensors`` of zeros ``[batch, hidden_size]``."""
 
     def make(batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
         tensors = {

@@ -56,9 +56,9 @@ def register_weight_loader_v2_supported_method(cls: Config) -> Config:
 
 
 def register_quantization_config(quantization: str) -> Callable[[Config], Config]:
-    """Return a decorator that registers a config under the name that checkpoints have.
+    """Return a decorator to register a config under the name in checkpoints.
 
-    If the name has a config already, that config stays, and a warning is logged.
+    If the name has a config already, the former config stays, and a warning is logged.
     """
 
     def register(cls: Config) -> Config:

@@ -15,7 +15,7 @@ Changes = Mapping[str, str | None]
 class WeightsMapper:
     """Changes of names: patterns, then substrings, then prefixes, then suffixes.
 
-    Every change that matches is made, in order, each at one place. A change to ``None`` drops the
+    All matching changes are made, in order, each at one place. A change to ``None`` drops the
     weight.
     """
 
@@ -33,7 +33,7 @@ class WeightsMapper:
         )
 
     def map_name(self, key: str) -> str | None:
-        """Return the name of a weight in the model, or None for a weight that is dropped."""
+        """Return the name of a weight in the model, or None for a dropped weight."""
         for pattern, new, count in self._changes():
             if pattern.search(key):
                 if new is None:
