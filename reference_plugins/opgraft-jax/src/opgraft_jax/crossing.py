@@ -47,7 +47,9 @@ def to_torch(array: Any) -> Tensor:
     The memory may be shared, so the caller must not use the array afterwards.
     """
     if device().platform != "cpu":
-        array = jax.device_put(array, jax.devices("cpu")[0])
+        host = jax.devices("cpu")[0]
+        array = jax.device_put(array, host)
+    # JAX returns arrays before their values are computed.
     tensor: Tensor = from_dlpack(array.block_until_ready())
     return tensor
 
@@ -61,4 +63,5 @@ def call(program: Callable[..., Any], *tensors: Tensor | None, **settings: Any) 
         settings: the program's settings by name.
     """
     arrays = [None if x is None else to_jax(x) for x in tensors]
-    return [to_torch(result) for result in program(*arrays, **settings)]
+    results = program(*arrays, **settings)
+    return [to_torch(result) for result in results]

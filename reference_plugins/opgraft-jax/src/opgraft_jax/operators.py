@@ -83,7 +83,8 @@ def _pair_like(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def _half_of(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    *leading, width = x.shape
+    return x.new_empty((*leading, width // 2))
 
 
 FAKES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -30,23 +30,27 @@ def rms_norm(
 ) -> Arrays:
     """Return the RMS norm. With a residual, return the norm of the sum, and the sum."""
     width = x.shape[-1]
-    rows = [x.reshape(-1, width)]
+    summands = [x.reshape(-1, width)]
     if residual is not None:
-        rows.append(residual.reshape(-1, width))
+        summands.append(residual.reshape(-1, width))
     scale = None if weight is None else weight.reshape(1, width)
-    kernel = functools.partial(_rms_norm, summands=len(rows), scaled=scale is not None, eps=eps)
+
     # One result of a norm alone, two of a sum and its norm.
-    results = _by_rows(kernel, rows, scale, width, len(rows), interpret)
+    count = len(summands)
+    scaled = scale is not None
+    kernel = functools.partial(_rms_norm, summands=count, scaled=scaled, eps=eps)
+    results = _by_rows(kernel, summands, scale, width, count, interpret)
     return tuple(result.reshape(x.shape) for result in results)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def silu_and_mul(x: jax.Array, *, interpret: bool) -> Arrays:
     """Return SiLU of the first half, times the second half."""
-    width = x.shape[-1] // 2
-    rows = [x.reshape(-1, 2 * width)]
-    (result,) = _by_rows(_silu_and_mul, rows, None, width, 1, interpret)
-    return (result.reshape(*x.shape[:-1], width),)
+    *leading, both = x.shape
+    width = both // 2
+    rows = x.reshape(-1, both)
+    (result,) = _by_rows(_silu_and_mul, [rows], None, width, 1, interpret)
+    return (result.reshape(*leading, width),)
 
 
 def _by_rows(
@@ -74,27 +78,34 @@ def _by_rows(
     # A grid has at least one block, and there may be no row.
     if not inputs[0].size:
         return [jnp.zeros(result.shape, result.dtype)] * count
+
     step = _rows_of_block(rows, columns)
     arguments = list(inputs)
-    in_specs = [pl.BlockSpec((step, columns), lambda block: (block, 0)) for _ in inputs]
+    in_specs = [_row_block(step, columns)] * len(inputs)
     if shared is not None:
         arguments.append(shared)
         in_specs.append(pl.BlockSpec(shared.shape, lambda block: (0, 0)))
+
     call = pl.pallas_call(
         kernel,
-        grid=(-(-rows // step),),
+        grid=(pl.cdiv(rows, step),),
         in_specs=in_specs,
-        out_specs=[pl.BlockSpec((step, width), lambda block: (block, 0))] * count,
+        out_specs=[_row_block(step, width)] * count,
         out_shape=[result] * count,
         interpret=interpret,
     )
     return call(*arguments)
 
 
+def _row_block(step: int, columns: int) -> pl.BlockSpec:
+    """Return blocks of ``step`` whole rows, one after another."""
+    return pl.BlockSpec((step, columns), lambda block: (block, 0))
+
+
 def _rows_of_block(rows: int, columns: int) -> int:
     """Return a multiple of SUBLANES: as many rows as a block may have, and no more than needed."""
     most = max(BLOCK // columns // SUBLANES, 1)
-    needed = -(-rows // SUBLANES)
+    needed = pl.cdiv(rows, SUBLANES)
     return min(most, needed) * SUBLANES
 
 
@@ -107,18 +118,23 @@ def _rms_norm(*refs: Any, summands: int, scaled: bool, eps: float) -> None:
         scaled: whether there is a weight.
         eps: added to the mean square.
     """
-    results = refs[summands + scaled :]
-    total = wide(refs[0][...])
+    x, *others = refs
+    total = wide(x[...])
     if summands == 2:
-        total = total + wide(refs[1][...])
+        residual = others.pop(0)
+        total = total + wide(residual[...])
+
     mean_square = jnp.mean(jnp.square(total), -1, keepdims=True)
     normed = total * jax.lax.rsqrt(mean_square + eps)
     if scaled:
-        weight = refs[summands]
+        weight = others.pop(0)
         normed = normed * wide(weight[...])
-    results[0][...] = normed.astype(results[0].dtype)
+
+    out = others.pop(0)
+    out[...] = normed.astype(out.dtype)
     if summands == 2:
-        results[1][...] = total.astype(results[1].dtype)
+        out_sum = others.pop(0)
+        out_sum[...] = total.astype(out_sum.dtype)
 
 
 def _silu_and_mul(x: Any, out: Any) -> None:
@@ -126,4 +142,5 @@ def _silu_and_mul(x: Any, out: Any) -> None:
     width = out.shape[-1]
     gate = wide(x[:, :width])
     up = wide(x[:, width:])
-    out[...] = (gate * jax.nn.sigmoid(gate) * up).astype(out.dtype)
+    gated = gate * jax.nn.sigmoid(gate) * up
+    out[...] = gated.astype(out.dtype)

@@ -22,9 +22,13 @@ def gemma_rms_norm(
     total = wide(x)
     if residual is not None:
         total = total + wide(residual)
+
     mean_square = jnp.mean(jnp.square(total), -1, keepdims=True)
     normed = total * jax.lax.rsqrt(mean_square + eps)
-    out = (normed * (1.0 + wide(weight))).astype(x.dtype)
+    # Gemma's checkpoints store the distance of a weight from one.
+    scale = 1.0 + wide(weight)
+    out = (normed * scale).astype(x.dtype)
+
     if residual is None:
         return (out,)
     return out, total.astype(x.dtype)
@@ -37,9 +41,12 @@ def layer_norm(
     """Return the layer norm over the last ``dims`` dimensions."""
     axes = tuple(range(-dims, 0))
     x_wide = wide(x)
-    centred = x_wide - jnp.mean(x_wide, axes, keepdims=True)
+    # Two passes: the mean of squares less the square of the mean would cancel digits.
+    mean = jnp.mean(x_wide, axes, keepdims=True)
+    centred = x_wide - mean
     variance = jnp.mean(jnp.square(centred), axes, keepdims=True)
     out = centred * jax.lax.rsqrt(variance + eps)
+
     if weight is not None:
         out = out * wide(weight)
     if bias is not None:
@@ -58,7 +65,8 @@ def gelu(x: jax.Array, *, approximate: bool) -> Arrays:
 def gelu_and_mul(x: jax.Array, *, approximate: bool) -> Arrays:
     """Return GELU of the first half, times the second half."""
     gate, up = jnp.split(wide(x), 2, -1)
-    out = jax.nn.gelu(gate, approximate=approximate) * up
+    activated = jax.nn.gelu(gate, approximate=approximate)
+    out = activated * up
     return (out.astype(x.dtype),)
 
 
