@@ -34,33 +34,57 @@ def attention(scale: float, is_causal: bool, interpret: bool) -> Callable[..., A
     Equal arguments give the same function, because torch_xla traces every new function anew.
     """
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        heads, length, size = query.shape
-        key_heads, keys, value_size = value.shape
-        group = heads // key_heads
-        query, key, value = (_whole_blocks(x) for x in (query, key, value))
+    return functools.partial(_attend, scale=scale, is_causal=is_causal, interpret=interpret)
 
-        def queries(width: int) -> pl.BlockSpec:
-            return pl.BlockSpec((None, BLOCK, width), lambda head, row, column: (head, row, 0))
 
-        def keys_of_group(width: int) -> pl.BlockSpec:
-            shape = (None, BLOCK, width)
-            return pl.BlockSpec(shape, lambda head, row, column: (head // group, column, 0))
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float,
+    is_causal: bool,
+    interpret: bool,
+) -> jax.Array:
+    """Return attention, as :func:`attention` describes."""
+    heads, length, size = query.shape
+    key_heads, keys, value_size = value.shape
+    group = heads // key_heads
 
-        step = functools.partial(_step, scale=scale, is_causal=is_causal, keys=keys)
-        call = pl.pallas_call(
-            step,
-            grid=(heads, query.shape[1] // BLOCK, key.shape[1] // BLOCK),
-            in_specs=[queries(size), keys_of_group(size), keys_of_group(value_size)],
-            out_specs=queries(value_size),
-            out_shape=jax.ShapeDtypeStruct((heads, query.shape[1], value_size), query.dtype),
-            scratch_shapes=softmax_memory(BLOCK, value_size),
-            interpret=interpret,
-        )
-        attended: jax.Array = call(query, key, value)
-        return attended[:, :length]
+    rows = pl.cdiv(length, BLOCK)
+    columns = pl.cdiv(keys, BLOCK)
+    padded = (heads, rows * BLOCK, value_size)
+    call = pl.pallas_call(
+        functools.partial(_step, scale=scale, is_causal=is_causal, keys=keys),
+        grid=(heads, rows, columns),
+        in_specs=[_queries(size), _keys(size, group), _keys(value_size, group)],
+        out_specs=_queries(value_size),
+        out_shape=jax.ShapeDtypeStruct(padded, query.dtype),
+        scratch_shapes=softmax_memory(BLOCK, value_size),
+        interpret=interpret,
+    )
 
-    return attend
+    blocks = [_whole_blocks(x) for x in (query, key, value)]
+    attended: jax.Array = call(*blocks)
+    return attended[:, :length]
+
+
+def _queries(width: int) -> pl.BlockSpec:
+    """Return the blocks of queries, or of their results."""
+
+    def place(head: Any, row: Any, column: Any) -> tuple[Any, Any, int]:
+        return head, row, 0
+
+    return pl.BlockSpec((None, BLOCK, width), place)
+
+
+def _keys(width: int, group: int) -> pl.BlockSpec:
+    """Return the blocks of keys or values. ``group`` heads of queries share a head of keys."""
+
+    def place(head: Any, row: Any, column: Any) -> tuple[Any, Any, int]:
+        return head // group, column, 0
+
+    return pl.BlockSpec((None, BLOCK, width), place)
 
 
 class Softmax(NamedTuple):
@@ -79,8 +103,14 @@ class Softmax(NamedTuple):
     def begin(self, lowest: float) -> None:
         """Start with no keys. ``lowest`` stands below every score."""
         self.highest[...] = jnp.full_like(self.highest, lowest)
+        # Nobody clears the memory: the softmax of other queries may be in it.
         self.total[...] = jnp.zeros_like(self.total)
         self.weighted[...] = jnp.zeros_like(self.weighted)
+
+    def highest_with(self, scores: jax.Array) -> jax.Array:
+        """Return the greatest score of each row, ``scores`` included, ``[rows, 1]``."""
+        highest = scores.max(axis=1, keepdims=True)
+        return jnp.maximum(self.highest[...], highest)
 
     def add(self, highest: jax.Array, weights: jax.Array, values: jax.Array) -> None:
         """Add a block of keys.
@@ -92,8 +122,10 @@ class Softmax(NamedTuple):
         """
         # Earlier weights are relative to an earlier, lower score.
         fading = jnp.exp(self.highest[...] - highest)
-        self.total[...] = self.total[...] * fading + weights.sum(axis=1, keepdims=True)
-        self.weighted[...] = self.weighted[...] * fading + dot(weights, values)
+        total = weights.sum(axis=1, keepdims=True)
+        weighted = dot(weights, values)
+        self.total[...] = self.total[...] * fading + total
+        self.weighted[...] = self.weighted[...] * fading + weighted
         self.highest[...] = highest
 
 
@@ -105,7 +137,8 @@ def softmax_memory(rows: int, value_size: int) -> list[Any]:
 
 def _whole_blocks(x: jax.Array) -> jax.Array:
     """Pad the second of three dimensions to whole blocks."""
-    missing = -x.shape[1] % BLOCK
+    length = x.shape[1]
+    missing = -length % BLOCK
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
 
 
@@ -121,13 +154,12 @@ def _step(
         softmax.begin(-jnp.inf)
 
     def update() -> None:
-        first_row = row * BLOCK
-        first_column = column * BLOCK
         scores = _scores(
-            query[...], key[...], first_row, first_column, is_causal=is_causal, **options
+            query[...], key[...], row * BLOCK, column * BLOCK, is_causal=is_causal, **options
         )
-        highest = jnp.maximum(softmax.highest[...], scores.max(axis=1, keepdims=True))
-        softmax.add(highest, jnp.exp(scores - highest), value[...])
+        highest = softmax.highest_with(scores)
+        weights = jnp.exp(scores - highest)
+        softmax.add(highest, weights, value[...])
 
     def finish() -> None:
         attended = softmax.weighted[...] / softmax.total[...]
@@ -136,8 +168,9 @@ def _step(
     pl.when(column == 0)(begin)
     # With a causal mask, the blocks after the queries' own block hold unseen keys only.
     is_seen = column <= row if is_causal else column >= 0
+    last_column = pl.num_programs(2) - 1
     pl.when(is_seen)(update)
-    pl.when(column == pl.num_programs(2) - 1)(finish)
+    pl.when(column == last_column)(finish)
 
 
 def _scores(
@@ -158,6 +191,7 @@ def _scores(
     scores = dot(query, key.T) * scale
     columns = first_column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     seen = columns < keys
+
     if is_causal:
         rows = first_row + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         seen &= columns <= rows
@@ -165,7 +199,8 @@ def _scores(
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the matrix product in float32. A matrix unit needs several passes for this."""
+    """Return the matrix product in float32."""
     a = a.astype(jnp.float32)
     b = b.astype(jnp.float32)
+    # By default a TPU rounds the factors to bfloat16. The full precision takes several passes.
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)

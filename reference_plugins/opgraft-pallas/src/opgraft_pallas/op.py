@@ -27,9 +27,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal
         is_causal: whether a query sees no later keys.
     """
     function = kernel.attention(scale, is_causal, _interpreted())
+    # The kernel's grid has one dimension for the heads of all sequences.
     inputs = tuple(x.flatten(0, -3) for x in (query, key, value))
     attended: Tensor = call_jax(function, inputs)
-    return attended.reshape(*query.shape[:-1], value.shape[-1])
+    return attended.reshape(_result_shape(query, value))
+
+
+def _result_shape(query: Tensor, value: Tensor) -> tuple[int, ...]:
+    *leading, _ = query.shape
+    return (*leading, value.shape[-1])
 
 
 def _interpreted() -> bool:
@@ -39,7 +45,7 @@ def _interpreted() -> bool:
 
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return query.new_empty(_result_shape(query, value))
 
 
 @ScaledDotProductAttention.register_oot
@@ -60,7 +66,8 @@ class PallasAttention(ScaledDotProductAttention):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Return ``[..., heads, queries, value_size]``, as ``torch``'s function of this name."""
-        if attn_mask is not None or dropout_p or not _kernel_takes(query, key, value, enable_gqa):
+        taken = _kernel_takes(query, key, value, enable_gqa)
+        if attn_mask is not None or dropout_p or not taken:
             return self.forward_native(
                 query,
                 key,
@@ -81,15 +88,22 @@ def _kernel_takes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if query.dtype not in DTYPES or query.dim() < 3:
         return False
     for x in (query, key, value):
-        if x.dtype is not query.dtype or x.dim() != query.dim() or x.numel() == 0:
+        if x.dtype is not query.dtype or x.dim() != query.dim():
             return False
-    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        # A grid has at least one block.
+        if x.numel() == 0:
+            return False
+
+    *sequences, heads, _, size = query.shape
+    *key_sequences, key_heads, _, key_size = key.shape
+    if key_sequences != sequences or key_size != size:
         return False
     if key.shape[:-1] != value.shape[:-1]:
         return False
-    heads = query.shape[-3]
-    key_heads = key.shape[-3]
-    return heads % key_heads == 0 if enable_gqa else heads == key_heads
+
+    if enable_gqa:
+        return heads % key_heads == 0
+    return heads == key_heads
 
 
 @torch.library.custom_op("opgraft_pallas::paged_attention", mutates_args=(), device_types="xla")
@@ -126,8 +140,11 @@ class PallasPagedAttention(PaddedAttention):
         self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor
     ) -> Tensor:
         """Return attention in the shape of ``query``, ``[sequences, tokens, heads, head_size]``."""
-        if self.sinks is not None or cache.dtype not in DTYPES or torch_xla.runtime.is_spmd():
+        # SPMD is torch_xla's name for one process with several chips.
+        taken = self.sinks is None and cache.dtype in DTYPES and not torch_xla.runtime.is_spmd()
+        if not taken:
             return super().attend_rows(query, cache, block_table, first, seq_lens)
+
         attended: Tensor = paged_attention(
             query,
             cache,

@@ -65,36 +65,51 @@ def paged_attention(settings: Settings, interpret: bool) -> Callable[..., Any]:
     Equal arguments give the same function, because torch_xla traces every new function anew.
     """
 
-    def attend(
-        query: jax.Array, cache: jax.Array, table: jax.Array, first: jax.Array, lens: jax.Array
-    ) -> jax.Array:
-        sequences, tokens, heads, size = query.shape
-        kv_heads, block_size = cache.shape[2:4]
-        group = heads // kv_heads
-        # A step takes as many rows as a matrix unit, or all rows if they are fewer.
-        needed = -(-tokens * group // SUBLANES) * SUBLANES
-        step = min(BLOCK, needed)
-        rows = _in_rows(query, kv_heads, step)
-        own = pl.BlockSpec(
-            (None, None, step, size),
-            lambda sequence, head, row, column, *_: (sequence, head, row, 0),
-        )
-        call = pl.pallas_call(
-            functools.partial(_step, settings=settings, group=group),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(sequences, kv_heads, rows.shape[2] // step, table.shape[1]),
-                in_specs=[own, _page(0, block_size, size), _page(1, block_size, size)],
-                out_specs=own,
-                scratch_shapes=softmax_memory(step, size),
-            ),
-            out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
-            interpret=interpret,
-        )
-        attended = call(table, first, lens, rows, cache, cache)
-        return _by_token(attended, query.shape)
+    return functools.partial(_attend, settings=settings, interpret=interpret)
 
-    return attend
+
+def _attend(
+    query: jax.Array,
+    cache: jax.Array,
+    table: jax.Array,
+    first: jax.Array,
+    lens: jax.Array,
+    *,
+    settings: Settings,
+    interpret: bool,
+) -> jax.Array:
+    """Return attention, as :func:`paged_attention` describes."""
+    sequences, tokens, heads, size = query.shape
+    kv_heads, block_size = cache.shape[2:4]
+    group = heads // kv_heads
+    step = _rows_of_step(tokens * group)
+    rows = _in_rows(query, kv_heads, step)
+
+    steps = rows.shape[2] // step
+    pages = table.shape[1]
+    call = pl.pallas_call(
+        functools.partial(_step, settings=settings, group=group),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            # The first three arguments of the call: _page reads them before it fetches a page.
+            num_scalar_prefetch=3,
+            grid=(sequences, kv_heads, steps, pages),
+            in_specs=[_rows(step, size), _page(0, block_size, size), _page(1, block_size, size)],
+            out_specs=_rows(step, size),
+            scratch_shapes=softmax_memory(step, size),
+        ),
+        out_shape=jax.ShapeDtypeStruct(rows.shape, query.dtype),
+        interpret=interpret,
+    )
+
+    # Keys and values are in one cache: each of the two has blocks of its own.
+    attended = call(table, first, lens, rows, cache, cache)
+    return _by_token(attended, query.shape)
+
+
+def _rows_of_step(rows: int) -> int:
+    """Return as many rows as a matrix unit takes, or all rows if they are fewer."""
+    needed = pl.cdiv(rows, SUBLANES) * SUBLANES
+    return min(BLOCK, needed)
 
 
 def _in_rows(query: jax.Array, kv_heads: int, step: int) -> jax.Array:
@@ -104,9 +119,12 @@ def _in_rows(query: jax.Array, kv_heads: int, step: int) -> jax.Array:
     """
     sequences, tokens, heads, size = query.shape
     group = heads // kv_heads
-    by_head = query.reshape(sequences, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
-    rows = by_head.reshape(sequences, kv_heads, tokens * group, size)
-    padding = -rows.shape[2] % step
+    by_token = query.reshape(sequences, tokens, kv_heads, group, size)
+    by_head = by_token.transpose(0, 2, 1, 3, 4)
+
+    count = tokens * group
+    rows = by_head.reshape(sequences, kv_heads, count, size)
+    padding = -count % step
     return jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
 
@@ -115,9 +133,22 @@ def _by_token(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     sequences, tokens, heads, size = shape
     kv_heads = rows.shape[1]
     group = heads // kv_heads
-    rows = rows[:, :, : tokens * group]
+
+    count = tokens * group
+    # Rows that only pad the last step end here.
+    rows = rows[:, :, :count]
     by_head = rows.reshape(sequences, kv_heads, tokens, group, size)
-    return by_head.transpose(0, 2, 1, 3, 4).reshape(shape)
+    by_token = by_head.transpose(0, 2, 1, 3, 4)
+    return by_token.reshape(shape)
+
+
+def _rows(step: int, size: int) -> pl.BlockSpec:
+    """Return the blocks of rows, or of their results."""
+
+    def place(sequence: Any, head: Any, row: Any, *_: Any) -> Any:
+        return sequence, head, row, 0
+
+    return pl.BlockSpec((None, None, step, size), place)
 
 
 def _page(kind: int, block_size: int, size: int) -> pl.BlockSpec:
@@ -128,7 +159,8 @@ def _page(kind: int, block_size: int, size: int) -> pl.BlockSpec:
     ) -> Any:
         # A step beyond the sequence takes the last page again: an equal page is not fetched.
         last = jnp.maximum(lens[sequence] - 1, 0) // block_size
-        return table[sequence, jnp.minimum(column, last)], kind, head, 0, 0
+        page = jnp.minimum(column, last)
+        return table[sequence, page], kind, head, 0, 0
 
     return pl.BlockSpec((None, None, None, block_size, size), place)
 
@@ -146,7 +178,9 @@ def _step(
     group: int,
 ) -> None:
     """Attend to one page. ``memory`` holds the softmax from page to page."""
-    sequence, row, column = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    sequence = pl.program_id(0)
+    row = pl.program_id(2)
+    column = pl.program_id(3)
     count = query.shape[0]
     place = Sequence(
         first=first[sequence],
@@ -162,21 +196,38 @@ def _step(
     def update() -> None:
         scores = _scores(query[...], key[...], settings)
         seen = _seen(scores.shape, place, settings, group)
-        masked = jnp.where(seen, scores, LOWEST)
-        highest = jnp.maximum(softmax.highest[...], masked.max(axis=1, keepdims=True))
-        # Not exp of the masked scores: in a row that sees nothing, they equal the highest one.
-        weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
-        softmax.add(highest, weights, _filled(value[...], place))
+        _update(softmax, scores, seen, _filled(value[...], place))
 
     def finish() -> None:
-        attended = softmax.weighted[...] / jnp.maximum(softmax.total[...], 1e-30)
+        # A row that sees no key has a total of zero, and a weighted sum of zeros.
+        total = jnp.maximum(softmax.total[...], 1e-30)
+        attended = softmax.weighted[...] / total
         out[...] = attended.astype(out.dtype)
 
-    last_position = place.first + ((row + 1) * count - 1) // group
-    is_seen = (place.first_key < place.length) & (place.first_key <= last_position)
+    last_row = (row + 1) * count - 1
+    last_position = place.first + last_row // group
+    is_within = place.first_key < place.length
+    is_seen = is_within & (place.first_key <= last_position)
+    last_column = pl.num_programs(3) - 1
     pl.when(column == 0)(begin)
     pl.when(is_seen)(update)
-    pl.when(column == pl.num_programs(3) - 1)(finish)
+    pl.when(column == last_column)(finish)
+
+
+def _update(softmax: Softmax, scores: jax.Array, seen: jax.Array, values: jax.Array) -> None:
+    """Add the keys of a page that a row sees.
+
+    Args:
+        softmax: the state of the rows.
+        scores: ``[rows, keys]``.
+        seen: ``[rows, keys]``, True if the row sees the key.
+        values: ``[keys, size]``, none of them NaN.
+    """
+    masked = jnp.where(seen, scores, LOWEST)
+    highest = softmax.highest_with(masked)
+    # Not exp of the masked scores: in a row that sees nothing, they equal the highest one.
+    weights = jnp.where(seen, jnp.exp(scores - highest), 0.0)
+    softmax.add(highest, weights, values)
 
 
 def _scores(query: jax.Array, key: jax.Array, settings: Settings) -> jax.Array:
@@ -192,8 +243,10 @@ def _seen(shape: tuple[int, ...], place: Sequence, settings: Settings, group: in
     keys = place.first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     rows = place.first_row + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     # The rows of a token follow one another: one for each head of the group.
-    distance = place.first + rows // group - keys
+    positions = place.first + rows // group
+    distance = positions - keys
     seen = (keys < place.length) & (distance >= 0)
+
     if settings.sliding_window is not None:
         seen &= distance < settings.sliding_window
     return seen
