@@ -1,7 +1,7 @@
-"""The replacements. None has a backward: where a gradient is required, the native definition runs.
+"""The replacements. None has a backward: if a gradient is required, the native definition runs.
 
-Signatures: intel_extension_for_pytorch/llm/functional/fusions.py of release 2.8. The same functions serve CPUs and
-XPUs. They take float32 and half types; for everything else the native definition runs.
+Signatures: intel_extension_for_pytorch/llm/functional/fusions.py of release 2.8. The same functions
+serve CPUs and XPUs. They take float32 and half types. For other dtypes the native definition runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _served(*tensors: Tensor) -> bool:
-    """Tell whether the kernels take these: of one dtype that they know, and none empty."""
-    return tensors[0].dtype in DTYPES and all(
-        t.dtype == tensors[0].dtype and t.numel() for t in tensors
-    )
+    """Return True if all tensors have one dtype that the kernels take, and none is empty."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return False
+    return all(x.dtype == dtype and x.numel() for x in tensors)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,17 +67,16 @@ class IpexRMSNorm(RMSNorm):
     def forward_cpu(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        others = [] if residual is None else [residual]
-        if self.variance_size_override is not None or not _served(x, self.weight, *others):
+        if self.variance_size_override is not None or not self._served(x, residual):
             return self.forward_native(x, residual)
-        if x.shape[-1] != self.hidden_size or any(other.shape != x.shape for other in others):
-            return self.forward_native(x, residual)  # which says what is wrong
+
         # The kernel reads the weight's memory in one row, whatever its strides.
         weight = self.weight.contiguous()
         normed: Tensor
         if residual is None:
             normed = ipex.rms_norm(x.contiguous(), weight, self.variance_epsilon)
             return normed
+
         # In half types, the kernel rounds the sum too early.
         if x.dtype is not torch.float32:
             return self.forward_native(x, residual)
@@ -88,26 +88,32 @@ class IpexRMSNorm(RMSNorm):
 
     forward_xpu = forward_cpu
 
+    def _served(self, x: Tensor, residual: Tensor | None) -> bool:
+        """Return True if the kernels take these tensors."""
+        summands = [x] if residual is None else [x, residual]
+        if not _served(*summands, self.weight):
+            return False
+        # For wrong shapes the native definition raises an error that names them.
+        if x.shape[-1] != self.hidden_size:
+            return False
+        return all(summand.shape == x.shape for summand in summands)
+
 
 @opgraft.CustomOp.register_oot("RotaryEmbedding")
 class IpexRotaryEmbedding(RotaryEmbedding):
-    """Rotates query and key in place, as the op allows, where whole heads are rotated."""
+    """Rotates whole heads of query and key in place, as the op allows."""
 
     @opgraft.inference_only
     def forward_cpu(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         tokens = positions.numel()
-        if (
-            key is None
-            or self.rotary_dim != self.head_size
-            or not _served(query, key)
-            or not tokens
-        ):
+        if key is None or not self._served(tokens, query, key):
             return self.forward_native(positions, query, key)
-        if query.numel() % (tokens * self.head_size) or key.numel() % (tokens * self.head_size):
-            return self.forward_native(positions, query, key)  # which says what is wrong
-        cos, sin = self.cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
+
+        angles = self.cos_sin_cache[positions.flatten()]
+        cos, sin = angles.chunk(2, dim=-1)
+        # The kernel reads memory in one row, whatever the strides.
         rotated_query, rotated_key = ipex.rotary_embedding(
             query.reshape(tokens, -1, self.head_size).contiguous(),
             key.reshape(tokens, -1, self.head_size).contiguous(),
@@ -120,15 +126,26 @@ class IpexRotaryEmbedding(RotaryEmbedding):
 
     forward_xpu = forward_cpu
 
+    def _served(self, tokens: int, query: Tensor, key: Tensor) -> bool:
+        """Return True if the kernel takes these tensors of so many tokens."""
+        if self.rotary_dim != self.head_size:
+            return False
+        if not tokens or not _served(query, key):
+            return False
+        # For wrong shapes the native definition raises an error that names them.
+        size_of_head = tokens * self.head_size
+        return query.numel() % size_of_head == 0 and key.numel() % size_of_head == 0
+
 
 @opgraft.CustomOp.register_oot("SiluAndMul")
 class IpexSiluAndMul(SiluAndMul):
-    """On CPUs the extension compiles this one with Inductor when it is first called."""
+    """On CPUs the extension compiles this kernel with Inductor when it is first called."""
 
     @opgraft.inference_only
     def forward_cpu(self, x: Tensor) -> Tensor:
         if not _served(x) or x.shape[-1] % 2:
             return self.forward_native(x)
+
         gate, up = x.chunk(2, dim=-1)
         gated: Tensor = ipex.silu_mul(gate, up)
         return gated

@@ -1,4 +1,4 @@
-"""The plugin's hooks. Nothing of Intel's extension is imported before it is known to fit."""
+"""The plugin's hooks. Intel's extension is imported only if it fits the installed torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ def opgraft_veto(platform: opgraft.Platform) -> str | None:
     The import of an extension that was built for another torch ends in an error.
     """
     machine = opgraft.Machine()
-    installed, build = machine.version_of(EXTENSION), machine.torch_build()
+    installed = machine.version_of(EXTENSION)
     if installed is None:
         return f"{EXTENSION} is not installed"
-    extension, present = Version(installed), Version(build.version if build else "0")
+
+    build = machine.torch_build()
+    extension = Version(installed)
+    present = Version(build.version if build else "0")
     if extension.release[:2] != present.release[:2]:
         built_for = f"{extension.major}.{extension.minor}"
         return f"{EXTENSION} {installed} works with torch {built_for} only, this is {present}"
+
     if platform.name == "xpu" and "xpu" not in (extension.local or ""):
         return f"{EXTENSION} {installed} is the build for CPUs: it has no kernels for XPUs"
     return None
@@ -38,7 +42,8 @@ def opgraft_veto(platform: opgraft.Platform) -> str | None:
 def opgraft_register_ops() -> None:
     """Register the replacements by their import, and set back what the extension changes."""
     former = [vars(owner).get(name) for owner, name in CHANGED]
-    handlers, loggers = [*logging.root.handlers], logging.getLoggerClass()
+    handlers = [*logging.root.handlers]
+    loggers = logging.getLoggerClass()
     try:
         importlib.import_module("opgraft_ipex.ops")
     finally:

@@ -42,12 +42,15 @@ class ToyAttention(Attention):
         """Write the new tokens to the cache, and return attention in the shape of ``query``."""
         if not self._is_plain:
             return super().attend_batch(batch, pages, query, key, value)
+
         _write(batch.block_size, pages, key, value)
         # Devices reserve memory for the longest sequence of a batch, once for all sequences.
         buffer = query.new_empty(2, self.num_kv_heads, self.head_size, batch.max_seq_len)
         lengths = batch.seq_lens.tolist()
+        bounds = pairwise(batch.query_start_loc.tolist())
         attended = torch.empty_like(query)
-        for row, (start, end) in enumerate(pairwise(batch.query_start_loc.tolist())):
+
+        for row, (start, end) in enumerate(bounds):
             length = lengths[row]
             keys_and_values = _read(batch.block_size, pages, row, length)
             keys, values = buffer[..., :length].copy_(keys_and_values)
@@ -65,20 +68,27 @@ class ToyAttention(Attention):
             values: the same shape as ``keys``.
         """
         new_tokens, _, head_size = query.shape
-        seen = self._seen(new_tokens, keys.shape[-1])
+        length = keys.shape[-1]
+        seen = self._seen(new_tokens, length)
+
+        # Heads that share a key head stand together, so that the product broadcasts the keys.
         by_head = query.transpose(0, 1)
         grouped = by_head.reshape(self.num_kv_heads, -1, new_tokens, head_size)
         scores = grouped @ keys[:, None] * self.scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        masked = scores.masked_fill(~seen, float("-inf"))
+        weights = masked.softmax(-1)
+
         # A page outside the window may hold NaN, and NaN times a weight of zero is NaN.
-        values = values.masked_fill(~seen.any(0), 0.0)
+        unseen = ~seen.any(0)
+        values = values.masked_fill(unseen, 0.0)
         attended: Tensor = weights @ values.mT[:, None]
         return attended.flatten(0, 1).transpose(0, 1)
 
     def _seen(self, new_tokens: int, length: int) -> Tensor:
         """Return ``[new_tokens, length]``: True if the new token attends to the other token."""
         positions = torch.arange(length)
-        distance = positions[length - new_tokens :, None] - positions
+        new_positions = positions[length - new_tokens :, None]
+        distance = new_positions - positions
         seen = distance >= 0
         if self.sliding_window:
             seen &= distance < self.sliding_window
@@ -88,7 +98,8 @@ class ToyAttention(Attention):
 def _write(block_size: int, pages: LayerPages, key: Tensor, value: Tensor) -> None:
     block = pages.slots // block_size
     offset = pages.slots % block_size
-    pages.cache[block, :, :, offset] = torch.cat((key, value), dim=-1)
+    columns = torch.cat((key, value), dim=-1)
+    pages.cache[block, :, :, offset] = columns
 
 
 def _read(block_size: int, pages: LayerPages, row: int, length: int) -> Tensor:
@@ -96,6 +107,9 @@ def _read(block_size: int, pages: LayerPages, row: int, length: int) -> Tensor:
     num_blocks = -(-length // block_size)
     blocks = pages.block_table[row, :num_blocks]
     # [blocks, heads, 2 * head_size, block_size] becomes [heads, 2 * head_size, tokens].
-    tokens = pages.cache[blocks].permute(1, 2, 0, 3).flatten(2)
-    keys, values = tokens[..., :length].chunk(2, dim=1)
+    by_head = pages.cache[blocks].permute(1, 2, 0, 3)
+    tokens = by_head.flatten(2)
+    # The last block is full of tokens, but only the first of them belong to the sequence.
+    written = tokens[..., :length]
+    keys, values = written.chunk(2, dim=1)
     return torch.stack((keys, values))

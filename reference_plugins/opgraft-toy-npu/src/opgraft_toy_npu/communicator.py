@@ -13,7 +13,8 @@ class RingCommunicator(Communicator):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, in the shape and dtype of ``x``."""
         # Every rank adds in the order of ranks, so that all ranks get the same bits.
-        return torch.stack(self._gathered(x)).sum(0, dtype=x.dtype)
+        parts = torch.stack(self._gathered(x))
+        return parts.sum(0, dtype=x.dtype)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return the tensors of all ranks, joined along ``dim``. A scalar counts as one element."""
@@ -42,6 +43,7 @@ class RingCommunicator(Communicator):
         if self.rank == 0:
             self.send(x, following)
             return self.recv(x.shape, x.dtype, x.device, previous)
+
         received = self.recv(x.shape, x.dtype, x.device, previous)
         self.send(x, following)
         return received

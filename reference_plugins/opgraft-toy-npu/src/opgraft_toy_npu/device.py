@@ -21,16 +21,19 @@ def probe(machine: Machine) -> Evidence:
     path = machine.environ.get(VARIABLE)
     if not path:
         return Evidence(False, f"no device: {VARIABLE} is not set")
+
     setting = Fact(VARIABLE, path)
     text = machine.read(path)
     if text is None:
         reason = f"no device: {VARIABLE} must be the absolute path of a readable file"
         return Evidence(False, reason, facts=(setting,))
+
     try:
         device = _device_of(text)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"the device file is damaged: {error!r}"
         return Evidence(False, reason, facts=(setting,))
+
     model = Fact(path, f"model {device.name}")
     return Evidence(True, f"1 device: {device.name}", (device,), (setting, model))
 

@@ -36,6 +36,7 @@ class ToyRMSNorm(RMSNorm):
         """
         if self.variance_size_override is not None:
             return self.forward_native(x, residual)
+
         summed = _wide(x)
         if residual is not None:
             summed = summed + _wide(residual)
@@ -46,6 +47,7 @@ class ToyRMSNorm(RMSNorm):
 
     def _norm(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
+        # sqrt(size) / sqrt(sum + size * eps) equals 1 / sqrt(sum / size + eps).
         square_sum = torch.linalg.vecdot(x, x).unsqueeze(-1)
         inverse_length = torch.rsqrt(square_sum + size * self.variance_epsilon)
         normed = x * (math.sqrt(size) * inverse_length)
@@ -61,9 +63,11 @@ class ToyLayerNorm(LayerNorm):
         """Normalise the last dimensions of ``input``, as many as ``normalized_shape`` has."""
         dims = tuple(range(-len(self.normalized_shape), 0))
         wide = _wide(input)
-        centred = wide - wide.mean(dims, keepdim=True)
+        mean = wide.mean(dims, keepdim=True)
+        centred = wide - mean
         variance = centred.square().mean(dims, keepdim=True)
         normed = centred / torch.sqrt(variance + self.eps)
+
         if self.weight is not None:
             normed = normed * self.weight
         if self.bias is not None:
@@ -80,8 +84,10 @@ class ToyGELU(GELU):
         if self.approximate == "tanh":
             # 0.5 * (1 + tanh(y)) equals sigmoid(2 * y).
             cubic = x + 0.044715 * x * x * x
-            gate = torch.sigmoid(2 * math.sqrt(2 / math.pi) * cubic)
+            slope = 2 * math.sqrt(2 / math.pi)
+            gate = torch.sigmoid(slope * cubic)
         else:
+            # Unlike 1 + erf, erfc keeps its digits far below zero.
             gate = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
         return (x * gate).to(input.dtype)
 

@@ -27,11 +27,13 @@ class ToyNpuPlatform(Platform):
 
     def capability(self, index: int = 0) -> DeviceCapability:
         """Return the device's name, its dtypes and its features."""
-        return DeviceCapability(_devices()[index].name, DTYPES, features=("t1",))
+        device = _devices()[index]
+        return DeviceCapability(device.name, DTYPES, features=("t1",))
 
     def memory(self, index: int = 0) -> DeviceMemory:
         """Return the device's memory in bytes. All of the memory counts as free."""
-        total = _devices()[index].memory or 0
+        device = _devices()[index]
+        total = device.memory or 0
         return DeviceMemory(total=total, free=total)
 
     def synchronize(self, index: int = 0) -> None:
