@@ -105,7 +105,7 @@ def _row_block(step: int, columns: int) -> pl.BlockSpec:
 def _rows_of_block(rows: int, columns: int) -> int:
     """Return a multiple of SUBLANES: as many rows as a block may have, and no more than needed."""
     most = max(BLOCK // columns // SUBLANES, 1)
-    needed = pl.cdiv(rows, SUBLANES)
+    needed: int = pl.cdiv(rows, SUBLANES)
     return min(most, needed) * SUBLANES
 
 

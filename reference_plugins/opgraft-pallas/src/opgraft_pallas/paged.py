@@ -108,7 +108,7 @@ def _attend(
 
 def _rows_of_step(rows: int) -> int:
     """Return as many rows as a matrix unit takes, or all rows if they are fewer."""
-    needed = pl.cdiv(rows, SUBLANES) * SUBLANES
+    needed: int = pl.cdiv(rows, SUBLANES) * SUBLANES
     return min(BLOCK, needed)
 
 
