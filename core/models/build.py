@@ -22,13 +22,14 @@ from opgraft.errors import (
     OpgraftError,
     PluginError,
 )
-from opgraft.machine.memory import expect_huge_pages, move_to_huge_pages, without_collections
+from opgraft.machine.memory import move_to_huge_pages, without_collections
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
 from opgraft.models.files import Weights, open_weights, opened_once
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
+from opgraft.models.mapped import addresses_of
 from opgraft.models.model import HasLogits, Model, model_class
 from opgraft.models.names import CACHE_SCALES, is_ignored
 from opgraft.plugins.device_types import why_unusable
@@ -63,8 +64,6 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_format(resolved.load.format, weights)
     device = _usable_device(resolved.load.device or current_platform().device_type)
     model = _constructed(resolved, weights, device)
-    # Pages become huge only before anything is written to them.
-    expect_huge_pages(_addresses(model))
     loaded = load_weights(
         model,
         weights.tensors,
@@ -73,16 +72,8 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         progress=bool(resolved.load.progress),
     )
     _tell_of_scales(name, loaded.ignored)
-    move_to_huge_pages(_addresses(model))
+    move_to_huge_pages(addresses_of(model))
     return model.eval()
-
-
-def _addresses(model: Model) -> Iterator[range]:
-    """Yield the addresses of parameters in the memory of the CPU."""
-    for parameter in model.parameters():
-        if parameter.is_cpu and parameter.layout is torch.strided:
-            begin = parameter.data_ptr()
-            yield range(begin, begin + parameter.nbytes)
 
 
 @plugins_named()

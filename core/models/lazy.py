@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from mmap import mmap
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,20 @@ MAPPED_BYTES = 1 << 22
 
 Bounds = tuple[range, ...]
 """A part of a tensor: a range of indices per dimension."""
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file in memory, which are the numbers of a tensor one after another.
+
+    Attributes:
+        memory: the whole file. Writes do not reach the file.
+        start: the first byte.
+        size: the number of bytes.
+    """
+
+    memory: mmap
+    start: int
+    size: int
 
 
 class StoredTensor(ABC):
@@ -38,6 +53,10 @@ class StoredTensor(ABC):
     @abstractmethod
     def read(self, bounds: Bounds) -> torch.Tensor:
         """Read the part within ``bounds``. Do not write to the result."""
+
+    def place(self, bounds: Bounds) -> FilePart | None:
+        """Return the place of the part within ``bounds``; ``None`` if its bytes are not mapped."""
+        return None
 
     def blocks(self) -> StoredTensor:
         """Return the bytes of the file, uint8 ``[..., bytes of a row]``.
@@ -103,6 +122,10 @@ class LazyTensor:
         bounds = list(self._bounds)
         bounds[dim] = bounds[dim][start : start + length]
         return LazyTensor(self._stored, tuple(bounds))
+
+    def place(self) -> FilePart | None:
+        """Return the place in a mapped file; ``None`` if the numbers have to be read."""
+        return self._stored.place(self._bounds)
 
     def blocks(self) -> LazyTensor:
         """Return the bytes of the file for this part, uint8.

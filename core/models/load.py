@@ -15,6 +15,7 @@ from opgraft.base.text import described
 from opgraft.binding.blame import replaced_owner
 from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
+from opgraft.models.mapped import LEAST_BYTES, MappedWeights
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.weights import (
@@ -22,6 +23,8 @@ from opgraft.ops.weights import (
     call_post_load_hook,
     default_weight_loader,
     has_post_load_hook,
+    is_only_copying,
+    noted_copies,
 )
 from opgraft.registry.state import host_state
 from rich.console import Console
@@ -333,21 +336,55 @@ def _fill_all(fills: _Fills, hooks: _Hooks, progress: bool) -> list[str]:
         A line for each tensor that does not fit. After the first, no hook is called.
     """
     problems: list[str] = []
-    fills.reverse()
-    heap = _Heap(fills)
+    mapped = MappedWeights()
+    heap = _Heap(fills, mapped)
+    groups = _by_tensor(fills)
     with _bar(progress, len(fills)) as step:
-        while fills:
-            target, loaded = fills.pop()
-            problems += _fill(target, loaded)
-            name = target.name
-            size = _bytes_of(target, loaded)
+        fills.clear()
+        while groups:
+            group = groups.pop()
+            problems += _fill_group(group, mapped)
+            names = [target.name for target, _ in group]
+            size = sum(_bytes_of(target, loaded) for target, loaded in group)
             # The hook may release the weight.
-            del target
-            step()
-            if not problems:
-                hooks.filled(name)
+            del group
+            for name in names:
+                step()
+                if not problems:
+                    hooks.filled(name)
             heap.filled(size)
     heap.release()
+    return problems
+
+
+def _by_tensor(fills: _Fills) -> list[_Fills]:
+    """Return the fills of each tensor of the model, those of the last tensor first."""
+    groups: dict[int, _Fills] = {}
+    for fill in fills:
+        target, _ = fill
+        group = groups.setdefault(id(target.tensor), [])
+        group.append(fill)
+    return list(reversed(groups.values()))
+
+
+def _fill_group(group: _Fills, mapped: MappedWeights) -> list[str]:
+    """Fill one tensor of the model. The result has a line for each part that does not fit."""
+    first, _ = group[0]
+    tensor = first.tensor
+    loader = _loader_of(first) or default_weight_loader
+    # A page of a file has several of the smaller tensors.
+    if tensor.nbytes >= LEAST_BYTES and is_only_copying(loader):
+        with noted_copies() as copies:
+            problems = _fill_parts(group)
+        if problems or mapped.take(tensor, copies):
+            return problems
+    return _fill_parts(group)
+
+
+def _fill_parts(group: _Fills) -> list[str]:
+    problems = []
+    for target, loaded in group:
+        problems += _fill(target, loaded)
     return problems
 
 
@@ -376,7 +413,8 @@ class _Heap:
     The heap would keep the memory: in gaps that the next weights do not fit into.
     """
 
-    def __init__(self, fills: _Fills) -> None:
+    def __init__(self, fills: _Fills, mapped: MappedWeights) -> None:
+        self._mapped = mapped
         self._kept = bool(host_state().settings().config.cpu_keep_memory)
         total = sum(_bytes_of(target, loaded) for target, loaded in fills)
         self._step = max(_LEAST_RELEASED, total // _RELEASES)
@@ -390,6 +428,7 @@ class _Heap:
 
     def release(self) -> None:
         self._bytes = 0
+        self._mapped.forget()
         if not self._kept:
             release_free_memory()
 

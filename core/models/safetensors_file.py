@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.base.files import without_waiting
 from opgraft.base.text import described
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
-from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
+from opgraft.models.lazy import (
+    MAPPED_BYTES,
+    Bounds,
+    FilePart,
+    LazyTensor,
+    StoredTensor,
+    cut_short,
+)
 
 _ADVICE = "download or save it again"
 _NAMES = {
@@ -57,6 +65,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
+        self._mapped: _MappedTensors | None = None
         _expect_regular(path)
         self._open = self._opened()
 
@@ -111,6 +120,50 @@ class SafetensorsFile:
         part: torch.Tensor = self._open.get_slice(name)[index]
         return part
 
+    def place(self, name: str, size: int) -> FilePart | None:
+        """Return the bytes of one tensor in the mapped file; ``None`` if there are not ``size``."""
+        if self._mapped is None:
+            self._mapped = _mapped(self._path)
+        start, end = self._mapped.offsets.get(name, (0, 0))
+        memory = self._mapped.memory
+        if memory is None or end > len(memory):
+            return None
+        if end - start != size:
+            return None
+        return FilePart(memory, start, size)
+
+
+class _MappedTensors(NamedTuple):
+    """A mapped file, and the first and last byte of each tensor.
+
+    Attributes:
+        memory: the file; ``None`` if it cannot be mapped.
+        offsets: from the beginning of the file.
+    """
+
+    memory: mmap.mmap | None
+    offsets: Mapping[str, tuple[int, int]]
+
+
+def _mapped(path: Path) -> _MappedTensors:
+    """Map a file, and read the places of its tensors."""
+    try:
+        with open(path, "rb", opener=without_waiting) as file:
+            # A copy on write: nobody changes the file by a write to a weight.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        length = int.from_bytes(memory[:8], "little")
+        header = json.loads(memory[8 : 8 + length])
+        header.pop("__metadata__", None)
+        begin = 8 + length
+        offsets = {}
+        for name, row in header.items():
+            first, last = map(int, row["data_offsets"])
+            offsets[name] = (begin + first, begin + last)
+    # The file has changed since the library checked its header.
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return _MappedTensors(None, {})
+    return _MappedTensors(memory, offsets)
+
 
 class _StoredTensor(StoredTensor):
     def __init__(
@@ -125,6 +178,22 @@ class _StoredTensor(StoredTensor):
         if not all(bounds):
             return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
         return self._file.read(self._name, bounds, self.dtype)
+
+    def place(self, bounds: Bounds) -> FilePart | None:
+        # Whole rows lie one after another.
+        rest = list(map(len, bounds[1:]))
+        if rest != list(self.shape[1:]):
+            return None
+        # A scalar has no rows.
+        if not bounds or not all(bounds):
+            return None
+        whole = self._file.place(self._name, self.shape.numel() * self.dtype.itemsize)
+        if whole is None:
+            return None
+        rows = bounds[0]
+        row_bytes = whole.size // self.shape[0]
+        start = whole.start + rows.start * row_bytes
+        return FilePart(whole.memory, start, len(rows) * row_bytes)
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from opgraft.base.text import described
@@ -112,6 +114,44 @@ def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> No
         setattr(weight, name, value)
 
 
+class WeightCopy(NamedTuple):
+    """A tensor of a checkpoint, and the part of a parameter that gets its numbers."""
+
+    target: Tensor
+    loaded: LoadedTensor
+
+
+_NOTED: ContextVar[list[WeightCopy] | None] = ContextVar("opgraft_noted_copies", default=None)
+
+_Loader = TypeVar("_Loader", bound=Callable[..., None])
+
+
+def only_copies(loader: _Loader) -> _Loader:
+    """Mark a ``weight_loader`` that fills a parameter by ``copy_weight`` alone.
+
+    Such a parameter may become a part of the mapped file, without a copy. The loader may also write
+    to other parts of the parameter.
+    """
+    vars(loader)["only_copies"] = True
+    return loader
+
+
+def is_only_copying(loader: object) -> bool:
+    """Return True if a loader is marked by ``only_copies``."""
+    return bool(getattr(loader, "only_copies", False))
+
+
+@contextmanager
+def noted_copies() -> Iterator[list[WeightCopy]]:
+    """Make ``copy_weight`` note copies of this thread, and copy nothing, within the block."""
+    noted: list[WeightCopy] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
 def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
     """Read a weight and copy it to a parameter, or to a part of one.
 
@@ -121,11 +161,16 @@ def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
     is_one_number = target.numel() == 1 and torch.Size(loaded.shape).numel() == 1
     if tuple(target.shape) != tuple(loaded.shape) and not is_one_number:
         raise WeightError.of_shape(what, loaded.shape, tuple(target.shape))
+    noted = _NOTED.get()
+    if noted is not None and not is_one_number:
+        noted.append(WeightCopy(target, loaded))
+        return
     source: Any = loaded[...].reshape(target.shape) if is_one_number else loaded
     with torch.no_grad():
         target.copy_(source)
 
 
+@only_copies
 def default_weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
     """Copy a whole weight to a parameter without a ``weight_loader``.
 

@@ -63,14 +63,19 @@ from opgraft.engine.sampling.sampler import NO_NUMBERS
 from opgraft.engine.step import NewSequence, ScheduledPart, Step, StepResult
 from opgraft.engine.workers.stage_link import StageLink
 from opgraft.errors import ConfigError, PluginError, RequestError
+from opgraft.machine.memory import bytes_in_files
 from opgraft.models import TransformersModel, load_model
 from opgraft.models.encoder import sequence_attention
+from opgraft.models.mapped import addresses_of, leave_files
 from opgraft.models.model import HasLabels
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.state_space.layer import state_layers
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
+
+_SECONDS_IN_FILES = 1.0
+"""Seconds after loading, until weights move from files to memory."""
 
 
 @PluggableClass.register("model_runner")
@@ -98,6 +103,9 @@ class ModelRunner(PluggableClass):
     A subclass with a ``_compute`` of its own takes none, unless the subclass says so, too.
     """
 
+    bytes_in_files: int = 0
+    """Bytes of loaded weights in mapped files, before the move to memory."""
+
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         self.opgraft_config = opgraft_config.resolved()
         self.device = device
@@ -121,6 +129,9 @@ class ModelRunner(PluggableClass):
         if self.opgraft_config.lora.enabled:
             self._expect_adaptable()
         self.model: Any = load_model(self.opgraft_config)
+        # Behind the first answers: small pages are read more slowly, and the files may change.
+        self.bytes_in_files = bytes_in_files(addresses_of(self.model))
+        leave_files(self.model, wait=_SECONDS_IN_FILES)
         self.balancer = ExpertBalancer.of(self.model, self.opgraft_config.parallel)
         cache = self.opgraft_config.cache
         if self.opgraft_config.model.batch_invariant:

@@ -245,7 +245,7 @@ class Worker(PluggableClass):
         Raises:
             ConfigError: the platform does not know the memory of the device.
         """
-        free = self.memory.free()
+        free = self._free_or_unknown()
         if free is None:
             platform = current_platform()
             raise ConfigError(
@@ -254,6 +254,13 @@ class Worker(PluggableClass):
                 "cache.num_blocks"
             )
         return free
+
+    def _free_or_unknown(self) -> int | None:
+        free = self.memory.free()
+        if free is None or not self.memory.is_of_host:
+            return free
+        # Weights in mapped files move to memory later.
+        return max(0, free - self.runner.bytes_in_files)
 
     def expect_memory(self, num_blocks: int, num_states: int) -> None:
         """Refuse a cache that is larger than the free memory.
@@ -264,7 +271,7 @@ class Worker(PluggableClass):
             ConfigError: the cache is too large.
         """
         layout = self.runner.layout
-        free = self.memory.free()
+        free = self._free_or_unknown()
         blocks = num_blocks + blocks_of_padding(self.opgraft_config)
         needed = blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
         sharing = self._sharing()

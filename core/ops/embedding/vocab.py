@@ -22,7 +22,7 @@ from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingM
 from opgraft.ops.linear.packed import PackableLayer, PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig, chosen_method
 from opgraft.ops.prefixes import claim_prefix
-from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
+from opgraft.ops.weights import LoadedTensor, copy_weight, only_copies, set_weight_attrs
 from torch import Tensor, nn
 
 __all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
@@ -162,6 +162,7 @@ class VocabParallelEmbedding(PluggableLayer):
         """
         return self.vocabulary.full_mapping() if self.tp_size > 1 else None
 
+    @only_copies
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
         """Load the rows of this rank's own ids. Rows of other ids become zeros.
 

@@ -15,7 +15,7 @@ from opgraft.errors import LayerError, WeightError
 from opgraft.ops.linear.parallel import ColumnParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import InputShard, OutputShard, divide
-from opgraft.ops.weights import LoadedTensor
+from opgraft.ops.weights import LoadedTensor, only_copies
 from torch import Tensor
 
 __all__ = ["MergedColumnParallelLinear", "QKVParallelLinear"]
@@ -77,6 +77,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
             disable_tp=disable_tp,
         )
 
+    @only_copies
     def weight_loader(
         self,
         param: Any,
@@ -235,6 +236,7 @@ class QKVParallelLinear(ColumnParallelLinear):
             total=head * self.total_num_heads,
         )
 
+    @only_copies
     def weight_loader(
         self, param: Any, loaded_weight: LoadedTensor, loaded_shard_id: str | None = None
     ) -> None:

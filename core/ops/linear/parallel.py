@@ -28,7 +28,7 @@ from opgraft.ops.linear.sharding import (
     load_rows,
 )
 from opgraft.ops.prefixes import claim_prefix
-from opgraft.ops.weights import LoadedTensor, set_weight_attrs
+from opgraft.ops.weights import LoadedTensor, only_copies, set_weight_attrs
 from torch import Tensor, nn
 
 __all__ = ["ColumnParallelLinear", "LinearBase", "ReplicatedLinear", "RowParallelLinear"]
@@ -178,6 +178,7 @@ class ReplicatedLinear(LinearBase):
         self._create_weights(input_size, [output_size])
         self._create_bias(bias, output_size, cut=True)
 
+    @only_copies
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
         """Load a whole weight.
 
@@ -271,6 +272,7 @@ class ColumnParallelLinear(LinearBase):
             offset += size
         return shards
 
+    @only_copies
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
         """Load this rank's rows of a weight.
 
@@ -371,6 +373,7 @@ class RowParallelLinear(LinearBase):
         size = divide(self.input_size, self.tp_size, f"{self.name}: the input size")
         return InputShard(self.tp_rank * size, size, self.input_size)
 
+    @only_copies
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
         """Load this rank's columns of a weight.
 
