@@ -175,10 +175,12 @@ class InputProcessor:
         add_special_tokens: bool = True,
         name: str = "the prompt",
         keep_last: int | None = None,
+        wanted: int = 1,
     ) -> tuple[str | None, list[int]]:
         """Return the text of a prompt (None for a prompt of token ids), and the token ids.
 
-        With ``keep_last`` there are at most as many token ids, the last ones.
+        With ``keep_last`` there are at most as many token ids, the last ones. ``wanted`` is the
+        number of tokens that the answer may have, for the advice about a long prompt.
 
         Raises:
             RequestError: the prompt is empty, too long, or of a wrong type.
@@ -193,6 +195,7 @@ class InputProcessor:
             add_special_tokens=add_special_tokens,
             name=name,
             keep_last=keep_last,
+            wanted=wanted,
         )
 
     def prepare(

@@ -75,6 +75,7 @@ def tokenized(
     advice: str = "",
     truncate: bool = False,
     keep_last: int | None = None,
+    wanted: int = 1,
 ) -> tuple[str | None, list[int]]:
     """Return the text of a prompt (None for a prompt of token ids), and the token ids.
 
@@ -90,6 +91,7 @@ def tokenized(
         truncate: cut a long text instead of refusing it.
         keep_last: most tokens, counted from the end; None for all. The tokens that usually begin
             and end a text stay.
+        wanted: tokens that the answer may have, for the advice about a long prompt.
 
     Raises:
         RequestError: the prompt is of another kind, empty, too long, or has unknown ids or
@@ -113,8 +115,10 @@ def tokenized(
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:
-        also = f" and needs room for {room} more" if room else ""
-        excess = len(ids) + room - max_model_len
+        # A prompt without room for its answer would be refused next.
+        answer = min(max(room, wanted), max_model_len - 1) if room else 0
+        also = f" and needs room for {answer} more" if room else ""
+        excess = len(ids) + answer - max_model_len
         plural = "" if excess == 1 else "s"
         # litellm knows the error by "this model's maximum context length is".
         raise RequestError(

@@ -143,8 +143,13 @@ class Chat(Generating[ChatRequest]):
             opening = self._opening
             self._begins_in_reasoning = opening is not None and prompt.rstrip().endswith(opening)
             prompt = self.short_text(prompt, kept)
-        name = "the chat"
-        return inputs.encode(prompt, add_special_tokens=False, name=name, keep_last=kept)[1]
+        return inputs.encode(
+            prompt,
+            add_special_tokens=False,
+            name="the chat",
+            keep_last=kept,
+            wanted=sampling.wanted_tokens(self.body),
+        )[1]
 
     def _template(self, usual: str) -> str:
         """Return the source of the chat template: the request's own, or the usual one.

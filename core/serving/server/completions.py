@@ -48,7 +48,10 @@ class Completion(Generating[CompletionRequest]):
         if len(prompts) > 1:
             names = [f"prompt[{place}]" for place in range(len(prompts))]
         named = zip(short, names, strict=True)
-        return [encode(prompt, name=name, keep_last=kept)[1] for prompt, name in named]
+        wanted = sampling.wanted_tokens(self.body)
+        return [
+            encode(prompt, name=name, keep_last=kept, wanted=wanted)[1] for prompt, name in named
+        ]
 
     def counted(self, output: RequestOutput) -> int:
         """Return the number of tokens in the answers to a prompt."""

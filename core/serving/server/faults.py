@@ -51,6 +51,19 @@ _OF_PYTHON = {
 }
 """Patterns of words that only callers from Python know → words for clients."""
 
+_KINDS = {
+    bool: "true or false",
+    dict: "an object",
+    float: "a number",
+    int: "a number",
+    list: "a list",
+    str: "text",
+}
+"""Type of a value → words for an error."""
+
+_SHOWN_VALUE = 20
+"""Characters of a word that an error shows."""
+
 _SHOWN = 80
 """Characters of a field's name in an error."""
 
@@ -86,15 +99,22 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, EngineError):
         message = "the engine has stopped: try again when the server is back"
         return HTTPError(503, message, code="engine_stopped")
-    # FastAPI could not read the body.
     if isinstance(error, HTTPException) and error.status_code == 400:
-        message = "the body is not valid JSON, or it is nested too deeply"
-        return HTTPError(400, message, code="invalid_json")
+        return HTTPError(400, _unreadable(error.__cause__), code="invalid_json")
     if isinstance(error, HTTPException):
         reason = _NOT_HERE.get(error.status_code, str(error.detail))
         return HTTPError(error.status_code, reason, headers=error.headers)
     message = "the server failed at this request: its log has the cause"
     return HTTPError(500, message, code="internal_error")
+
+
+def _unreadable(cause: BaseException | None) -> str:
+    """Return the message about a body that FastAPI could not read."""
+    if isinstance(cause, UnicodeDecodeError):
+        return "the body is not UTF-8, as JSON is"
+    if isinstance(cause, RecursionError):
+        return "the body is nested too deeply"
+    return "the body is not valid JSON"
 
 
 def worded_for_clients(message: str) -> str:
@@ -171,7 +191,9 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
     context = fault.get("ctx", {})
     if kind == "json_invalid":
         reason = context.get("error", "it cannot be parsed")
-        return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+        place = fault["loc"][-1]
+        message = f"the body is not valid JSON: {reason} at character {place}"
+        return HTTPError(400, message, code="invalid_json")
     if field is None and kind == "model_attributes_type":
         reason = "is no JSON object"
         # FastAPI leaves a body of another content type as bytes.
@@ -189,8 +211,19 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         message = f"{field or 'a body of JSON'} is missing"
         return HTTPError(400, message, field=field, code="missing_field")
     expected = _EXPECTED.get(kind, "another value").format(**context)
-    message = f"{field or 'the body'}: expected {expected}"
+    message = f"{field or 'the body'}: expected {expected}{_instead(fault)}"
     return HTTPError(400, message, field=field, code="invalid_value")
+
+
+def _instead(fault: Mapping[str, Any]) -> str:
+    """Return the end of an error about a value of a wrong type, or of none of a few words."""
+    given = fault.get("input")
+    if fault["type"] == "literal_error" and isinstance(given, str):
+        # The log has the error, and no prompts.
+        return f", not {given!r}" if len(given) <= _SHOWN_VALUE and given.isidentifier() else ""
+    if not fault["type"].endswith("_type"):
+        return ""
+    return f", not {_KINDS[type(given)]}" if type(given) in _KINDS else ""
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

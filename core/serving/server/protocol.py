@@ -500,7 +500,7 @@ class SystemMessage(Body):
     place = "messages[]."
 
     role: Literal["system", "developer"]
-    content: Content | None = None
+    content: Content | None
     name: str | None = None
 
 
@@ -510,7 +510,7 @@ class UserMessage(Body):
     place = "messages[]."
 
     role: Literal["user"]
-    content: Content | None = None
+    content: Content | None
     name: str | None = None
 
 

@@ -204,6 +204,11 @@ def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
         raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
 
 
+def wanted_tokens(body: GenerationFields) -> int:
+    """Return the number of tokens that a request asks for, 1 by default."""
+    return _asked_tokens(body)[1] or 1
+
+
 def _asked_tokens(body: GenerationFields) -> tuple[str, int | None]:
     """Return the field with the most tokens of an answer, and the number, None by default."""
     if body.max_completion_tokens is not None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opgraft.engine.sampling.structured import WHITESPACE
-from opgraft.errors import HTTPError
+from opgraft.errors import HTTPError, close_matches
 from opgraft.serving.server.call_forms import PLAIN, form_of_template, literal
 from opgraft.serving.server.call_reader import CallReader, WrittenCall
 from opgraft.serving.server.contradictions import expect_no_contradiction
@@ -251,9 +251,9 @@ def _allowed(body: ChatRequest) -> tuple[Sequence[Tool], Any]:
         return tools, choice
     names = {each.function.name for each in choice.allowed_tools.tools}
     allowed = [tool for tool in tools if tool.function.name in names]
-    if names - {tool.function.name for tool in allowed}:
-        message = "tool_choice allows a function that the request does not have"
-        raise HTTPError(400, message, field="tool_choice", code="invalid_value")
+    missing = names - {tool.function.name for tool in allowed}
+    if missing:
+        raise _unknown_function("allows", min(missing), [tool.function.name for tool in tools])
     return allowed, choice.allowed_tools.mode
 
 
@@ -264,10 +264,21 @@ def _chosen(choice: Any, offered: Sequence[Mapping[str, Any]]) -> list[int]:
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     names = [tool["function"]["name"] for tool in offered]
     chosen = [place for place, each in enumerate(names) if name in (None, each)]
-    if not chosen:
-        message = "tool_choice asks for a function that the request does not have"
+    if chosen:
+        return chosen
+    if name is None:
+        message = f"tool_choice is {choice!r}, and the request has no tools: give tools"
         raise HTTPError(400, message, field="tool_choice", code="invalid_value")
-    return chosen
+    raise _unknown_function("asks for", name, names)
+
+
+def _unknown_function(asks: str, name: str, known: Sequence[str]) -> HTTPError:
+    """Return the error about a choice of a function that is not there."""
+    advice = close_matches(name, known)
+    message = (
+        f"tool_choice {asks} the function {name!r:.80}, which the request does not have: {advice}"
+    )
+    return HTTPError(400, message, field="tool_choice", code="invalid_value")
 
 
 def _forced(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -95,7 +95,7 @@ def test_no_function_in_the_older_form(server: Server) -> None:
         (
             {"tools": TOOLS, "tool_choice": allowed("auto", "fly")},
             "tool_choice",
-            "allows a function that the request does not have",
+            "allows the function 'fly', which the request does not have: known: ",
         ),
         (
             {"tools": TOOLS, "tool_choice": allowed("any", "clock")},
@@ -105,7 +105,7 @@ def test_no_function_in_the_older_form(server: Server) -> None:
         (
             {"functions": [WEATHER], "function_call": {"name": "fly"}},
             "function_call",
-            "function_call asks for a function that the request does not have",
+            "function_call asks for the function 'fly', which the request does not have: known: weather",
         ),
         (
             {
