@@ -358,6 +358,10 @@ help.bench-prefixes = a long prompt from the folder of cache.store, against comp
 needs.bench-prefixes = .demo/installed build
 run.bench-prefixes = $(WITH_KERNELS) $(BIN)/python benchmarks/stored_prefixes.py --json build/bench-prefixes.json $(BENCH)
 
+help.bench-handover = short requests beside a prompt of 4,000 tokens, with handover.tokens and without
+needs.bench-handover = .demo/installed build
+run.bench-handover = $(WITH_KERNELS) $(BIN)/python benchmarks/handover.py --json build/bench-handover.json $(BENCH)
+
 # BENCH='--rows kernels' for a part; the ranks want two processors.
 help.bench-fused = what kernels of several ops at once gain over the kernels of each, in one process and on two ranks
 needs.bench-fused = .demo/installed build

@@ -28,6 +28,7 @@ import opgraft.ops
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from conftest import Site
+from interrupted_handovers import front_end, in_handovers
 from opgraft import LLM, SamplingParams
 from opgraft.compilation.cache import CompilationCache
 from opgraft.engine.workers.process_executor import LocalProcess
@@ -49,6 +50,8 @@ SHARES = {
     "a probe": 0.12,
     "a worker": 0.1,
     "a Ray actor": 0.02,
+    "a process of a handover": 0.3,
+    "a front end with a handover": 0.03,
 }
 """The scenes, each with its share of the runs."""
 
@@ -208,7 +211,7 @@ def in_stores(name: str, runs: int, folder: Path, chance: random.Random) -> Iter
     site.folder.mkdir()
     if name == "a probe":
         site.platform("acme_device", probe=PROBE)
-    else:
+    elif name == "the import of a plugin":
         site.plugin("acme", PLUGIN)
     sys.path.insert(0, str(site.folder))
     opgraft.reset()
@@ -216,12 +219,14 @@ def in_stores(name: str, runs: int, folder: Path, chance: random.Random) -> Iter
         "an entry of the cache": cache,
         "the import of a plugin": plugin_import,
         "a probe": probe,
+        "a front end with a handover": front_end,
     }
     works, check = scenes[name](folder) if name in scenes else store(folder, name)
     begin = time.monotonic()
     yield fault_of(check)
     # Writers never end. A kill anywhere in what the others take is as likely.
-    longest = time.monotonic() - begin if name in ("the import of a plugin", "a probe") else 0.1
+    is_writing = name in (*WRITERS, "an entry of the cache")
+    longest = 0.1 if is_writing else time.monotonic() - begin
     done = 1
     while done < runs:
         if killed(works, longest, chance):
@@ -330,7 +335,12 @@ def scene(name: str, runs: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)  # noqa: S311
     folder = Path(tempfile.mkdtemp(prefix="interruptions-"))
     os.environ["XDG_STATE_HOME"] = str(folder / "states")
-    run = in_workers if name in ("a worker", "a Ray actor") else in_stores
+    runners = {
+        "a worker": in_workers,
+        "a Ray actor": in_workers,
+        "a process of a handover": in_handovers,
+    }
+    run = runners.get(name, in_stores)
     start = time.monotonic()
     try:
         faults = list(run(name, runs, folder, chance))

@@ -225,6 +225,11 @@ class HandoverConfig(Section):
     )
     part: str = field(default="", repr=False)
 
+    @property
+    def store_setting(self) -> str:
+        """The setting that asks for a store of blocks."""
+        return "cache.store" if self.tokens is None else "handover.tokens"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig(Section):

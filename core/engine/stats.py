@@ -19,9 +19,9 @@ FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 HANDOVERS = ("computed", "late", "failed", "not_stored", "unavailable", "prompt_logprobs", "lora")
 """The outcomes of prompts that are long enough for the second process (``handover.tokens``).
 
-All but the first were computed by the engine, as a whole or in part: the second process was late or
-failed, its blocks were not found, it was not there, or the request asked for log-probabilities of
-the prompt or for an adapter.
+All but the first were computed by the engine, as a whole or in part: the second process was late,
+failed or was lost before, blocks were not found, or the request asked for log-probabilities of the
+prompt or for an adapter.
 """
 
 _Key = TypeVar("_Key", bound=Hashable)

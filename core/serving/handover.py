@@ -19,6 +19,7 @@ from typing import Any
 
 from opgraft.base.log import logger
 from opgraft.base.timeline import phase
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.request import Request
 from opgraft.errors import EngineError
@@ -88,9 +89,7 @@ class HandoverEngine(TextEngine):
 
     @property
     def has_work(self) -> bool:
-        if not self._open:
-            return False
-        return not self.core.scheduler.only_holds or self._has_news()
+        return self._has_news() or not self.core.scheduler.only_holds
 
     def _has_news(self) -> bool:
         return bool(self._done) or self.waiting_seconds == 0
@@ -172,21 +171,28 @@ class HandoverEngine(TextEngine):
 
     def step(self) -> list[RequestOutput]:
         self._release_all()
-        return super().step()
+        if self.core.scheduler.only_holds:
+            return []
+        outputs = super().step()
+        self._drop_ended()
+        return outputs
 
     def _release_all(self) -> None:
         """Release the requests whose prompts have ended, or which have waited long enough."""
         while self._done:
             name, error = self._done.popleft()
             self._release(name, error)
-        if not self._under_way:
-            return
+        self._drop_ended()
         now = time.monotonic()
+        for name, handover in list(self._under_way.items()):
+            if handover.end <= now:
+                self._release(name, late=True)
+
+    def _drop_ended(self) -> None:
+        """Forget the prompts that nobody waits for any more."""
         for name, handover in list(self._under_way.items()):
             if all(each.status == "finished" for each in handover.requests):
                 self._drop(name)
-            elif handover.end <= now:
-                self._release(name, late=True)
 
     def _release(self, name: str, error: str = "", *, late: bool = False) -> None:
         """Let the engine compute the tokens of a prompt that are not stored."""
@@ -212,6 +218,9 @@ class HandoverEngine(TextEngine):
             )
         for request in left:
             self.core.scheduler.release(request)
+        # A lost process starts again.
+        if error:
+            self.prefill.fault()
 
     def _drop(self, name: str) -> _Handover | None:
         """Forget a handover, and let the second process forget the prompt."""
@@ -222,6 +231,10 @@ class HandoverEngine(TextEngine):
             if not self._under_way:
                 self._share_host(False)
         return handover
+
+    def explain(self) -> Explanation:
+        executor = self.prefill.thread.engine.executor
+        return super().explain().within(**{"handover.executor": executor})
 
     def abort(self, request_id: str) -> RequestOutput:
         output = super().abort(request_id)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft.ops.spec import OpSpec
-from support.built_kernels import CACHE, compiler, copy_of_sources, install, kept
+from support.built_kernels import built
 
 
 @pytest.fixture(scope="session")
@@ -21,21 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the installed plugin. A build is kept for the next session and shared by processes."""
     if not shutil.which("g++"):
         pytest.skip("no g++ to build the kernels with")
-    target = kept()
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            for old in sorted(
-                {*CACHE.glob("*/")} - {CACHE / "objects"}, key=lambda folder: folder.stat().st_mtime
-            )[:-6]:
-                shutil.rmtree(old)
-            folder = tmp_path_factory.mktemp("cpu-kernels")
-            result = install(copy_of_sources(folder / "source"), folder / "site", CXX=compiler())
-            assert result.returncode == 0, result.stdout + result.stderr
-            shutil.copytree(folder / "site", partial := CACHE / f"partial-{os.getpid()}")
-            partial.rename(target)
-    return target
+    return built(tmp_path_factory.mktemp("cpu-kernels"))
 
 
 @pytest.fixture

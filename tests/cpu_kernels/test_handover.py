@@ -20,14 +20,18 @@ import pytest
 import torch
 from engine.test_worker_process import process_of
 from opgraft import SamplingParams
+from opgraft.config import HandoverConfig, ModelConfig, OpgraftConfig, ParallelConfig
+from opgraft.engine.workers.process_executor import ProcessExecutor
 from opgraft.errors import ConfigError
+from opgraft.plugins.selection import current_platform
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.handover import HandoverEngine
 from opgraft.serving.handover_folder import handover_folder
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.prefill_process import config_of_prefill
 from support.engines import prompts
-from support.random_decoders import written
+from support.random_decoders import hybrid, written
 from support.warm import interpreter
 
 SHAPE = {
@@ -226,11 +230,16 @@ def test_all_bits_are_those_of_one_process(
         expected = told(plain.generate(given, params))
     with opened(folders[family], **settings) as llm:
         assert asked(llm, given, params) == expected
-        assert outcomes(llm) == {"computed": 5, "prompt_logprobs": 1}
-        assert llm.stats().counters.prompt_tokens < 330
+        # Two begin like the first one, and may come when it is stored.
+        first = outcomes(llm)
+        assert first == {"computed": first["computed"], "prompt_logprobs": 1}
+        assert 3 <= first["computed"] <= 5
+        assert llm.stats().counters.prompt_tokens < 500
+        explained = llm.replicas.explain().result(60)
+        assert [row.name for row in explained.classes].count("executor") == 2
         # Everything is in the cache now.
         assert asked(llm, given[:4], params[:4]) == expected[:4]
-        assert outcomes(llm)["computed"] == 5
+        assert outcomes(llm) == first
 
 
 def test_a_short_request_overtakes(folder: Path, right: Callable[..., Answers]) -> None:
@@ -383,6 +392,51 @@ def test_what_contradicts_is_refused(folder: Path, settings: dict[str, Any], mes
     """The start fails with the reason."""
     with pytest.raises(ConfigError, match=message):
         LLM(str(folder), **{**COMMON, "handover.tokens": LEAST, **settings})
+
+
+def test_models_with_states_are_refused(tmp_path: Path) -> None:
+    """A state is in no block, so the second process could not hand it over."""
+    hybrid("bamba", tmp_path / "model")
+    settings = {"handover.tokens": LEAST, "handover.exact": False, "max_model_len": 64}
+    with pytest.raises(
+        ConfigError, match=r"handover\.tokens is set, and the model has layers that"
+    ):
+        LLM(str(tmp_path / "model"), **{**COMMON, "model.batch_invariant": False, **settings})
+
+
+def test_the_second_process_takes_the_next_devices(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With enough devices, each process has its own; otherwise both have the same."""
+    config = OpgraftConfig(
+        model=ModelConfig(name=str(folder)),
+        parallel=ParallelConfig(executor="processes", tensor=2),
+        handover=HandoverConfig(tokens=1, exact=False),
+    ).resolved()
+    for devices, first in ((4, 2), (2, 0), (3, 0), (1, 0)):
+        monkeypatch.setattr(
+            type(current_platform()), "device_count", lambda _, count=devices: count
+        )
+        of_prefill = ProcessExecutor(config_of_prefill(config))._local_ranks()
+        assert of_prefill == [(first, 2), (first + 1, 2)]
+        assert ProcessExecutor(config)._local_ranks() == [(0, 2), (1, 2)]
+
+
+def test_no_block_is_read_before_it_fits(folder: Path) -> None:
+    """Handed over blocks are not read into a full cache, whose next request would take them."""
+    settings = {"cache.num_blocks": 34, "max_model_len": 400}
+    long = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    with opened(folder, **settings) as llm:
+        running = Asked(llm, [OTHER], long)
+        until(lambda: llm.stats().running)
+        (answer,) = asked(llm, [LONG])
+        assert running.wait()[0][0][2] == "length"
+        counters = llm.stats().counters
+        assert outcomes(llm) == {"computed": 2}
+        assert counters.restored_tokens == 15 * 16 + 18 * 16 - 16
+        assert counters.preemptions == 0
+    with LLM(str(folder), **{**COMMON, **settings}) as plain:
+        assert told(plain.generate([LONG], GREEDY)) == [answer]
 
 
 def test_a_front_end_that_is_killed_leaves_no_process(folder: Path, tmp_path: Path) -> None:

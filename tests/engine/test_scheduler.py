@@ -385,3 +385,43 @@ def test_ids_are_checked() -> None:
     scheduler.abort("a")
     with pytest.raises(RequestError, match="'a' cannot be aborted"):
         scheduler.abort("a")
+
+
+def test_a_held_request_is_in_no_step() -> None:
+    """Held requests hold up no other, keep their place, and may end, be withdrawn or start anew at any time."""
+    scheduler = make_scheduler(budget=16)
+    held = [request(name, 4, token=token) for token, name in enumerate("abcd", 1)]
+    for each in held:
+        scheduler.add(each)
+        scheduler.hold(each)
+    assert scheduler.only_holds
+    scheduler.add(request("later", 4, token=9))
+    assert not scheduler.only_holds
+    assert counts(step(scheduler)) == {"later": 4}
+    assert scheduler.num_waiting == 4
+    scheduler.abort("a")
+    scheduler.withdraw([held[1]])
+    scheduler.release(held[0])
+    scheduler.release(held[2])
+    scheduler.release(held[2])
+    scheduler.add(request("last", 4, token=8))
+    assert list(counts(step(scheduler))) == ["later", "c", "last"]
+    # The queues are thrown away: all wait, and a later release does nothing.
+    scheduler.recover(None)
+    scheduler.release(held[3])
+    assert list(counts(step(scheduler))) == ["c", "d", "later", "last"]
+    assert not scheduler.only_holds
+
+
+def test_another_scheduler_goes_on_with_held_requests() -> None:
+    """After a loss of workers, held requests wait in the new scheduler, in their order."""
+    first, second = make_scheduler(budget=16), make_scheduler(budget=16)
+    held = [request(name, 4, token=token) for token, name in enumerate("ab", 1)]
+    for each in held:
+        first.add(each)
+        first.hold(each)
+    second.hold_anew(first.requests)
+    assert second.only_holds
+    for each in reversed(held):
+        second.release(each)
+    assert list(counts(step(second))) == ["a", "b"]

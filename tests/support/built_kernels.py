@@ -45,6 +45,31 @@ def install(source: Path, target: Path, **variables: str) -> subprocess.Complete
     )
 
 
+def built(folder: Path) -> Path:
+    """The folder with the installed plugin. A build is kept for the next time and shared by processes.
+
+    Args:
+        folder: an empty one for a build.
+    """
+    target = kept()
+    # Another build, of other sources, may have the lock for minutes.
+    if target.exists():
+        return target
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            others = {*CACHE.glob("*/")} - {CACHE / "objects"}
+            for old in sorted(others, key=lambda each: each.stat().st_mtime)[:-6]:
+                shutil.rmtree(old)
+            result = install(copy_of_sources(folder / "source"), folder / "site", CXX=compiler())
+            if result.returncode:
+                raise RuntimeError(result.stdout + result.stderr)
+            shutil.copytree(folder / "site", partial := CACHE / f"partial-{os.getpid()}")
+            partial.rename(target)
+    return target
+
+
 NEEDS = {
     "path_amx": {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"},
     "path_avx512_bf16": {"avx512f", "avx512_bf16", "avx512_vnni"},

@@ -246,22 +246,23 @@ class ModelRunner(PluggableClass):
             ConfigError: blocks cannot be stored, as the model keeps states beside them, or the
                 runner computes by programs of its own.
         """
+        setting = self.opgraft_config.handover.store_setting
         if self.layout.states:
             raise ConfigError(
-                "cache.store is set, and the model has layers that keep a state of each sequence, "
+                f"{setting} is set, and the model has layers that keep a state of each sequence, "
                 "which is in no block: leave it out"
             )
         own = {definer(type(self), name) for name in ("_compute", "allocate_cache")}
         if not self.stores_blocks or not all("stores_blocks" in vars(cls) for cls in own if cls):
             raise ConfigError(
-                f"cache.store is set, and {type(self).__name__} may keep blocks where only its own "
+                f"{setting} is set, and {type(self).__name__} may keep blocks where only its own "
                 "code reaches them: leave it out, or set stores_blocks in the class that computes "
                 "steps and allocates the cache"
             )
         blocks = self.num_blocks + blocks_of_padding(self.opgraft_config)
         if any(len(cache) != blocks for cache in self.caches.values()):
             raise ConfigError(
-                "cache.store is set, and the first dimension of a layer's cache is not that of the "
+                f"{setting} is set, and the first dimension of a layer's cache is not that of the "
                 "blocks, as its kv_cache_shape tells: leave it out"
             )
         return [{name: self.caches[name] for name in group} for group in self.layout.groups]

@@ -104,8 +104,8 @@ class StoredBlocks:
         settings: ``cache.store``, ``store_bytes`` and ``store_key``.
         origin: everything that the numbers in a block depend on, beside its tokens, as plain data.
         groups: the caches of the layers of each group, ``[blocks, …]``.
-        part: of ``HandoverConfig``. A process that computes for another one leaves no block out. A
-            process that takes these removes the entries that it has read.
+        part: of ``HandoverConfig``. A process that computes for another one leaves no block out.
+            The other one removes the entries after reading.
 
     Raises:
         ConfigError: the folder or the key cannot be used.

@@ -168,7 +168,7 @@ class Scheduler(PluggableClass):
         self._held = {name: each for name, each in self._held.items() if known.get(name) is each}
 
     def hold(self, request: Request) -> None:
-        """Let a waiting request wait for ``release``. It holds up no other."""
+        """Let a waiting request wait for ``release``, without a place in the queue."""
         _take_out(self.waiting, request)
         self._held[request.request_id] = request
 
@@ -180,7 +180,7 @@ class Scheduler(PluggableClass):
             self.hold(request)
 
     def release(self, request: Request) -> None:
-        """Put a held request back among the waiting ones. For any other, nothing happens."""
+        """Put a held request back among the waiting ones. Other requests stay."""
         if self._held.get(request.request_id) is request:
             del self._held[request.request_id]
             insort(self.waiting, request, key=_rank)

@@ -112,15 +112,28 @@ class StoredPrefixes:
     def restore(self, request: Request) -> None:
         """Fill free blocks with the next ones of a request's beginning, as far as they are stored.
 
-        Each request is looked up once, before its first admission.
+        Each request is looked up once, before its first admission, and as soon as it may fit.
         """
         if request.was_sought:
             return
-        request.was_sought = True
         beginning = self._beginning(request, request.num_tokens)
+        if not self._may_fit(request, beginning):
+            return
+        request.was_sought = True
         behind = self._stored(beginning)
         if behind > beginning.length:
             self._fill(beginning.hashes[:behind], beginning.found, beginning.length)
+
+    def _may_fit(self, request: Request, beginning: _Beginning) -> bool:
+        """Return False if a request surely cannot be admitted yet.
+
+        Running requests would take the filled blocks before the admission.
+        """
+        pool = self._cache.pool
+        held = 0
+        for blocks in beginning.found:
+            held += sum(block is not None and pool.references(block) > 0 for block in blocks)
+        return self._cache.most_blocks(request.num_tokens, 1) - held <= pool.num_free
 
     def missing(self, request: Request) -> int:
         """Return about how many tokens of a prompt are neither in the cache nor stored.

@@ -29,6 +29,7 @@ from opgraft.engine.workers.worker_progress import (
 )
 from opgraft.machine.channel import Channel, PipeSender
 from opgraft.machine.child import child_command
+from opgraft.plugins.selection import current_platform
 
 _STACK_SECONDS = 0.2
 """Seconds for a process to write its stack."""
@@ -89,6 +90,10 @@ class ProcessExecutor(RemoteExecutor):
         if parallel.data_rank is not None:
             first = parallel.data_rank * size
             replicas = parallel.data
+        # The second process of an engine takes the next devices, if there are as many.
+        own = replicas * size
+        if self.opgraft_config.handover.part == "computes":
+            first += own if current_platform().device_count() >= 2 * own else 0
         return [(first + rank, replicas * size) for rank in range(size)]
 
 

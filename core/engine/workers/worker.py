@@ -347,16 +347,17 @@ class Worker(PluggableClass):
                 "cache.store is set, and cache.prefix_reuse is off, so that nobody would look for "
                 "stored blocks: leave one of them out"
             )
+        setting = self.opgraft_config.handover.store_setting
         groups = self.runner.cache_groups()
         origin = self._origin_of_blocks()
         if self._checkpoint is None:
             raise ConfigError(
-                f"cache.store is set, and {type(self).__name__} loads models without noting the "
+                f"{setting} is set, and {type(self).__name__} loads models without noting the "
                 "files: leave it out, or call load_model of opgraft.engine.workers.worker:Worker"
             )
         if state_of_checkpoint(str(self.opgraft_config.model.name)) != self._checkpoint:
             raise ConfigError(
-                f"cache.store is set, and the files of {self.opgraft_config.model.name} have "
+                f"{setting} is set, and the files of {self.opgraft_config.model.name} have "
                 "changed while the model was loaded, so that blocks have no name: start again"
             )
         self.store = StoredBlocks(
