@@ -43,7 +43,7 @@ VLLM := vllm==0.33.0
 VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wheel-,$(VLLM))
 
 # Vendors' wheels of vLLM plugins, without what they depend on.
-VENDOR_WHEELS := pace-vllm==1.3.0
+VENDOR_WHEELS := pace-vllm==1.3.0 vllm-spark2-5-plugin==0.1.0
 WHEELS_FOLDER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vendor-wheels
 
 VOCABULARY := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/vocabularies/o200k_base.tiktoken

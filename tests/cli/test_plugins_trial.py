@@ -280,7 +280,7 @@ WORSE = {
             before="STATE.append(0)",
             after="found = found * (float('nan') if len(STATE) > 40 else 1)",
         ),
-        "other answers from round to round",
+        "the model fails",
     ),
     "fails late": (
         plugin(before="STATE.append(0); STATE[len(STATE) > 40 and 10**9]"),

@@ -38,6 +38,8 @@ SETTINGS = sorted(
     name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None))
 )
 OLDER = {
+    "vllm.attention.Attention",
+    "vllm.attention.layer.Attention",
     "vllm.entrypoints.openai.tool_parsers.ToolParserManager",
     "vllm.entrypoints.openai.tool_parsers.abstract_tool_parser.ToolParserManager",
     "vllm.utils.FlexibleArgumentParser",

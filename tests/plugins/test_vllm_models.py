@@ -45,7 +45,7 @@ def register():
 
 MODEL = """
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -73,8 +73,8 @@ class SelfAttention(nn.Module):
             size, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
         )
         self.attn = Attention(
-            heads, size, size**-0.5, num_kv_heads=kv,
-            prefix=f"{prefix}.attn",
+            heads, size, scale=size**-0.5, num_kv_heads=kv, cache_config=get_current_vllm_config().cache_config,
+            quant_config=quant_config, prefix=f"{prefix}.attn",
         )
 
     def forward(self, positions, hidden):

@@ -10,6 +10,7 @@ import logging.config
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -443,7 +444,9 @@ def test_a_version_in_numbers(vllm: Any) -> None:
 def test_names_of_weights(vllm: Any) -> None:
     """Every change that matches is made, in vLLM's order; a change to None drops the weight."""
     mapper = vllm("vllm.model_executor.models.utils").WeightsMapper
+    stacked = {".gate": (".gate_up", 0), ".up": (".gate_up", 1)}
     first = mapper(
+        orig_to_new_stacked=stacked,
         orig_to_new_regex={re.compile(r"\.h\.(\d+)\."): r".layers.\1."},
         orig_to_new_prefix={"model.": "language.", "language.layers.0.": None},
     )
@@ -456,6 +459,7 @@ def test_names_of_weights(vllm: Any) -> None:
     assert both.map_name("model.h.12.mlp.x.mlp.gamma") == r"inner.layers.12.\1.x.mlp.weight"
     assert both.map_name("model.h.0.mlp.gamma") is None
     assert both.map_name("gamma") == "gamma"
+    assert both.merged() == {"gate_up": {"gate": 0, "up": 1}}
 
 
 def test_helpers_of_models(vllm: Any) -> None:
@@ -505,3 +509,49 @@ def test_a_platform_without_a_kind(vllm: Any) -> None:
     unspecified = vllm("vllm.platforms.interface").UnspecifiedPlatform
     assert unspecified().is_unspecified()
     assert unspecified.device_type == ""
+
+
+def test_the_constructor_of_attention(vllm: Any) -> None:
+    """It takes vLLM's arguments, makes opgraft's layer, and refuses a layer that opgraft has no use for."""
+    attention = vllm("vllm.model_executor.layers.attention").Attention
+    cache = dataclasses.replace(
+        vllm("vllm.config").get_current_vllm_config().cache_config, sliding_window=7
+    )
+    made = attention(
+        4, 8, 0.5, 2, cache_config=cache, quant_config=None, attn_type="decoder", prefix="a"
+    )
+    assert type(made) is type(ops.Attention(4, 8, 0.5, 2))
+    assert isinstance(made, attention)
+    assert (made.num_kv_heads, made.sliding_window, made.prefix) == (2, 7, "a")
+    assert attention(4, 8, 0.5, cache_config=cache, per_layer_sliding_window=3).sliding_window == 3
+    assert attention(4, 8, 0.5, sinks=torch.zeros(4)).sinks.shape == (4,)
+    for refused in ({"alibi_slopes": [1.0]}, {"attn_type": "encoder_only"}):
+        (name,) = refused
+        with pytest.raises(LayerError, match=f"the layer 'b' is given {name}, and has no use"):
+            attention(4, 8, 0.5, prefix="b", **refused)
+
+    @attention.register_oot
+    class Mine(attention):
+        def attend(self, layer: attention | None = None) -> None: ...
+
+    assert issubclass(Mine, attention)
+    assert isinstance(attention(4, 8, 0.5), Mine)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"sliding_window": 9}, 9),
+        ({"sliding_window": 9, "use_sliding_window": False}, None),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention"] * 2}, 9),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({}, None),
+    ],
+)
+def test_the_window_of_a_model(vllm: Any, config: dict[str, Any], window: int | None) -> None:
+    """A layer without a window of its own takes that of all layers, if all layers have one."""
+    settings = vllm("vllm.config") and importlib.import_module(
+        "opgraft_vllm_bridge.vllm_parts.config"
+    )
+    assert settings._window_of(SimpleNamespace(**config)) == window
+    assert settings._window_of(SimpleNamespace(text_config=SimpleNamespace(**config))) == window

@@ -12,6 +12,7 @@ from opgraft_vllm_bridge.counterparts import COUNTERPARTS
 
 _PARTS = "opgraft_vllm_bridge.vllm_parts"
 
+_ATTENTION = {"attention_layer": "Attention"}
 _CONFIG = "VllmConfig get_current_vllm_config get_current_vllm_config_or_none"
 _DIVIDING = {"distributed_utils": "divide split_tensor_along_last_dim"}
 _QUANTIZATION = (
@@ -29,6 +30,8 @@ _VERSIONS = "__version__ __version_tuple__"
 
 _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm": {"version": _VERSIONS, "models": "ModelRegistry"},
+    "vllm.attention": _ATTENTION,
+    "vllm.attention.layer": _ATTENTION,
     "vllm.compilation.decorators": {"interfaces": "support_torch_compile"},
     "vllm.config": {
         "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig "
@@ -57,6 +60,8 @@ _ADAPTED: Mapping[str, Mapping[str, str]] = {
     "vllm.logger": {"logging_config": "DEFAULT_LOGGING_CONFIG"},
     "vllm.logging_utils": _FORMATTERS,
     "vllm.logging_utils.formatter": _FORMATTERS,
+    "vllm.model_executor.layers.attention": _ATTENTION,
+    "vllm.model_executor.layers.attention.attention": _ATTENTION,
     "vllm.model_executor.layers.fused_moe.router.grouped_topk_router": {
         "routing": "fused_grouped_topk"
     },

@@ -114,13 +114,18 @@ class ModelConfig(Settings):
 
 @dataclass(slots=True)
 class CacheConfig(Settings):
-    """The cache of keys and values."""
+    """The cache of keys and values.
+
+    Attributes:
+        sliding_window: the window of attention, if the model has the same one in all layers.
+    """
 
     block_size: int
     cache_dtype: str
     enable_prefix_caching: bool
     gpu_memory_utilization: float | None
     num_gpu_blocks_override: int | None
+    sliding_window: int | None = None
     user_specified_block_size: bool = False
 
 
@@ -252,6 +257,7 @@ class VllmConfig(Settings):
         model["hf_config"] = described
         model["dtype"] = _dtype_of(config.model.dtype, described, dtype)
         model["enforce_eager"] = config.compilation_config.mode is CompilationMode.NONE
+        rows["cache_config"]["sliding_window"] = _window_of(described)
         by_user = origin_of("cache.block_size") != "default"
         rows["cache_config"]["user_specified_block_size"] = by_user
         parallel = rows["parallel_config"]
@@ -317,6 +323,16 @@ def _dtype_of(name: str, described: Any, default: torch.dtype) -> torch.dtype:
         return default
     found = getattr(described, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _window_of(described: Any) -> int | None:
+    """Return the window of attention in a checkpoint's config, if all layers have the same one."""
+    text = getattr(described, "text_config", None) or described
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"sliding_attention"} or getattr(text, "use_sliding_window", None) is False:
+        return None
+    window: int | None = getattr(text, "sliding_window", None)
+    return window
 
 
 _SECTIONS: Mapping[str, Any] = {

@@ -50,7 +50,8 @@ class VllmModel(Model):
         settings.quant_config = quantization_config(opgraft_config, self)
         self.inner = cls(vllm_config=settings.sealed(), prefix=prefix)
         layers = {path.rpartition(".")[2]: layer for path, layer in self.inner.named_modules()}
-        type(self).packed_modules_mapping = merged_layers(table, layers)
+        merged = theirs.merged() if theirs else {}
+        type(self).packed_modules_mapping = merged_layers(table, layers) | merged
         # The loader of weights reads the inner model's table, and needs opgraft's form.
         self.inner.packed_modules_mapping = self.packed_modules_mapping
         self._parameters_of_forward = frozenset(inspect.signature(self.inner.forward).parameters)

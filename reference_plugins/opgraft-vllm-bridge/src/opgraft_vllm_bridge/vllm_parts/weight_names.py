@@ -17,10 +17,15 @@ class WeightsMapper:
 
     All matching changes are made, in order, each at one place. A change to ``None`` drops the
     weight.
+
+    Attributes:
+        orig_to_new_stacked: part of a merged layer → the merged layer and the shard. Example:
+            ``{".up_proj": (".gate_up_proj", 1)}``.
     """
 
     orig_to_new_regex: Mapping[re.Pattern[str], str | None] = field(default_factory=dict)
     orig_to_new_substr: Changes = field(default_factory=dict)
+    orig_to_new_stacked: Mapping[str, tuple[str, int | str]] = field(default_factory=dict)
     orig_to_new_prefix: Changes = field(default_factory=dict)
     orig_to_new_suffix: Changes = field(default_factory=dict)
 
@@ -28,9 +33,17 @@ class WeightsMapper:
         return WeightsMapper(
             {**self.orig_to_new_regex, **other.orig_to_new_regex},
             {**self.orig_to_new_substr, **other.orig_to_new_substr},
+            {**self.orig_to_new_stacked, **other.orig_to_new_stacked},
             {**self.orig_to_new_prefix, **other.orig_to_new_prefix},
             {**self.orig_to_new_suffix, **other.orig_to_new_suffix},
         )
+
+    def merged(self) -> dict[str, dict[str, int | str]]:
+        """Return merged layer → its part in a checkpoint → shard, of ``orig_to_new_stacked``."""
+        found: dict[str, dict[str, int | str]] = {}
+        for part, (layer, shard) in self.orig_to_new_stacked.items():
+            found.setdefault(layer.strip("."), {})[part.strip(".")] = shard
+        return found
 
     def map_name(self, key: str) -> str | None:
         """Return the name of a weight in the model, or None for a dropped weight."""
