@@ -50,7 +50,8 @@ APPROXIMATIONS = ("none", "tanh")
 
 def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
     """Make a contiguous tensor with half the last dimension of ``x``, as a fake rule."""
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    *lead, width = x.shape
+    return x.new_empty((*lead, width // 2))
 
 
 def expect_sparsity(activation_sparsity: float) -> None:
@@ -81,7 +82,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
         ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     gate, up = halves("silu_and_mul", "x", x)
-    return F.silu(gate) * up
+    activated = F.silu(gate)
+    return activated * up
 
 
 @register_functional("mul_and_silu", half_of)
@@ -95,7 +97,8 @@ def mul_and_silu(x: Tensor) -> Tensor:
         ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     plain, gate = halves("mul_and_silu", "x", x)
-    return plain * F.silu(gate)
+    activated = F.silu(gate)
+    return plain * activated
 
 
 @register_functional("gelu_and_mul", half_of)
@@ -110,7 +113,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """
     expect_choice("gelu_and_mul", "approximate", approximate, APPROXIMATIONS)
     gate, up = halves("gelu_and_mul", "x", x)
-    return F.gelu(gate, approximate=approximate) * up
+    activated = F.gelu(gate, approximate=approximate)
+    return activated * up
 
 
 @register_functional("gelu_and_mul_sparse", half_of)
@@ -128,20 +132,31 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
     """
     expect_choice("gelu_and_mul_sparse", "approximate", approximate, APPROXIMATIONS)
     expect_sparsity(activation_sparsity)
+
     gate, up = halves("gelu_and_mul_sparse", "x", x)
     dtype = compute_dtype(x.dtype)
     gate = gate.to(dtype)
     up = up.to(dtype)
-    centred = gate - gate.mean(-1, keepdim=True)
+
+    mean = gate.mean(-1, keepdim=True)
+    centred = gate - mean
     variance = centred.square().mean(-1, keepdim=True)
+    deviation = _root(variance)
+
+    cut = normal_quantile(activation_sparsity) * deviation
+    kept = F.relu(centred - cut)
+    activated = F.gelu(kept, approximate=approximate)
+    y = activated * up
+    return y.to(x.dtype)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """Return the square root, with a gradient of zero at zero."""
     constant = variance == 0.0
     # The slope of the root at zero is infinite: times zero, the gradients of such rows would be
     # NaN.
-    deviation = variance.masked_fill(constant, 1.0).sqrt().masked_fill(constant, 0.0)
-    cut = normal_quantile(activation_sparsity) * deviation
-    kept = F.relu(centred - cut)
-    y = F.gelu(kept, approximate=approximate) * up
-    return y.to(x.dtype)
+    roots = variance.masked_fill(constant, 1.0).sqrt()
+    return roots.masked_fill(constant, 0.0)
 
 
 @register_functional("fatrelu_and_mul", half_of)
@@ -154,7 +169,8 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
         ValueError: the last dimension of ``x`` is odd, or the dtype is no floating-point dtype.
     """
     gate, up = halves("fatrelu_and_mul", "x", x)
-    return F.threshold(gate, threshold, 0.0) * up
+    kept = F.threshold(gate, threshold, 0.0)
+    return kept * up
 
 
 @register_functional("swigluoai_and_mul", half_of)
@@ -174,7 +190,9 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     dtype = compute_dtype(x.dtype)
     gate = x[..., 0::2].to(dtype).clamp(max=limit)
     up = x[..., 1::2].to(dtype).clamp(-limit, limit)
-    y = (up + 1.0) * gate * torch.sigmoid(alpha * gate)
+
+    share = torch.sigmoid(alpha * gate)
+    y = (up + 1.0) * gate * share
     return y.to(x.dtype)
 
 
@@ -193,7 +211,10 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
     dtype = compute_dtype(x.dtype)
     gate = gate.to(dtype).clamp(max=limit)
     up = up.to(dtype).clamp(-limit, limit)
-    return (F.silu(gate) * up).to(x.dtype)
+
+    activated = F.silu(gate)
+    y = activated * up
+    return y.to(x.dtype)
 
 
 @register_functional("swiglustep_and_mul", half_of)
@@ -210,9 +231,12 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     expect_not_negative("swiglustep_and_mul", "limit", limit)
     gate, up = halves("swiglustep_and_mul", "x", x)
     dtype = compute_dtype(x.dtype)
-    activated = F.silu(gate.to(dtype)).clamp(max=limit)
+
+    activated = F.silu(gate.to(dtype))
+    activated = activated.clamp(max=limit)
     up = up.to(dtype).clamp(-limit, limit)
-    return (activated * up).to(x.dtype)
+    y = activated * up
+    return y.to(x.dtype)
 
 
 @register_functional("gelu", like)
@@ -254,7 +278,8 @@ def gelu_new(x: Tensor) -> Tensor:
     t = x.to(compute_dtype(x.dtype))
     # In GPT-2's order of operations: gelu_fast rounds otherwise.
     inner = math.sqrt(2.0 / math.pi) * (t + 0.044715 * t**3)
-    return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
+    y = 0.5 * t * (1.0 + torch.tanh(inner))
+    return y.to(x.dtype)
 
 
 @register_functional("gelu_fast", like)
@@ -269,7 +294,8 @@ def gelu_fast(x: Tensor) -> Tensor:
     expect_floating("gelu_fast", "x", x)
     t = x.to(compute_dtype(x.dtype))
     inner = t * 0.7978845608 * (1.0 + 0.044715 * t * t)
-    return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
+    y = 0.5 * t * (1.0 + torch.tanh(inner))
+    return y.to(x.dtype)
 
 
 @register_functional("quick_gelu", like)
@@ -283,7 +309,8 @@ def quick_gelu(x: Tensor) -> Tensor:
     """
     expect_floating("quick_gelu", "x", x)
     t = x.to(compute_dtype(x.dtype))
-    return (t * torch.sigmoid(1.702 * t)).to(x.dtype)
+    y = t * torch.sigmoid(1.702 * t)
+    return y.to(x.dtype)
 
 
 @register_functional("relu", like)
@@ -329,7 +356,8 @@ def silu_(x: Tensor) -> None:
 def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
     """Raise ``ValueError`` unless the parameters are one number each, on the device of ``x``."""
     expect_floating("xielu", "x", x)
-    for argument, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
+    parameters = {"alpha_p": alpha_p, "alpha_n": alpha_n}
+    for argument, alpha in parameters.items():
         expect_floating("xielu", argument, alpha)
         if alpha.numel() != 1:
             raise ValueError(
@@ -363,8 +391,10 @@ def xielu(
     t = x.to(compute_dtype(x.dtype))
     positive = F.softplus(alpha_p.to(t.dtype))
     negative = beta + F.softplus(alpha_n.to(t.dtype))
+
     # The bound keeps the branch that torch.where drops finite, and with it the gradients.
     exponential = torch.expm1(torch.clamp(t, max=eps))
     below = (exponential - t) * negative + beta * t
     above = positive * t * t + beta * t
-    return torch.where(t > 0, above, below).to(x.dtype)
+    y = torch.where(t > 0, above, below)
+    return y.to(x.dtype)

@@ -43,7 +43,8 @@ def _wide(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    *lead, width = x.shape
+    halves = x.reshape(*lead, 2, width // 2)
     first, second = halves.unbind(-2)
     return first, second
 
@@ -52,19 +53,26 @@ def _sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") ->
     gate, up = _split(x)
     size = gate.shape[-1]
     mean = gate.sum(-1, keepdim=True) / size
-    variance = ((gate - mean) ** 2).sum(-1, keepdim=True) / size
-    quantile = torch.special.ndtri(torch.tensor(activation_sparsity, dtype=torch.float64))
+    squares = (gate - mean) ** 2
+    variance = squares.sum(-1, keepdim=True) / size
+
+    sparsity = torch.tensor(activation_sparsity, dtype=torch.float64)
+    quantile = torch.special.ndtri(sparsity)
     cut = mean + torch.sqrt(variance) * quantile
     kept = torch.where(gate > cut, gate - cut, torch.zeros_like(gate))
     return gelu(kept, approximate) * up
 
 
 def _swigluoai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    gate, up = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    *lead, width = x.shape
+    pairs = x.reshape(*lead, width // 2, 2)
+    gate, up = pairs.unbind(-1)
+
     # A tensor as the bound, because torch.minimum takes no number.
     most = torch.tensor(limit, dtype=x.dtype)
     gate = torch.minimum(gate, most)
-    up = torch.maximum(torch.minimum(up, most), -most)
+    up = torch.minimum(up, most)
+    up = torch.maximum(up, -most)
     return (up + 1) * silu(alpha * gate) / alpha
 
 
@@ -81,12 +89,14 @@ def _clamp(x: Tensor, limit: float) -> Tensor:
 def _step(x: Tensor, limit: float = 7.0) -> Tensor:
     gate, up = _split(x)
     activated = silu(gate)
-    return torch.where(activated > limit, limit, activated) * _clipped(up, limit)
+    activated = torch.where(activated > limit, limit, activated)
+    return activated * _clipped(up, limit)
 
 
 def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
     gate, up = _split(x)
-    return (gate > threshold) * gate * up
+    kept = (gate > threshold) * gate
+    return kept * up
 
 
 def _xielu(
@@ -94,9 +104,12 @@ def _xielu(
 ) -> Tensor:
     positive = torch.log1p(torch.exp(alpha_p))
     negative = beta + torch.log1p(torch.exp(alpha_n))
-    exponential = torch.exp(torch.where(x < eps, x, eps)) - 1
+
+    bounded = torch.where(x < eps, x, eps)
+    exponential = torch.exp(bounded) - 1
     below = negative * (exponential - x) + beta * x
-    return torch.where(x > 0, positive * x**2 + beta * x, below)
+    above = positive * x**2 + beta * x
+    return torch.where(x > 0, above, below)
 
 
 def _xielu_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
@@ -111,7 +124,8 @@ def _activation_op(
 
 
 def _xielu_op(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> tuple[nn.Module, tuple[Any, ...]]:
-    return with_parameters(ops.XIELU(), alpha_p=alpha_p, alpha_n=alpha_n), (x,)
+    module = with_parameters(ops.XIELU(), alpha_p=alpha_p, alpha_n=alpha_n)
+    return module, (x,)
 
 
 def _torch_gated(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -130,18 +144,21 @@ def _mul_and_silu(x: Tensor) -> Tensor:
 def _gemma3n(mlp: Any, x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
     gate, up = x.chunk(2, -1)
     # The class needs a whole configuration, its method only this setting.
-    kept = mlp._gaussian_topk(SimpleNamespace(activation_sparsity=activation_sparsity), gate)
+    setting = SimpleNamespace(activation_sparsity=activation_sparsity)
+    kept = mlp._gaussian_topk(setting, gate)
     return F.gelu(kept, approximate=approximate) * up
 
 
 def _gate_of_experts(experts: Any, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Any:
     # The class needs weights of experts, its method only these settings.
-    return experts._apply_gate(SimpleNamespace(alpha=alpha, limit=limit, act_fn=F.silu), x)
+    settings = SimpleNamespace(alpha=alpha, limit=limit, act_fn=F.silu)
+    return experts._apply_gate(settings, x)
 
 
 def _transformers_xielu(activation: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Any:
     parameters = {"alpha_p": alpha_p, "alpha_n": alpha_n}
-    return torch.func.functional_call(activation(dtype=x.dtype), parameters, (x,))
+    module = activation(dtype=x.dtype)
+    return torch.func.functional_call(module, parameters, (x,))
 
 
 def _per_element(count: int) -> Callable[..., int]:

@@ -53,12 +53,14 @@ def load_float32(pointer, exists):
 @triton.jit
 def activated(t, function: tl.constexpr, threshold):
     """Compute an activation of a float32 tile. Only ``fatrelu`` reads ``threshold``."""
+    # The branch is chosen when the kernel is compiled, so a kernel has one of them.
     if function == "silu":
         result = t * tl.sigmoid(t)
     elif function == "gelu":
         result = 0.5 * t * (1.0 + tl.erf(t * _HALF_ROOT))
     elif function == "gelu_tanh":
-        result = t * tl.sigmoid((t + t * t * t * _CUBIC) * _SLOPE)
+        inner = (t + t * t * t * _CUBIC) * _SLOPE
+        result = t * tl.sigmoid(inner)
     elif function == "quick_gelu":
         result = t * tl.sigmoid(1.702 * t)
     elif function == "relu2":
@@ -73,7 +75,8 @@ def activated(t, function: tl.constexpr, threshold):
 @triton.jit
 def clipped(t, limit):
     """Clip to the range from ``-limit`` to ``limit``."""
-    return tl.where(t > limit, limit, tl.where(t < -limit, -limit, t))
+    above = tl.where(t < -limit, -limit, t)
+    return tl.where(t > limit, limit, above)
 
 
 @triton.jit
@@ -86,10 +89,12 @@ def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
         low = tl.where(gate > limit, limit, gate)
         result = (clipped(up, limit) + 1.0) * low * tl.sigmoid(first * low)
     elif function == "silu_with_clamp":
-        result = activated(tl.where(gate > limit, limit, gate), "silu", first) * clipped(up, limit)
+        low = tl.where(gate > limit, limit, gate)
+        result = activated(low, "silu", first) * clipped(up, limit)
     elif function == "swiglustep":
         act = activated(gate, "silu", first)
-        result = tl.where(act > limit, limit, act) * clipped(up, limit)
+        low = tl.where(act > limit, limit, act)
+        result = low * clipped(up, limit)
     else:
         # Two ops, an activation and a product, round the activation to the dtype between them.
         act = activated(gate, function, first).to(dtype).to(tl.float32)
@@ -107,15 +112,23 @@ def expm1(t):
 
 
 @triton.jit
+def rows_of(index, tile_rows: tl.constexpr):
+    """Return the rows of block ``index`` of rows, ``[rows, 1]``, with the 64 bits of offsets."""
+    return index.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+
+
+@triton.jit
 def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
     """Return the rows, with the 64 bits of offsets, the columns and the mask of tile ``index``."""
     # Any width of 32 bits works: only columns outside of the mask exceed the width, so no sum
     # overflows inside of the mask.
     blocks = (width - 1) // tile_columns + 1
     start = (index % blocks) * tile_columns
-    row = (index // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+
+    row = rows_of(index // blocks, tile_rows)
     column = tl.arange(0, tile_columns)[None, :]
-    return row, start + column, (row < rows) & (column < width - start)
+    inside = (row < rows) & (column < width - start)
+    return row, start + column, inside
 
 
 @triton.jit
@@ -132,7 +145,8 @@ def plain_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     t = load_float32(x + row * stride + column, inside)
-    tl.store(out + row * out_stride + column, activated(t, function, 0.0), inside)
+    result = activated(t, function, 0.0)
+    tl.store(out + row * out_stride + column, result, inside)
 
 
 @triton.jit
@@ -154,9 +168,11 @@ def xielu_kernel(
     t = load_float32(x + row * stride + column, inside)
     positive = softplus(tl.load(alpha_p).to(tl.float32))
     negative = beta + softplus(tl.load(alpha_n).to(tl.float32))
+
     clipped_t = tl.where(t > eps, eps, t)
     below = (expm1(clipped_t) - t) * negative
-    result = tl.where(t > 0.0, positive * t * t, below) + beta * t
+    above = positive * t * t
+    result = tl.where(t > 0.0, above, below) + beta * t
     tl.store(out + row * out_stride + column, result, inside)
 
 
@@ -170,7 +186,9 @@ def softplus(t):
     is_one = total == 1.0
     rounded = tl.where(is_one, 1.0, total - 1.0)
     logarithm = tl.where(is_one, small, tl.log(total) * small / rounded)
-    return tl.where(t > 0.0, t, 0.0) + logarithm
+
+    positive = tl.where(t > 0.0, t, 0.0)
+    return positive + logarithm
 
 
 @triton.jit
@@ -193,6 +211,7 @@ def gated_kernel(
     x_row = x + row * stride
     gate = load_float32(x_row + gate_at + column, inside)
     up = load_float32(x_row + up_at + column, inside)
+
     result = gated(gate, up, function, first, limit, x.dtype.element_ty)
     tl.store(out + row * width + column, result, inside)
 
@@ -213,8 +232,10 @@ def interleaved_kernel(
     """Compute as ``gated_kernel``, with gates at even elements and ups at odd elements."""
     # Neighbours are loaded together and split in registers, so that memory is read in order.
     row, both, inside = tile_at(tl.program_id(0), rows, 2 * width, tile_rows, 2 * tile_columns)
-    pairs = load_float32(x + row * stride + both, inside)
-    gate, up = tl.split(tl.reshape(pairs, (tile_rows, tile_columns, 2)))
+    loaded = load_float32(x + row * stride + both, inside)
+    pairs = tl.reshape(loaded, (tile_rows, tile_columns, 2))
+    gate, up = tl.split(pairs)
+
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     result = gated(gate, up, function, first, limit, x.dtype.element_ty)
     tl.store(out + row * width + column, result, inside)
@@ -233,26 +254,39 @@ def sparse_kernel(
     tile_columns: tl.constexpr,
 ):
     """Compute whole rows: the statistics of a row block by block, then the gates above the cut."""
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     exists = row < rows
     gate_row = x + row * stride
     up_row = gate_row + width
+    out_row = out + row * width
+
+    cut = cut_of_rows(gate_row, exists, width, quantile, tile_rows, tile_columns)
+
+    for start in range(0, width, tile_columns):
+        column = start + tl.arange(0, tile_columns)[None, :]
+        inside = exists & (column < width)
+        gate = load_float32(gate_row + column, inside) - cut
+        up = load_float32(up_row + column, inside)
+        kept = tl.where(gate < 0.0, 0.0, gate)
+        result = activated(kept, function, 0.0) * up
+        tl.store(out_row + column, result, inside)
+
+
+@triton.jit
+def cut_of_rows(
+    gate_row, exists, width, quantile, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+):
+    """Compute the mean plus ``quantile`` standard deviations of each row, ``[rows, 1]``."""
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = exists & (column < width)
         gate = load_float32(gate_row + column, inside)
+        # The last block may be smaller.
         count = tl.minimum(tile_columns, width - start)
         mean, squares = merged(mean, squares, start, gate, inside, count)
-    cut = mean + quantile * tl.sqrt(squares / width)
-    for start in range(0, width, tile_columns):
-        column = start + tl.arange(0, tile_columns)[None, :]
-        inside = exists & (column < width)
-        gate = load_float32(gate_row + column, inside) - cut
-        up = load_float32(up_row + column, inside)
-        result = activated(tl.where(gate < 0.0, 0.0, gate), function, 0.0) * up
-        tl.store(out + row * width + column, result, inside)
+    return mean + quantile * tl.sqrt(squares / width)
 
 
 @triton.jit
@@ -261,12 +295,17 @@ def merged(mean, squares, count, block, inside, block_count):
 
     The formula by Chan et al. does not subtract large sums.
     """
-    block_mean = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True) / block_count
+    total = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True)
+    block_mean = total / block_count
     deviation = tl.where(inside, block - block_mean, 0.0)
     block_squares = tl.sum(deviation * deviation, 1, keep_dims=True)
+
+    # The sum with a float makes the division one of floats.
     share = block_count / (count + block_count + 0.0)
     change = block_mean - mean
-    return mean + change * share, squares + block_squares + change * change * count * share
+    new_mean = mean + change * share
+    new_squares = squares + block_squares + change * change * count * share
+    return new_mean, new_squares
 
 
 def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: Any) -> None:
@@ -285,6 +324,7 @@ def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants:
         tile = tile_of(width, 2048, 2048)
         x = as_rows(x, width)
         out = as_rows(out, width)
+
     rows, width = x.shape
     programs = triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns)
     sizes = (rows, width, x.stride(0), out.stride(0))
@@ -309,6 +349,8 @@ def silu_(x: Tensor) -> None:
     expect_floating("silu_", "x", x)
     if not x.numel():
         return
+
+    # A kernel would write several times to elements that share memory.
     if writable(x):
         _elementwise(plain_kernel, x, x, function="silu")
     else:
@@ -317,7 +359,8 @@ def silu_(x: Tensor) -> None:
 
 @replaces(definitions.gelu)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return _launch_plain("gelu", x, _gelu("gelu", approximate))
+    function = _gelu("gelu", approximate)
+    return _launch_plain("gelu", x, function)
 
 
 @replaces(definitions.gelu_tanh)
@@ -366,8 +409,8 @@ def _launch_gated(
 ) -> Tensor:
     """Return the gated activation of ``x``. The gate is the half number ``activated_half``."""
     halves(op, "x", x)
-    width = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], width))
+    out = definitions.half_of(x)
+    width = out.shape[-1]
     if out.numel():
         gate_at = activated_half * width
         up_at = width - gate_at
@@ -385,6 +428,7 @@ def _row_tiles(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: A
     rows = as_rows(x, x.shape[-1])
     count = rows.shape[0]
     tile_rows, tile_columns, _ = tile_of(width, 1024, 1024)
+
     # Twice the warps of one operand: a tile loads two.
     tile = Tile(tile_rows, tile_columns, warps=4)
     programs = triton.cdiv(count, tile.rows) * triton.cdiv(width, tile.columns)
@@ -409,7 +453,8 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
 @replaces(definitions.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    return _launch_gated(x, "gelu_and_mul", _gelu("gelu_and_mul", approximate))
+    function = _gelu("gelu_and_mul", approximate)
+    return _launch_gated(x, "gelu_and_mul", function)
 
 
 @replaces(definitions.fatrelu_and_mul)
@@ -433,7 +478,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     expect_not_negative("swigluoai_and_mul", "limit", limit)
     halves("swigluoai_and_mul", "x", x)
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    out = definitions.half_of(x)
     if out.numel():
         _row_tiles(interleaved_kernel, x, out, alpha, limit, function="swigluoai")
     return out
@@ -444,14 +489,17 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
     definitions.expect_sparsity(activation_sparsity)
     function = _gelu("gelu_and_mul_sparse", approximate)
     halves("gelu_and_mul_sparse", "x", x)
-    width = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], width))
+
+    out = definitions.half_of(x)
+    width = out.shape[-1]
     if not out.numel():
         return out
+
     rows = as_rows(x, x.shape[-1])
     count = rows.shape[0]
     tile = tile_of(width, 2048, WIDEST)
     programs = triton.cdiv(count, tile.rows)
+
     quantile = definitions.normal_quantile(activation_sparsity).item()
     sizes = (count, width, rows.stride(0))
     launch(sparse_kernel, programs, tile, rows, out, *sizes, quantile, function=function)

@@ -43,6 +43,7 @@ class XIELU(CustomOp):
         super().__init__()
         alpha_p = _inverse_softplus("alpha_p_init", alpha_p_init, dtype)
         alpha_n = _inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype)
+
         self.alpha_p = nn.Parameter(alpha_p)
         self.alpha_n = nn.Parameter(alpha_n)
         self.beta = beta
@@ -62,4 +63,5 @@ class XIELU(CustomOp):
 def _inverse_softplus(argument: str, value: float, dtype: torch.dtype) -> Tensor:
     if value <= 0:
         raise ValueError(f"xielu: {argument} is {value}, expected a positive number")
-    return torch.tensor([math.log(math.expm1(value))], dtype=dtype)
+    inverse = math.log(math.expm1(value))
+    return torch.tensor([inverse], dtype=dtype)

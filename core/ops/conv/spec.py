@@ -21,6 +21,7 @@ def _reads(count: int, size: int, stride: int, offset: int, mode: str) -> tuple[
     at = torch.arange(count) * stride + offset
     last = size - 1
     everywhere = torch.ones(count, dtype=torch.bool)
+
     if mode == "circular":
         return at % size, everywhere
     if mode == "replicate":
@@ -43,24 +44,35 @@ def _conv(
 ) -> Tensor:
     kernel = weight.shape[2:]
     dims = len(kernel)
-    moves = stride or [1] * dims
-    steps = dilation or [1] * dims
+    ones = [1] * dims
+    moves = stride or ones
+    steps = dilation or ones
+
     before, after = _ends(padding or [0] * dims, dims)
     padded = [sum(row) for row in zip(x.shape[2:], before, after, strict=True)]
     counts = _counts(padded, kernel, moves, steps)
+
     outputs, inputs = weight.shape[:2]
     result = torch.zeros(x.shape[0], groups, outputs // groups, *counts, dtype=x.dtype)
+
     # One product per element of the kernel, over the inputs that this element meets.
     for number, tap in enumerate(itertools.product(*map(range, kernel))):
-        offsets = [tap[d] * steps[d] - before[d] for d in range(dims)]
+        offsets = _offsets(tap, steps, before)
         part = _inputs_at(x, counts, moves, offsets, padding_mode)
         part = part.reshape(x.shape[0], groups, inputs, *counts)
         of_groups = weight.flatten(2)[..., number].reshape(groups, -1, inputs)
         result += torch.einsum("bgc...,goc->bgo...", part, of_groups)
+
     result = result.reshape(x.shape[0], outputs, *counts)
     if bias is None:
         return result
-    return result + bias.reshape(-1, *[1] * dims)
+    return result + bias.reshape(-1, *ones)
+
+
+def _offsets(tap: Sequence[int], steps: Sequence[int], before: Sequence[int]) -> list[int]:
+    """Return the place of an element of the kernel, relative to the first input of a result."""
+    dimensions = zip(tap, steps, before, strict=True)
+    return [place * step - padding for place, step, padding in dimensions]
 
 
 def _counts(
@@ -124,6 +136,7 @@ def _conv_op(
     padded: Any = 0
     if padding is not None:
         padded = tuple(padding) if len(padding) == dims else "same"
+
     cls: Any = ops.Conv2dLayer if dims == 2 else ops.Conv3dLayer
     op = cls(
         inputs,
@@ -142,6 +155,7 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: An
     if padding is not None and len(padding) != dims:
         # torch takes such padding for "same" only, with a warning.
         return None
+
     cls: Any = nn.Conv2d if dims == 2 else nn.Conv3d
     module = cls(
         weight.shape[1] * settings.get("groups", 1),

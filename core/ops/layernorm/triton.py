@@ -16,7 +16,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import load_float32, merged
+from opgraft.ops.activation.triton import load_float32, merged, rows_of
 from opgraft.ops.checks import expect_alike, expect_choice, expect_rows, expect_weight
 from opgraft.ops.layernorm import functional as definitions
 from opgraft.ops.triton_launch import WIDEST, as_rows, launch, replaces, tile_of, writable
@@ -80,16 +80,20 @@ def rms_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
+
     x_at = x + row * stride + column
     total = summed(x_at, residual + row * residual_stride + column, inside, fused)
+
     considered = tl.where(column < measured, total, 0.0)
     variance = tl.sum(considered * considered, 1, keep_dims=True) / measured
     scale = tl.rsqrt(variance + eps)
+
     result = weighted(total * scale, weight, column, width, weighting)
     tl.store(out + row * out_stride + column, result, inside)
+
     if fused:
         tl.store(new_residual + row * new_residual_stride + column, total, inside)
 
@@ -116,10 +120,11 @@ def wide_rms_norm_kernel(
 ):
     """Compute as ``rms_norm_kernel``, over wide rows in steps."""
     # Two passes: the scale of the first step needs the squares of the last.
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     exists = row < rows
     x_row = x + row * stride
     residual_row = residual + row * residual_stride
+
     # Squares add up element by element: one sum over columns at the end, not one per step.
     squares = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(0, measured, tile_columns):
@@ -127,6 +132,7 @@ def wide_rms_norm_kernel(
         inside = exists & (column < measured)
         total = summed(x_row + column, residual_row + column, inside, fused)
         squares += total * total
+
     scale = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / measured + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -164,11 +170,12 @@ def layer_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
     t = load_float32(x + row * stride + column, inside)
     mean = tl.sum(t, 1, keep_dims=True) / width
+
     # Elements outside were loaded as zero: their distance from the mean must not count.
     centred = tl.where(inside, t - mean, 0.0)
     variance = tl.sum(centred * centred, 1, keep_dims=True) / width
@@ -194,17 +201,20 @@ def wide_layer_norm_kernel(
 ):
     """Compute as ``layer_norm_kernel``, over wide rows in steps."""
     # Two passes: the results of the first step need the statistics of the last.
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     exists = row < rows
     x_row = x + row * stride
+
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
+
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
         inside = exists & (column < width)
         t = load_float32(x_row + column, inside)
         count = tl.minimum(tile_columns, width - start)
         mean, squares = merged(mean, squares, start, t, inside, count)
+
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -247,9 +257,11 @@ def gated_rms_norm_kernel(
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     first = (tl.program_id(0) % groups) * width
     exists = row < rows
+
     x_group = x + row * stride + first
     z_group = z + row * z_stride + first
     out_group = out + row * width * groups + first
+
     squares = tl.zeros((tile_rows, 1), tl.float32)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -258,6 +270,7 @@ def gated_rms_norm_kernel(
         if has_gate and not gate_last:
             t *= _gate(z_group + column, inside, sigmoid_only)
         squares += tl.sum(t * t, 1, keep_dims=True)
+
     scale = tl.rsqrt(squares / width + eps)
     for start in range(0, width, tile_columns):
         column = start + tl.arange(0, tile_columns)[None, :]
@@ -298,6 +311,7 @@ def _rms_norm(
         expect_rows(op, "x", x)
     else:
         x, residual = definitions.summands(op, x, residual)
+
     definitions.expect_variance_size(op, variance_size, x)
     if weight is not None:
         expect_weight(op, "weight", weight, x)
@@ -307,10 +321,13 @@ def _rms_norm(
         results = (out, out if residual is None else x.new_empty(x.shape))
     if not x.numel():
         return results
+
     width = x.shape[-1]
+
     rows = as_rows(x, width)
     added = rows if residual is None else as_rows(residual, width)
     out_rows, sum_rows = (as_rows(each, width) for each in results)
+
     _by_rows(
         (rms_norm_kernel, wide_rms_norm_kernel),
         rows,
@@ -417,10 +434,13 @@ def layer_norm(
     out = x.new_empty(x.shape)
     if not x.numel():
         return out
+
     width = math.prod(normalized_shape)
     rows = as_rows(x, width)
+
     scale = rows if weight is None else weight.reshape(width).contiguous()
     shift = rows if bias is None else bias.reshape(width).contiguous()
+
     _by_rows(
         (layer_norm_kernel, wide_layer_norm_kernel),
         rows,
@@ -451,16 +471,21 @@ def rms_norm_gated(
     expect_rows("rms_norm_gated", "x", x)
     expect_weight("rms_norm_gated", "weight", weight, x)
     definitions.expect_group_size(group_size, x.shape[-1])
+
     if z is not None:
         expect_alike("rms_norm_gated", "z", z, "x", x)
+
     out = x.new_empty(x.shape)
     if not x.numel():
         return out
+
     hidden_size = x.shape[-1]
     width = group_size or hidden_size
+
     groups = hidden_size // width
     rows = as_rows(x, hidden_size)
     gates = rows if z is None else as_rows(z, hidden_size)
+
     tile = tile_of(width, 2048, WIDEST)
     launch(
         gated_rms_norm_kernel,

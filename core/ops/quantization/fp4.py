@@ -88,26 +88,33 @@ def quant_fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"{op}: x has shape {tuple(x.shape)}, expected [..., a multiple of {size}] for {made}"
         )
+
     dtype = compute_dtype(x.dtype)
     count = x.shape[-1] // size
     groups = x.detach().unflatten(-1, (count, size)).to(dtype)  # type: ignore[no-untyped-call]
     largest = groups.abs().amax(-1)
+
     if scale is None:
         group_scales = _power_of_two_scale(largest)
         divisors = group_scales.to(dtype)
     else:
-        expect_same_device(op, "scale", scale, "x", x)
-        if scale.numel() != 1:
-            raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}, expected one element")
+        _expect_whole_scale(op, scale, x)
         whole = scale.detach().reshape(()).to(dtype)
         exact = largest / (FP4_MAX * whole)
         group_scales = exact.clamp(max=GROUP_SCALE_MAX).to(torch.float8_e4m3fn)
         divisors = group_scales.to(dtype) * whole
+
     divisors = divisors.unsqueeze(-1)
     # A small scale may be rounded to zero.
     quotients = torch.where(divisors > 0, groups / divisors, 0.0)
     codes = _fp4_codes(quotients).flatten(-2)
     return codes[..., ::2] | codes[..., 1::2] << 4, group_scales
+
+
+def _expect_whole_scale(op: str, scale: Tensor, x: Tensor) -> None:
+    expect_same_device(op, "scale", scale, "x", x)
+    if scale.numel() != 1:
+        raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}, expected one element")
 
 
 def _power_of_two_scale(largest: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_of
         most = tl.load(bound).to(tl.float32)
         # A bound of NaN makes the scale NaN.
         largest = tl.where(largest <= most, largest, most)
+
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
@@ -108,13 +109,16 @@ def group_quant_kernel(
     The last group of a row may have fewer elements.
     """
     row, group = _rows_of_group(groups, tile_rows)
+
     first = group * width
     end = tl.minimum(columns, first + width)
     column = first + tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < end)
+
     t = tl.load(x + row * stride + column, inside, 0.0)
     largest = tl.max(magnitude(t), 1, keep_dims=True)
     scale = scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
+
     tl.store(scales + row * groups + group, scale, row < rows)
     store_quantized(q + row * columns + column, t, scale, highest, inside)
 
@@ -142,6 +146,7 @@ def wide_group_quant_kernel(
     is_row = row < rows
     first = group * width
     end = tl.minimum(columns, first + width)
+
     x += row * stride
     q += row * columns
     step = tl.arange(0, tile_columns)[None, :]
@@ -151,6 +156,7 @@ def wide_group_quant_kernel(
         column = start + step
         t = tl.load(x + column, is_row & (column < end), 0.0)
         magnitudes = tl.maximum(magnitudes, magnitude(t))
+
     largest = tl.max(magnitudes, 1, keep_dims=True)
     scale = scale_of(largest, bound, highest, smallest, bounded, powers_of_two)
     tl.store(scales + row * groups + group, scale, is_row)
@@ -206,6 +212,7 @@ def tensor_quant_kernel(
     part = tl.arange(0, most)
     largest = tl.max(tl.load(partials + part, part < count, 0.0))
     value = scale_of(largest, partials, highest, smallest, False, powers_of_two)
+
     # Every program computes the same scale.
     if program == 0:
         tl.store(scale, value)
@@ -234,11 +241,13 @@ def given_scale_kernel(
 ):
     """Quantise a tile by given scales."""
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+
     if by_row:
         # No scale lies behind the last row.
         scales += tl.where(inside, row, 0) // group_rows * scale_stride
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
+
     scale = tl.load(scales).to(tl.float32)
     t = tl.load(x + row * stride + column, inside, 0.0)
     store_quantized(q + row * width + column, t, scale, highest, inside)
@@ -268,9 +277,11 @@ def quantizable(x: Tensor, dtype: torch.dtype) -> bool:
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
     """Return ``x`` as rows, a tile, and the number of tiles."""
+
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
     rows = as_rows(x, width)
     tile = Tile(1, 2048, 4) if rows.shape[0] == 1 else tile_of(width, 2048, 2048)
+
     down = triton.cdiv(rows.shape[0], tile.rows)
     across = triton.cdiv(rows.shape[1], tile.columns)
     return rows, tile, down * across
@@ -291,6 +302,7 @@ def quant_fp8_dynamic(
     per_channel = group_shape[0] != 1 and group_shape[1] != -1
     if per_channel or not quantizable(x, dtype):
         return definitions.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
+
     q = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(definitions.scale_shape(x.shape, group_shape), dtype=torch.float32)
     limits = (definitions.largest_code(dtype), definitions.smallest_scale(dtype))
@@ -307,8 +319,11 @@ def _per_tensor(
     rows, tile, tiles = _tiles(x, as_one_row=True)
     count = min(tiles, PARTIALS)
     partials = x.new_empty(count, dtype=torch.float32)
+
     sizes = (*rows.shape, rows.stride(0))
     launch(largest_kernel, count, tile, rows, partials, *sizes, tiles, count)
+
+    # This launch waits for the one before, so its programs read all the partial results.
     launch(
         tensor_quant_kernel,
         tiles,
@@ -339,10 +354,12 @@ def _per_group(
     # Each group becomes a row, so that a tile may hold several groups.
     if x.is_contiguous() and columns % width == 0:
         columns = width
+
     rows = as_rows(x, columns)
     groups = triton.cdiv(columns, width)
     fits_tile = width <= WIDEST
     tile = tile_of(width, 2048, WIDEST if fits_tile else 4096)
+
     launch(
         group_quant_kernel if fits_tile else wide_group_quant_kernel,
         triton.cdiv(rows.shape[0], tile.rows) * groups,
@@ -371,16 +388,18 @@ def quant_fp8_static(
     expect_same_device("quant_fp8_static", "scale", scale, "x", x)
     if not quantizable(x, dtype):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
+
     tokens = math.prod(x.shape[:-1])
     height = tokens if group_shape[0] == -1 else group_shape[0]
     width = x.shape[-1] if group_shape[1] == -1 else group_shape[1]
+
     down = triton.cdiv(tokens, height)
     across = triton.cdiv(x.shape[-1], width)
     full = definitions.scale_shape(x.shape, group_shape)
-    without_ones = tuple(extent for extent in (down, across) if extent != 1)
     # The definition refuses other shapes, with a message.
-    if tuple(scale.shape) not in (full, (down, across), without_ones):
+    if not _fits(scale, full, (down, across)):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
+
     q = x.new_empty(x.shape, dtype=dtype)
     scales = scale.reshape(down, across)
     matrix, tile, tiles = _tiles(x, as_one_row=down == across == 1)
@@ -401,3 +420,9 @@ def quant_fp8_static(
         by_column=across > 1,
     )
     return q
+
+
+def _fits(scale: Tensor, full: tuple[int, ...], flat: tuple[int, int]) -> bool:
+    """Return True if a scale has one of two shapes, or ``flat`` without ones."""
+    without_ones = tuple(extent for extent in flat if extent != 1)
+    return tuple(scale.shape) in (full, flat, without_ones)

@@ -67,17 +67,22 @@ def causal_conv1d(
     expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
     width = weight.shape[1]
     before = width - 1
+
     sequence, position, lengths = places(x.shape[0], query_start_loc)
     numbers = torch.arange(len(lengths), device=x.device)
+
     # The initial state of sequence i lies behind i other states and the tokens of i sequences.
     starts = query_start_loc[:-1].long() + numbers * before
     ahead = starts[:, None] + torch.arange(before, device=x.device)
     rows = starts[sequence] + before + position
     line = _states_and_inputs(x, initial_states, ahead, rows)
+
     inputs = [line[rows - before + tap] for tap in range(width)]
     y = _weighted_sum(inputs, weight, bias, activation)
+
     # The last inputs begin as far behind the first ones as the sequence is long.
-    final = line[ahead + lengths[:, None]].mT.to(initial_states.dtype)
+    last = ahead + lengths[:, None]
+    final = line[last].mT.to(initial_states.dtype)
     # The clone has the layout that the fake rule promises.
     return y.to(x.dtype), final.clone(memory_format=torch.contiguous_format)
 
@@ -96,7 +101,9 @@ def _states_and_inputs(x: Tensor, initial_states: Tensor, ahead: Tensor, rows: T
     sequences, channels, before = initial_states.shape
     dtype = compute_dtype(x.dtype)
     states = initial_states.mT.reshape(-1, channels).to(dtype)
-    line = x.new_zeros(x.shape[0] + sequences * before, channels, dtype=dtype)
+
+    length = x.shape[0] + sequences * before
+    line = x.new_zeros(length, channels, dtype=dtype)
     line = line.index_copy(0, ahead.flatten(), states)
     return line.index_copy(0, rows, x.to(dtype))
 
@@ -129,8 +136,12 @@ def causal_conv1d_update(
     """
     expect_step(x, conv_state, weight, slots, out, bias, activation)
     dtype = compute_dtype(x.dtype)
-    window = torch.cat([conv_state[slots].to(dtype), x[..., None].to(dtype)], -1)
+
+    earlier = conv_state[slots].to(dtype)
+    newest = x[..., None].to(dtype)
+    window = torch.cat([earlier, newest], -1)
     inputs = list(window.unbind(-1))
+
     out.copy_(_weighted_sum(inputs, weight, bias, activation))
     conv_state[slots] = window[..., 1:].to(conv_state.dtype)
 
@@ -145,8 +156,10 @@ def _weighted_sum(
     # Prompts and steps add up in this one order.
     weight = weight.to(inputs[0].dtype)
     total = inputs[0] * weight[:, 0]
-    for x, column in zip(inputs[1:], weight.unbind(1)[1:], strict=True):
+    later = zip(inputs[1:], weight.unbind(1)[1:], strict=True)
+    for x, column in later:
         total = torch.addcmul(total, x, column)
+
     if bias is not None:
         total = total + bias.to(total.dtype)
     if activation is None:
@@ -166,6 +179,7 @@ def expect_convolution(
     op = "causal_conv1d"
     expect_sequences(op, x, query_start_loc, initial_states)
     _expect_channels(op, x, weight, bias, activation)
+
     channels, width = weight.shape
     shape = (initial_states.shape[0], channels, width - 1)
     expect_shape(op, "initial_states", initial_states, shape, x)
@@ -184,6 +198,7 @@ def expect_step(
     op = "causal_conv1d_update"
     _expect_channels(op, x, weight, bias, activation)
     expect_slots(op, x, conv_state, slots)
+
     channels, width = weight.shape
     shape = (conv_state.shape[0], channels, width - 1)
     expect_shape(op, "conv_state", conv_state, shape, x)
@@ -209,7 +224,9 @@ def _expect_channels(
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected [channels, width]"
         )
+
     channels = weight.shape[0]
+    # A tensor without dimensions is refused by its shape.
     tokens = x.shape[0] if x.dim() else 0
     expect_shape(op, "x", x, (tokens, channels), x)
     expect_shape(op, "weight", weight, tuple(weight.shape), x)

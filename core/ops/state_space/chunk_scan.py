@@ -78,13 +78,19 @@ def mamba_chunk_scan(
             ``query_start_loc`` does not ascend from 0 to the number of tokens.
     """
     expect_heads(x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
+
     dtype = compute_dtype(x.dtype)
     per_group = x.shape[1] // B.shape[1]
     step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
     given_x = x.to(dtype)
-    inputs = (given_x * step[..., None], step * A.to(dtype), B.to(dtype), C.to(dtype))
+
+    weighted = given_x * step[..., None]
+    log_decay = step * A.to(dtype)
+
+    inputs = (weighted, log_decay, B.to(dtype), C.to(dtype))
     chunks = _Chunks(x.shape[0], query_start_loc, chunk_size)
     y, final = _scan(chunks, inputs, initial_states.to(dtype), per_group)
+
     weight = None if D is None else D[:, None]
     y = gated(y, given_x, weight, z)
     return y.to(x.dtype), final.to(initial_states.dtype)
@@ -106,16 +112,20 @@ class _Chunks:
         sequence, position, self.lengths = places(tokens, query_start_loc)
         sequences = query_start_loc.shape[0] - 1
         self.known = values_are_known(query_start_loc)
+
         # A short prompt needs no chunk longer than itself. A symbol cannot be compared.
         if self.known:
             size = min(size, max(tokens, 1))
         self.size = size
         # Each sequence may leave its last chunk partly empty.
         self.count = tokens // size + sequences
+
         # Numbers of chunks: the first of a sequence follows the last of the sequence before.
-        ends = ((self.lengths + size - 1) // size).cumsum(0)
+        chunks = (self.lengths + size - 1) // size
+        ends = chunks.cumsum(0)
         firsts = torch.cat([ends.new_zeros(1), ends])
         self.rows = firsts[sequence] * size + position
+
         numbers = torch.arange(self.count, device=ends.device)
         self.sequence = torch.searchsorted(ends, numbers, right=True)
         self.is_first = firsts[self.sequence] == numbers
@@ -125,7 +135,8 @@ class _Chunks:
     def fill(self, x: Tensor) -> Tensor:
         """Return ``[tokens, ...]`` as ``[chunks, size, ...]``, with zeros for missing tokens."""
         shape = (self.count, self.size)
-        filled = x.new_zeros(self.count * self.size, *x.shape[1:]).index_copy(0, self.rows, x)
+        zeros = x.new_zeros(self.count * self.size, *x.shape[1:])
+        filled = zeros.index_copy(0, self.rows, x)
         return filled.unflatten(0, shape)  # type: ignore[no-untyped-call]
 
 
@@ -137,10 +148,13 @@ def _scan(
     weighted, log_decay, b, c = (chunks.fill(each) for each in inputs)
     between = _between(log_decay.mT)
     carried, final = _states(chunks, weighted, log_decay, between, b, initial, per_group)
+
     by_group = carried.unflatten(1, (-1, per_group))  # type: ignore[no-untyped-call]
     from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, by_group).flatten(2, 3)
     within = _within(weighted, between, b, c, per_group)
-    y = within + from_before * log_decay.cumsum(1).exp()[..., None]
+
+    left = log_decay.cumsum(1).exp()
+    y = within + from_before * left[..., None]
     return y.flatten(0, 1)[chunks.rows], final
 
 
@@ -160,8 +174,10 @@ def _between(log_decay: Tensor) -> Tensor:
 
 def _within(weighted: Tensor, between: Tensor, b: Tensor, c: Tensor, per_group: int) -> Tensor:
     """Return the outputs from tokens of the same chunk, ``[chunks, size, heads, head_size]``."""
-    scores = torch.einsum("nlgk,nmgk->nglm", c, b).repeat_interleave(per_group, 1)
-    return ((scores * between) @ weighted.transpose(1, 2)).transpose(1, 2)
+    by_group = torch.einsum("nlgk,nmgk->nglm", c, b)
+    scores = by_group.repeat_interleave(per_group, 1)
+    by_head = (scores * between) @ weighted.transpose(1, 2)
+    return by_head.transpose(1, 2)
 
 
 def _states(
@@ -179,15 +195,18 @@ def _states(
     initial state.
     """
     decay = log_decay.sum(1).exp()[..., None, None]
-    decayed = weighted * between[..., -1, :].mT[..., None]
+    until_end = between[..., -1, :].mT
+    decayed = weighted * until_end[..., None]
     grouped = decayed.unflatten(2, (-1, per_group))  # type: ignore[no-untyped-call]
     own = torch.einsum("nlgrp,nlgk->ngrpk", grouped, b).flatten(1, 2)
+
     zeros = initial.new_zeros(1, *initial.shape[1:])
     # Spare chunks have the number of sequences as their sequence: they begin with zeros.
     given = torch.cat([initial, zeros])[chunks.sequence]
     first = chunks.is_first[:, None, None, None]
     own = torch.where(first, own + decay * given, own)
     after = states_after(decay, own, chunks.is_first, chunks.known)
+
     before = torch.cat([zeros, after])[:-1]
     carried = torch.where(first, given, before)
     last = torch.cat([after, zeros])[chunks.last]
@@ -217,11 +236,13 @@ def expect_heads(
             f"{op}: x has shape {tuple(x.shape)} and B {tuple(B.shape)}, expected "
             "[tokens, heads, head_size] and [tokens, groups, state]"
         )
+
     expect_sequences(op, x, query_start_loc, initial_states)
     tokens, heads, head_size = x.shape
     _, groups, size = B.shape
     if not groups or heads % groups:
         raise ValueError(f"{op}: B has {groups} groups, expected a divisor of {heads} heads")
+
     by_group = (tokens, groups, size)
     state = (initial_states.shape[0], heads, head_size, size)
     for name, given, shape in (

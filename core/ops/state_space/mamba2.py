@@ -106,11 +106,13 @@ class MambaMixer2(StateLayer):
         self.cache_config = cache_config
         heads = (intermediate_size, num_heads)
         groups = (n_groups * ssm_state_size, n_groups)
+
         # The rows of in_proj: the gate, x, B, C and dt.
         projected = [heads, heads, groups, groups, (num_heads, num_heads)]
         shards = rank_shards(projected, "heads and groups of a mixer")
         self.num_heads = shards[4].size
         self.n_groups = shards[2].size // ssm_state_size
+
         # The convolution takes x, B and C only.
         convolved = rank_shards([heads, groups, groups], "heads and groups of a mixer")
         self.conv1d = DepthwiseConv(convolved, conv_kernel_size, use_conv_bias)
@@ -129,8 +131,13 @@ class MambaMixer2(StateLayer):
             prefix=f"{prefix}.out_proj",
             return_bias=False,
         )
+
         # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
+        self._make_ops(activation)
+
+    def _make_ops(self, activation: str) -> None:
+        """Create the ops of prompts, and those of steps."""
         self.convolve = CausalConv1d(activation)
         self.convolve_step = CausalConv1dUpdate(activation)
         self.scan = MambaChunkScan(CHUNK_SIZE, True)
@@ -162,6 +169,7 @@ class MambaMixer2(StateLayer):
         if mup_vector is not None:
             expect_last_dim("mamba_mixer2", "mup_vector", mup_vector, projected.shape[-1])
             projected = projected * mup_vector
+
         sizes = [self.num_heads * self.head_dim, self.conv1d.channels, self.num_heads]
         gate, mixed, dt = torch.split(projected, sizes, dim=-1)
         mix = self._step_tokens if batch.steps else self._scan_prompts
@@ -173,6 +181,7 @@ class MambaMixer2(StateLayer):
         grouped = self.n_groups * self.ssm_state_size
         sizes = [self.num_heads * self.head_dim, grouped, grouped]
         x, b, c = torch.split(mixed, sizes, dim=-1)
+
         x = x.view(tokens, self.num_heads, self.head_dim)
         b = b.view(tokens, self.n_groups, self.ssm_state_size)
         c = c.view(tokens, self.n_groups, self.ssm_state_size)
@@ -180,6 +189,7 @@ class MambaMixer2(StateLayer):
 
     def _scan_prompts(self, batch: StateBatch, mixed: Tensor, dt: Tensor) -> Tensor:
         bounds = batch.query_start_loc
+
         conv = self.conv1d
         mixed, last = self.convolve(mixed, conv.taps, bounds, batch.initial(0), conv.bias)
         x, b, c = self._heads_and_groups(mixed)
@@ -192,6 +202,7 @@ class MambaMixer2(StateLayer):
         conv = self.conv1d
         convolved = torch.empty_like(mixed)
         self.convolve_step(mixed, batch.states[0], conv.taps, batch.slots, convolved, conv.bias)
+
         x, b, c = self._heads_and_groups(convolved)
         y = step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias)
         return y.flatten(1)

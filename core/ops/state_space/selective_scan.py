@@ -92,6 +92,7 @@ def selective_scan(
     step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
     given_x = x.to(dtype)
     inputs = (step, step * given_x, B.to(dtype), C.to(dtype))
+
     where = places(x.shape[0], query_start_loc)
     known = values_are_known(query_start_loc)
     y, final = _scan(inputs, A.to(dtype), where, initial_states.to(dtype), known)
@@ -115,7 +116,9 @@ def expect_channels(
     op = "selective_scan"
     if A.dim() != 2:
         raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected [channels, state]")
+
     expect_sequences(op, x, query_start_loc, initial_states)
+
     tokens = x.shape[0]
     channels, size = A.shape
     by_token = (tokens, channels)
@@ -212,21 +215,27 @@ def _scan(
         # torch makes a graph of its own for one chunk. With a spare chunk
         # there are at least two, if there are tokens.
         count += 1
+
     by_token = (*inputs, where.position == 0, where.sequence)
     chunks = _Chunks(*(_cut(each, count, length) for each in by_token))
     state = _first_states(chunks, A, initial, known)
+
     outputs = []
     last = initial.clone()
     ends = where.lengths.cumsum(0) - 1
     chunk_of_end = (ends // length).clamp(min=0)
+
     # No length is read on the host, so every place looks for the ends of sequences.
     for place in range(length):
         state = chunks.advance(state, place, A, initial)
-        outputs.append((state @ chunks.c[:, place, :, None]).squeeze(-1))
+        output = state @ chunks.c[:, place, :, None]
+        outputs.append(output.squeeze(-1))
         ends_here = (ends % length == place) & (where.lengths > 0)
         if count:
             last = torch.where(ends_here[:, None, None], state[chunk_of_end], last)
-    return torch.stack(outputs, 1).flatten(0, 1)[:tokens], last
+
+    by_chunk = torch.stack(outputs, 1)
+    return by_chunk.flatten(0, 1)[:tokens], last
 
 
 def _first_states(
@@ -241,16 +250,22 @@ def _first_states(
     own = zeros
     for place in range(length):
         own = chunks.advance(own, place, A, initial)
-    decay = torch.exp(chunks.step.sum(1)[..., None] * A)
-    after = states_after(decay, own, chunks.is_first.any(1), known)
+
+    # The steps of a chunk decay a state as one step of their sum does.
+    total = chunks.step.sum(1)
+    decay = torch.exp(total[..., None] * A)
+    anew = chunks.is_first.any(1)
+    after = states_after(decay, own, anew, known)
     return torch.cat([zeros[:1], after[:-1]])
 
 
 def _cut(x: Tensor, count: int, length: int) -> Tensor:
     """View ``[tokens, ...]`` as ``[chunks, length, ...]``, with zeros behind the last token."""
-    missing = count * length - x.shape[0]
-    padded = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-    return padded.reshape(count, length, *x.shape[1:])
+    tokens, *others = x.shape
+    missing = count * length - tokens
+    zeros = x.new_zeros(missing, *others)
+    padded = torch.cat([x, zeros])
+    return padded.reshape(count, length, *others)
 
 
 def states_after(decay: Tensor, own: Tensor, anew: Tensor, known: bool) -> Tensor:
@@ -270,7 +285,9 @@ def states_after(decay: Tensor, own: Tensor, anew: Tensor, known: bool) -> Tenso
     reach = 1
     while reach < most:
         before = (numbers - reach).clamp(min=0)
-        goes_on = (~anew & (numbers >= reach)).view(-1, *[1] * (own.dim() - 1))
+        continued = ~anew & (numbers >= reach)
+        ones = [1] * (own.dim() - 1)
+        goes_on = continued.view(-1, *ones)
         # Selects, because a product with a zero decay would make NaN of an infinite state.
         own = torch.where(goes_on, own + decay * own[before], own)
         decay = torch.where(goes_on, decay * decay[before], decay)
@@ -319,17 +336,22 @@ def selective_state_update(
     """
     op = "selective_state_update"
     expect_update(op, state, x, dt, A, B, C, slots, out, D, z, dt_bias)
+
     dtype = compute_dtype(x.dtype)
     per_group = x.shape[1] // B.shape[1]
     step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
     given_x = x.to(dtype)
+
     # Each group serves several heads.
     b = B.to(dtype).repeat_interleave(per_group, 1)
     c = C.to(dtype).repeat_interleave(per_group, 1)
+
     decay = torch.exp(step[..., None] * A.to(dtype))
     decayed = decay * state[slots].to(dtype)
-    new = torch.addcmul(decayed, (step * given_x)[..., None], b[:, :, None, :])
+    entering = (step * given_x)[..., None]
+    new = torch.addcmul(decayed, entering, b[:, :, None, :])
     y = (new @ c[..., None]).squeeze(-1)
+
     out.copy_(gated(y, given_x, D, z))
     state[slots] = new.to(state.dtype)
 
@@ -355,11 +377,13 @@ def expect_update(
             "expected [sequences, heads, head_size], [heads, head_size, state] and "
             "[sequences, groups, state]"
         )
+
     sequences, heads, head_size = x.shape
     groups = B.shape[1]
     size = A.shape[-1]
     if not groups or heads % groups:
         raise ValueError(f"{op}: B has {groups} groups, expected a divisor of {heads} heads")
+
     by_token = tuple(x.shape)
     by_group = (sequences, groups, size)
     by_element = (heads, head_size)

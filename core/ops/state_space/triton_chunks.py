@@ -51,10 +51,14 @@ def _head_of_program(
     row = tl.program_id(0) // tiles
     head = row % heads
     block = (row // heads).to(tl.int64)
+
     _, first, end = block_of_segment(block, starts, sequences, chunk)
     token = (first + tl.arange(0, chunk)).to(tl.int64)
-    element = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)
-    return block, head, token, token < end, element
+    exists = token < end
+
+    first_element = tl.program_id(0) % tiles * tile_rows
+    element = first_element + tl.arange(0, tile_rows)
+    return block, head, token, exists, element
 
 
 @triton.jit
@@ -72,7 +76,8 @@ def _sums_behind(step, chunk: tl.constexpr):
     """Sum the steps of all later tokens of the chunk, for each token."""
     place = tl.arange(0, chunk)
     is_later = place[:, None] < place[None, :]
-    return tl.sum(tl.where(is_later, step[None, :], 0.0), 1)
+    later = tl.where(is_later, step[None, :], 0.0)
+    return tl.sum(later, 1)
 
 
 @triton.jit
@@ -84,8 +89,11 @@ def _decays(step, a, chunk: tl.constexpr):
     place = tl.arange(0, chunk)
     is_earlier = place[:, None] > place[None, :]
     # Each pair has a sum of its own: a difference of two long sums would lose small steps.
-    between = tl.cumsum(tl.where(is_earlier, (step * a)[:, None], 0.0), 0)
-    return tl.where(place[:, None] >= place[None, :], tl.exp(between), 0.0)
+    each_pair = tl.where(is_earlier, (step * a)[:, None], 0.0)
+    between = tl.cumsum(each_pair, 0)
+
+    is_not_later = place[:, None] >= place[None, :]
+    return tl.where(is_not_later, tl.exp(between), 0.0)
 
 
 @triton.jit
@@ -96,12 +104,14 @@ def _products(
     # A loop over parts of the state keeps any size of state in registers.
     scores = tl.zeros((b.shape[0], b.shape[0]), tl.float32)
     before = tl.zeros((b.shape[0], states.shape[1]), tl.float32)
+
     for start in range(0, size, tile_columns):
         n = start + tl.arange(0, tile_columns)[None, :]
         of_state = start + tl.arange(0, tile_columns)[:, None]
         inside = exists & (n < size)
         b_part = load_float32(b + n, inside)
         c_part = load_float32(c + n, inside)
+        # Transposed, as the product needs: elements of the state by elements of the head.
         state = tl.load(states + of_state, elements_exist & (of_state < size), 0.0)
         scores = tl.dot(c_part, tl.trans(b_part), scores, input_precision=precision)
         before = tl.dot(c_part, state, before, input_precision=precision)
@@ -112,7 +122,8 @@ def _products(
 def _within(scores, step, a, x, before, chunk: tl.constexpr, precision: tl.constexpr):
     """Add to ``before`` the outputs that tokens get from the inputs ``x`` of the same chunk."""
     decayed = scores * _decays(step, a, chunk)
-    return tl.dot(decayed, x * step[:, None], before, input_precision=precision)
+    weighted = x * step[:, None]
+    return tl.dot(decayed, weighted, before, input_precision=precision)
 
 
 # Every batch has another number of sequences, so the number must not choose a compiled variant.
@@ -148,6 +159,7 @@ def chunk_states_kernel(
     step = _steps(dt, dt_bias, head, token, dt_stride, exists, has_bias, dt_softplus)
     a = tl.load(A + head).to(tl.float32)
     left = tl.exp(_sums_behind(step, chunk) * a)
+
     element = element[:, None]
     channel = head * head_size + element
     in_head = element < head_size
@@ -155,15 +167,18 @@ def chunk_states_kernel(
     given = load_float32(x + token[None, :] * x_stride + channel, inside)
     # A token's part of the state decays by the steps of all later tokens.
     given *= (step * left)[None, :]
+
     # Programs of other heads and elements store other rows of the same chunk.
     states += (block * heads * head_size + channel) * size
-    b_row = B + token[:, None] * b_stride + head // per_group * size
+    group = head // per_group * size
+    b_row = B + token[:, None] * b_stride + group
     for start in range(0, size, tile_columns):
         n = start + tl.arange(0, tile_columns)[None, :]
         in_state = n < size
         b = load_float32(b_row + n, exists[:, None] & in_state)
         own = tl.dot(given, b, input_precision=precision)
         tl.store(states + n, own, in_head & in_state)
+
     tl.store(totals + block * heads + head, tl.sum(step))
 
 
@@ -205,20 +220,24 @@ def chunk_scan_kernel(
     )
     step = _steps(dt, dt_bias, head, token, dt_stride, exists, has_bias, dt_softplus)
     a = tl.load(A + head).to(tl.float32)
+
     row = token[:, None]
     channel = head * head_size + element[None, :]
     group = head // per_group * size
     exists = exists[:, None]
     in_head = element[None, :] < head_size
     inside = exists & in_head
+
     states += (block * heads * head_size + channel) * size
     b = B + row * b_stride + group
     c = C + row * c_stride + group
     scores, before = _products(b, c, states, exists, in_head, size, precision, tile_columns)
     given = load_float32(x + row * x_stride + channel, inside)
+
     # The first state has decayed by all steps up to a token, its own included.
     before *= tl.exp(tl.cumsum(step, 0) * a)[:, None]
     t = _within(scores, step, a, given, before, chunk, precision)
+
     weight = D + head + channel * 0
     z_at = z + row * z_stride + channel
     t = gated_output(t, given, weight, z_at, inside, has_weight, has_gate)
@@ -245,6 +264,7 @@ def mamba_chunk_scan(
     definitions.expect_heads(*given)
     if not initial_states.numel():
         return definitions.mamba_chunk_scan.native(*given, dt_softplus)
+
     starts = query_start_loc.contiguous()
     return _scan_chunks(x, dt, A, B, C, starts, initial_states, D, z, dt_bias, dt_softplus)
 
@@ -268,10 +288,13 @@ def _scan_chunks(
     y = x.new_empty(x.shape)
     states = x.new_empty((blocks, heads * head_size, size), dtype=torch.float32)
     totals = x.new_empty((blocks, heads), dtype=torch.float32)
+
     rows = token_rows(x, dt, B, C, z)
     strides = [each.stride(0) for each in rows]
     a, weight, bias = given_or(x, A, D, dt_bias)
-    sizes = (sequences, heads, head_size, size, heads // B.shape[1])
+    per_group = heads // B.shape[1]
+    sizes = (sequences, heads, head_size, size, per_group)
+
     tile = _tile_of_products(head_size, size)
     programs = blocks * heads * triton.cdiv(head_size, tile.rows)
     constants: dict[str, Any] = {
@@ -281,10 +304,12 @@ def _scan_chunks(
         # Exact products for float32 input, as torch computes by default.
         "precision": "ieee" if x.dtype == torch.float32 else "tf32",
     }
+
     first = (a, bias, starts, states, totals, *sizes, *strides[:3])
     launch(chunk_states_kernel, programs, tile, *rows[:3], *first, **constants)
     # From here on ``states`` has the first states of chunks.
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
+
     constants["has_weight"] = D is not None
     constants["has_gate"] = z is not None
     second = (a, weight, bias, starts, states, y, *sizes, *strides)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import activated, load_float32
+from opgraft.ops.activation.triton import activated, load_float32, rows_of
 from opgraft.ops.state_space import causal_conv as definitions
 from opgraft.ops.triton_launch import (
     Tile,
@@ -38,7 +38,8 @@ CHANNELS = 128
 def _input(line, state, token, start, channels_exist, stride, before: tl.constexpr):
     """Load inputs of tokens and channels; those before the start of a sequence from the state."""
     ahead = token < start
-    given = load_float32(line + token * stride, channels_exist & (token >= start))
+    behind = token >= start
+    given = load_float32(line + token * stride, channels_exist & behind)
     stored = load_float32(state + token - start + before, channels_exist & ahead)
     return tl.where(ahead, stored, given)
 
@@ -74,32 +75,44 @@ def causal_conv1d_kernel(
 ):
     """Convolve tokens and channels of one sequence, and store the last inputs of the sequence."""
     tiles = tl.cdiv(channels, tile_columns)
-    sequence, first, end = block_of_segment(tl.program_id(0) // tiles, starts, sequences, tile_rows)
+    block = tl.program_id(0) // tiles
+    sequence, first, end = block_of_segment(block, starts, sequences, tile_rows)
     start = tl.load(starts + sequence)
-    channel = tl.program_id(0) % tiles * tile_columns + tl.arange(0, tile_columns)[None, :]
+
+    first_channel = tl.program_id(0) % tiles * tile_columns
+    channel = first_channel + tl.arange(0, tile_columns)[None, :]
     token = (first + tl.arange(0, tile_rows)[:, None]).to(tl.int64)
     exists = channel < channels
     inside = exists & (token < end)
+
     # A state has the channels one after another, each with its last inputs.
     state = (sequence.to(tl.int64) * channels + channel) * before
     initial += state
     final += state
     inputs = x + channel
     taps = weight + channel * (before + 1)
+
     total = tl.zeros((tile_rows, tile_columns), tl.float32)
     for tap in tl.static_range(before + 1):
         factor = load_float32(taps + tap, exists)
-        total += factor * _input(
-            inputs, initial, token - before + tap, start, inside, stride, before
-        )
+        earlier = token - before + tap
+        total += factor * _input(inputs, initial, earlier, start, inside, stride, before)
+
     total = _finished(total, bias, channel, exists, has_bias, silu)
     tl.store(y + token * channels + channel, total, inside)
+
     # Every sequence has a first block, even without tokens: that program stores the last inputs.
     if first == start:
-        last = tl.full((1, 1), 0, tl.int64) + end - before
-        for place in tl.static_range(before):
-            t = _input(inputs, initial, last + place, start, exists, stride, before)
-            tl.store(final + place, t, exists)
+        _store_last_inputs(inputs, initial, final, start, end, exists, stride, before)
+
+
+@triton.jit
+def _store_last_inputs(inputs, initial, final, start, end, exists, stride, before: tl.constexpr):
+    """Store the inputs of the last ``before`` tokens, some of which the initial state may have."""
+    last = tl.full((1, 1), 0, tl.int64) + end - before
+    for place in tl.static_range(before):
+        t = _input(inputs, initial, last + place, start, exists, stride, before)
+        tl.store(final + place, t, exists)
 
 
 # As above: the number of elements changes with the number of sequences.
@@ -123,21 +136,26 @@ def causal_conv1d_update_kernel(
     tile_columns: tl.constexpr,
 ):
     """Convolve elements, each a channel of a token, by windows ``[elements, taps]`` of inputs."""
-    element = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    element = rows_of(tl.program_id(0), tile_rows)
     tap = tl.arange(0, tile_columns)[None, :]
     exists = element < elements
     is_tap = tap <= before
+
     row = element // channels
     channel = element % channels
     slot = tl.load(slots + row, exists, 0).to(tl.int64)
     place = state + slot * state_stride + channel * before + tap
+
     newest = load_float32(x + row * stride + channel, exists)
     earlier = load_float32(place, exists & (tap < before))
     window = tl.where(tap == before, newest, earlier)
+
     factors = load_float32(weight + channel * (before + 1) + tap, exists & is_tap)
-    total = tl.sum(tl.where(is_tap, window * factors, 0.0), 1, keep_dims=True)
+    products = tl.where(is_tap, window * factors, 0.0)
+    total = tl.sum(products, 1, keep_dims=True)
     total = _finished(total, bias, channel, exists, has_bias, silu)
     tl.store(out + row * out_stride + channel, total, exists)
+
     # A thread shifts elements that other threads read: every thread must have read the state.
     tl.debug_barrier()
     tl.store(place - 1, window, exists & (tap > 0) & is_tap)
@@ -158,13 +176,18 @@ def causal_conv1d(
     final = initial_states.new_empty(initial_states.shape)
     tokens, channels = x.shape
     sequences = initial_states.shape[0]
+
     if not (sequences and channels):
         return y, final
+
     tile = Tile(TOKENS, power_of_two(channels, CHANNELS), 4)
     rows = as_rows(x, channels)
-    programs = blocks_at_most(tokens, sequences, TOKENS) * triton.cdiv(channels, tile.columns)
+    blocks = blocks_at_most(tokens, sequences, TOKENS)
+    programs = blocks * triton.cdiv(channels, tile.columns)
+
     weights = (weight.contiguous(), x if bias is None else bias.contiguous())
     states = (query_start_loc.contiguous(), initial_states.contiguous(), y, final)
+
     launch(
         causal_conv1d_kernel,
         programs,
@@ -196,14 +219,18 @@ def causal_conv1d_update(
     if not (x.numel() and entries_apart(conv_state) and entries_apart(out)):
         definitions.causal_conv1d_update.native(x, conv_state, weight, slots, out, bias, activation)
         return
+
     channels, width = weight.shape
     # The window of a channel is one row of the tile.
     taps = power_of_two(width)
+
     rows = as_rows(x, channels)
     tile = Tile(max(1, 512 // taps), taps, 4)
     programs = triton.cdiv(x.numel(), tile.rows)
+
     weights = (weight.contiguous(), x if bias is None else bias.contiguous())
     sizes = (x.numel(), channels, rows.stride(0), conv_state.stride(0), out.stride(0))
+
     launch(
         causal_conv1d_update_kernel,
         programs,

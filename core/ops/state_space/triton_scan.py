@@ -59,7 +59,8 @@ def _next_state(
     given = tl.load(x, exists, 0.0).to(tl.float32)
     step = step_size(dt, dt_bias, exists, has_bias, dt_softplus)
     b = tl.load(b, in_state, 0.0).to(tl.float32)
-    return tl.exp(step * a) * state + step * given * b, given, step
+    after = tl.exp(step * a) * state + step * given * b
+    return after, given, step
 
 
 @triton.jit
@@ -68,7 +69,8 @@ def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl
     if has_weight:
         y += tl.load(weight, exists, 0.0).to(tl.float32) * x
     if has_gate:
-        y *= activated(tl.load(z, exists, 0.0).to(tl.float32), "silu", 0.0)
+        gate = tl.load(z, exists, 0.0).to(tl.float32)
+        y *= activated(gate, "silu", 0.0)
     return y
 
 
@@ -77,7 +79,8 @@ def _output(
     state, c, x, weight, z, exists, in_state, has_weight: tl.constexpr, has_gate: tl.constexpr
 ):
     """Compute the output of a token from the state after the token and the token's input ``x``."""
-    y = tl.sum(state * tl.load(c, in_state, 0.0).to(tl.float32), 1, keep_dims=True)
+    c = tl.load(c, in_state, 0.0).to(tl.float32)
+    y = tl.sum(state * c, 1, keep_dims=True)
     return gated_output(y, x, weight, z, exists, has_weight, has_gate)
 
 
@@ -87,8 +90,12 @@ def _chunk_of_program(starts, sequences, channels, chunk: tl.constexpr, tile_row
     tiles = tl.cdiv(channels, tile_rows)
     block = (tl.program_id(0) // tiles).to(tl.int64)
     _, first, end = block_of_segment(block, starts, sequences, chunk)
-    channel = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
-    return block, first, tl.minimum(first + chunk, end), channel
+    first_channel = tl.program_id(0) % tiles * tile_rows
+    channel = first_channel + tl.arange(0, tile_rows)[:, None]
+
+    # The last chunk of a sequence may be partly empty.
+    end_of_chunk = tl.minimum(first + chunk, end)
+    return block, first, end_of_chunk, channel
 
 
 # Every batch has another number of sequences, so the number must not choose a compiled variant.
@@ -133,14 +140,17 @@ def scan_kernel(
     exists = channel < channels
     in_state = n < size
     inside = exists & in_state
+
     place = block * channels + channel
     token = first.to(tl.int64)
     a = load_float32(A + channel * size + n, inside)
     bias = dt_bias + channel
     total = tl.zeros((tile_rows, 1), tl.float32)
+
     # The mask is empty without from_states, so that scan starts from zeros.
     state_at = states + place * size + n
     state = tl.load(state_at, inside & from_states, 0.0)
+
     for _ in range(first, end):
         x_at = x + token * x_stride + channel
         dt_at = dt + token * dt_stride + channel
@@ -164,6 +174,7 @@ def scan_kernel(
             )
             tl.store(y + token * channels + channel, t, exists)
         token += 1
+
     if not from_states:
         tl.store(state_at, state, inside)
         tl.store(totals + place, total, exists)
@@ -189,15 +200,20 @@ def passed_states_kernel(
     """Replace each chunk's own state by the first state, and store the last state of a sequence."""
     tiles = tl.cdiv(rows, tile_rows)
     sequence = (tl.program_id(0) // tiles).to(tl.int64)
-    row = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    first_row = tl.program_id(0) % tiles * tile_rows
+    row = first_row + tl.arange(0, tile_rows)[:, None]
     n = tl.arange(0, tile_columns)[None, :]
+
     exists = row < rows
     inside = exists & (n < size)
+
     element = row.to(tl.int64) * size + n
+    state_at = sequence * rows * size + element
     # Rows that share a step size share an entry of the totals, and a row of A.
     shared = row // per_total
     a = load_float32(A + shared * a_stride + n * a_element, inside)
-    state = load_float32(initial + sequence * rows * size + element, inside)
+    state = load_float32(initial + state_at, inside)
+
     start = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
     # Sequences before have start // chunk whole chunks at most, and one partial chunk each.
@@ -210,7 +226,7 @@ def passed_states_kernel(
         # The steps of a chunk decay a state as one step of their sum does.
         state = tl.exp(total * a) * state + own
         block += 1
-    tl.store(final + sequence * rows * size + element, state, inside)
+    tl.store(final + state_at, state, inside)
 
 
 @triton.jit
@@ -264,6 +280,7 @@ def step_kernel(
     in_state = n < size
     inside = exists & in_state
     channel = head * head_size + element
+
     if of_heads:
         # The head has one number. Adding zeros gives the number the shape of a tile.
         number = head + element * 0
@@ -271,19 +288,24 @@ def step_kernel(
     else:
         number = channel
         decay = number * size + n
+
     a = load_float32(A + decay, inside)
     slot = tl.load(slots + token).to(tl.int64)
     place = state + slot * state_stride + channel * size + n
+
     x_at = x + token * x_stride + channel
     dt_at = dt + token * dt_stride + number
     z_at = z + token * z_stride + channel
+
     group = head // per_group * size
     b_at = B + token * b_stride + group + n
     c_at = C + token * c_stride + group + n
+
     before = load_float32(place, inside)
     after, given, _ = _next_state(
         before, a, x_at, dt_at, b_at, dt_bias + number, exists, in_state, has_bias, dt_softplus
     )
+
     tl.store(place, after, inside)
     t = _output(after, c_at, given, D + number, z_at, exists, in_state, has_weight, has_gate)
     tl.store(out + token * out_stride + channel, t, exists)
@@ -324,19 +346,24 @@ def selective_scan(
     sequences, _, size = initial_states.shape
     if not initial_states.numel() or size > LARGEST_STATE:
         return definitions.selective_scan.native(*given, dt_softplus)
+
     starts = query_start_loc.contiguous()
     columns = power_of_two(size)
     # One warp: the loop over tokens is sequential, so more programs are better than larger ones.
     tile = Tile(max(1, 512 // columns), columns, 1)
+
     blocks = blocks_at_most(tokens, sequences, CHUNK)
     states = x.new_empty((blocks, channels, size), dtype=torch.float32)
     totals = x.new_empty((blocks, channels), dtype=torch.float32)
     y = x.new_empty(x.shape)
+
     rows = token_rows(x, dt, B, C, z)
     strides = [each.stride(0) for each in rows]
     a, weight, bias = given_or(x, A, D, dt_bias)
+
     others = (a, weight, bias, starts, states, totals, y, sequences, channels, size, *strides)
     programs = blocks * triton.cdiv(channels, tile.rows)
+
     constants: dict[str, Any] = {
         "chunk": CHUNK,
         "has_weight": D is not None,
@@ -344,6 +371,7 @@ def selective_scan(
         "has_bias": dt_bias is not None,
         "dt_softplus": dt_softplus,
     }
+
     launch(scan_kernel, programs, tile, *rows, *others, **constants, from_states=False)
     # From here on ``states`` has the first states of chunks.
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
@@ -370,6 +398,7 @@ def pass_states(
     final = initial.new_empty(initial.shape)
     tile = tile_of(size, 1024, LARGEST_STATE)
     programs = sequences * triton.cdiv(rows, tile.rows)
+
     # A stride of zero reads one decay for all elements of a state.
     strides = (size, 1) if a.dim() == 2 else (1, 0)
     sizes = (rows, size, rows // totals.shape[1], *strides)
@@ -397,22 +426,26 @@ def selective_state_update(
     definitions.expect_update("selective_state_update", *given)
     tokens, heads, head_size = x.shape
     size = A.shape[2]
+
     # A kernel writes by strides, so no two slots may share memory.
     fits = x.numel() and 0 < size <= LARGEST_STATE
     if not (fits and entries_apart(state) and entries_apart(out)):
         definitions.selective_state_update.native(*given, dt_softplus)
         return
+
     of_heads = A.stride(1) == 0 and _are_expanded(dt, A, D, dt_bias)
     if of_heads:
         dt = dt[..., 0]
         A = A[:, 0, 0]  # noqa: N806
         D = None if D is None else D[:, 0]  # noqa: N806
         dt_bias = None if dt_bias is None else dt_bias[:, 0]
+
     rows = token_rows(x, dt, B, C, z)
     strides = [each.stride(0) for each in (*rows, state, out)]
     a, weight, bias = given_or(x, A, D, dt_bias)
     operands = (a, weight, bias, slots.contiguous(), state, out)
     sizes = (heads, head_size, size, heads // B.shape[1])
+
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)
     launch(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from opgraft.ops.activation.triton import gated, load_float32, silu_and_mul
+from opgraft.ops.activation.triton import gated, load_float32, rows_of, silu_and_mul
 from opgraft.ops.fused.quantization import functional as definitions
 from opgraft.ops.layernorm.triton import fused_add_rms_norm, rms_norm, summed, weighted
 from opgraft.ops.quantization.functional import largest_code, smallest_scale
@@ -97,16 +97,18 @@ def norm_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     column = tl.arange(0, tile_columns)[None, :]
     exists = row < rows
     inside = exists & (column < width)
     residual_at = residual + row * residual_stride + column
+
     # Elements outside are zeros, also in the sum of squares and after the weight.
     total = summed(x + row * stride + column, residual_at, inside, fused)
     variance = tl.sum(total * total, 1, keep_dims=True) / width
     normed = weighted(total * tl.rsqrt(variance + eps), weight, column, width, weighting)
     rounded = normed.to(x.dtype.element_ty)
+
     _quantize_rows(
         q + row * width + column,
         rounded,
@@ -122,6 +124,7 @@ def norm_quant_kernel(
         bounded,
         powers_of_two,
     )
+
     if fused:
         tl.store(new_residual + row * width + column, total, inside)
 
@@ -144,15 +147,17 @@ def product_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = rows_of(tl.program_id(0), tile_rows)
     column = tl.arange(0, tile_columns)[None, :]
     exists = row < rows
     inside = exists & (column < width)
+
     x_at = x + row * stride + column
     dtype = x.dtype.element_ty
     product = gated(
         load_float32(x_at, inside), load_float32(x_at + width, inside), "silu", 0.0, 0.0, dtype
     )
+
     _quantize_rows(
         q + row * width + column,
         product.to(dtype),
@@ -214,9 +219,11 @@ def _given(
     """Return given scales, or ``None`` if the kernels do not take them."""
     if not _takes(x, width, dtype) or scale.device != x.device:
         return None
+
     by_row = tuple(group_shape) == (1, -1)
     if not by_row and tuple(group_shape) != (-1, -1):
         return None
+
     shapes = ((*x.shape[:-1], 1),) if by_row else ((1,), ())
     if tuple(scale.shape) not in shapes:
         return None
@@ -250,9 +257,11 @@ def _norm(
     width = x.shape[-1]
     q, scale = scales.results(x, width)
     total = x.new_empty(x.shape if residual is not None else (0,))
+
     rows = as_rows(x, width)
     added = rows if residual is None else as_rows(residual, width)
     tile = tile_of(width, 2048, WIDEST)
+
     launch(
         norm_quant_kernel,
         triton.cdiv(rows.shape[0], tile.rows),
@@ -369,6 +378,7 @@ def _product(x: Tensor, scales: _Scales) -> tuple[Tensor, Tensor]:
     q, scale = scales.results(x, width)
     rows = as_rows(x, 2 * width)
     tile = tile_of(width, 2048, WIDEST)
+
     launch(
         product_quant_kernel,
         triton.cdiv(rows.shape[0], tile.rows),

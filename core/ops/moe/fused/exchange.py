@@ -52,14 +52,13 @@ class ExpertExchange(PluggableClass):
         ranks, tokens = is_owner.any(-1).nonzero(as_tuple=True)
 
         # The host needs the counts, as the sizes of the messages below.
-        counts = torch.bincount(ranks, minlength=size)
-        received = self.group.all_to_all(counts, [1] * size, [1] * size).tolist()
-        sent = counts.tolist()
+        sent, received = self._message_sizes(ranks)
 
         choices = torch.where(is_owner[ranks, tokens], ids[tokens].to(torch.int32), -1)
         weights = topk_weights[tokens].float()
         # The bits of int32 travel as float32, so that ids and weights need one message.
         routing = torch.cat((choices.view(torch.float32), weights), 1)
+
         arrived_routing = self.group.all_to_all(routing, sent, received)
         arrived = self.group.all_to_all(x[tokens], sent, received)
         arrived_ids = arrived_routing[:, :topk].contiguous().view(torch.int32)
@@ -71,3 +70,10 @@ class ExpertExchange(PluggableClass):
         )
         sums = torch.zeros(x.shape, dtype=compute_dtype(x.dtype), device=x.device)
         return sums.index_add_(0, tokens, returned.to(sums.dtype)).to(x.dtype)
+
+    def _message_sizes(self, ranks: Tensor) -> tuple[list[int], list[int]]:
+        """Return the number of tokens to each rank, and from each rank, on the host."""
+        size = self.group.world_size
+        counts = torch.bincount(ranks, minlength=size)
+        received = self.group.all_to_all(counts, [1] * size, [1] * size).tolist()
+        return counts.tolist(), received
