@@ -173,6 +173,7 @@ def expect_in_range(op: str, argument: str, x: Tensor, size: int) -> None:
     """
     if not x.numel() or not values_are_checked(x):
         return
+
     lowest, highest = (int(bound) for bound in x.aminmax())
     if lowest < 0 or highest >= size:
         raise ValueError(
@@ -191,6 +192,7 @@ def expect_ascending(op: str, argument: str, bounds: Tensor, end: int) -> None:
         )
     if not values_are_checked(bounds):
         return
+
     values: list[int] = bounds.tolist()
     if not values or values[0] != 0 or values[-1] != end or values != sorted(values):
         raise ValueError(f"{op}: {argument} is {values}, expected it to ascend from 0 to {end}")

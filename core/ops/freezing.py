@@ -82,6 +82,7 @@ class FreezeReport:
             kind = (row.source, row.reason)
             first.setdefault(kind, row.path or "the model itself")
             counts[kind] += 1
+
         rows: list[tuple[str, ...]] = [("count", "kept plain", "the first", "reason")]
         for kind, count in counts.most_common():
             source, reason = kind
@@ -154,9 +155,11 @@ def freeze(target: nn.Module | Tensor, keep_plain: bool = True) -> FreezeReport:
     """
     if not keep_plain:
         return _drop_plain_weights(target)
+
     move_to_huge_pages(declare_frozen(_weights("freeze", target)))
     if isinstance(target, Tensor):
         return FreezeReport()
+
     layers = _linear_layers(target)
     kept = {path: "keep_plain is True" for path, layer in layers if not _is_packed(layer)}
     return _report(layers, kept)
@@ -228,12 +231,14 @@ def _drop_plain_weights(model: Any) -> FreezeReport:
         reason = _reason_to_stay_plain(path, layer, memory)
         if reason is not None:
             kept[path] = reason
+
     packable = [layer for path, layer in layers if path not in kept]
     composites = _composites_over(model, packable)
     # A weight inside a joint block cannot be dropped alone.
     for composite in composites:
         if _has_moved(composite, packable):
             composite.release_weights()
+
     try:
         for layer in packable:
             _drop_plain_weight(layer)
@@ -269,12 +274,14 @@ def restore_linear_layers(model: nn.Module) -> Sequence[nn.Module]:
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear):
             found.append((path, module))
+
     for path, layer in found:
         if type(layer) is not layer.binding.specialisation:
             raise PackError(
                 f"thaw: {type(layer).__name__} at {path!r} was derived from a packed layer by "
                 "other code, such as a parametrization: take that back first"
             )
+
     # All bindings first: each may raise, and then nothing is changed.
     plans = [(layer, bind_exact(Linear, Linear, layer.binding.enforced)) for _, layer in found]
     for layer, binding in plans:
@@ -312,8 +319,10 @@ def _expect_evaluation(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.training:
             training.append(path)
+
     if not training:
         return
+
     first = repr(training[0]) if training[0] else "the model itself"
     raise PackError(
         f"freeze(keep_plain=False): {len(training)} of the linear layers of "
@@ -363,6 +372,7 @@ class _MemoryMap:
             others = [other for other in self.residents[home] if other not in own]
             if others:
                 return f"it shares memory with {others[0]}"
+
         if name not in self.together and weight.untyped_storage().nbytes() > weight.nbytes:
             return "it is part of a larger memory"
         return None
@@ -373,9 +383,11 @@ def _reason_to_stay_plain(path: str, layer: nn.Linear, memory: _MemoryMap) -> st
     reason = packed_linear.missing() or _foreign(layer)
     if reason is not None or _is_packed(layer):
         return reason
+
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is no parameter"
+
     name = f"{path}.weight" if path else "weight"
     reason = obstacle(weight) or memory.shared(name, weight)
     if reason is not None or packed_linear.pays_packed(weight):
@@ -394,6 +406,7 @@ def _foreign(layer: nn.Linear) -> str | None:
     if layer.op_class not in (Linear, PackedLinear):
         hint = _OWN if layer.binding.replacement.target is Linear else ""
         return f"its class is {layer.op_class.__qualname__} of {served_by(layer)}{hint}"
+
     for binding in (layer.binding, _packed_binding(layer)):
         winner = binding.kernel.winner
         if winner.method != Linear.forward_cpu.__name__:

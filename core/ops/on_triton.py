@@ -42,6 +42,7 @@ def triton_missing() -> str | None:
     """Return the reason for ``opgraft.needs`` if Triton kernels cannot run here, or ``None``."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed: pip install triton"
+
     try:
         for modules in _BY_MODULES:
             for module in modules:

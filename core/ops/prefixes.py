@@ -21,6 +21,7 @@ def prefixes_of_one_model() -> Iterator[None]:
     if _PREFIXES.get() is not None:
         yield
         return
+
     token = _PREFIXES.set({})
     try:
         yield
@@ -39,6 +40,7 @@ def claim_prefix(prefix: str, layer: object) -> None:
     built = _PREFIXES.get()
     if built is None or not prefix:
         return
+
     name = type(layer).__qualname__
     if prefix in built:
         raise ConstructionError(

@@ -94,6 +94,7 @@ def apart(x: Tensor, y: Tensor) -> bool:
         return x is not y
     if x is y or not (values_are_known(x) and values_are_known(y)):
         return False
+
     first, second = (x, y) if x.data_ptr() <= y.data_ptr() else (y, x)
     distance = (second.data_ptr() - first.data_ptr()) // x.element_size()
     last_of_first = 0
@@ -101,6 +102,7 @@ def apart(x: Tensor, y: Tensor) -> bool:
         last_of_first += (size - 1) * stride
     if distance > last_of_first:
         return True
+
     # Query and key may be columns of one matrix, the result of one projection.
     if x.dim() != 2 or y.dim() != 2 or x.stride(0) != y.stride(0):
         return False
@@ -158,6 +160,7 @@ def launch(
     ):
         kernel[(programs,)](first, *others, **constants)
         return
+
     # Triton launches on the current device.
     with torch.accelerator.device_index(index):
         kernel[(programs,)](first, *others, **constants)

@@ -31,6 +31,7 @@ def block_of_segment(index, bounds, segments, size):
         is_before = first_block <= index
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
+
     start = tl.load(bounds + low)
     end = tl.load(bounds + low + 1)
     blocks_before = index - start // size - low

@@ -244,6 +244,7 @@ class SiluAndMulWithClamp(CustomOp):
     ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
+
         self.swiglu_limit = swiglu_limit
         self.alpha = alpha
         self.beta = beta
@@ -259,11 +260,13 @@ class SiluAndMulWithClamp(CustomOp):
         # No kernel takes other factors, so the definition stands here.
         if self.is_plain:
             return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
+
         gate, up = halves("silu_and_mul_with_clamp", "x", x)
         dtype = compute_dtype(x.dtype)
         limit = self.swiglu_limit
         gate = gate.to(dtype).clamp(max=limit)
         up = up.to(dtype).clamp(-limit, limit)
+
         y = gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
         return y.to(x.dtype)
 

@@ -133,6 +133,7 @@ class AttentionBatch:
         """
         lengths = list(query_lens if seq_lens is None else seq_lens)
         table = torch.zeros(len(lengths), 0, dtype=torch.int32)
+
         # Slots are computed on the host, so a step waits for no device.
         if block_table is not None:
             table = block_table.cpu()
@@ -142,6 +143,7 @@ class AttentionBatch:
             slots = _slots_of_new_tokens(query_lens, lengths, table, block_size)
         table = table.to(device, torch.int32)
         slots = slots.to(device)
+
         return cls(
             torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
             torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -165,6 +167,7 @@ def _expect_lengths(
             f"a batch has {len(query_lens)} query_lens, {len(seq_lens)} seq_lens and "
             f"{len(block_table)} rows of its block table: give one of each for every sequence"
         )
+
     room = None if block_size is None else block_table.shape[1] * block_size
     for query, length in zip(query_lens, seq_lens, strict=True):
         # bool is an int, too, so isinstance would let it pass.

@@ -70,6 +70,7 @@ class CachedAttention(PluggableLayer):
                 f"attention {self.prefix!r}: query has {tokens} tokens, and the batch "
                 f"{len(pages.slots)}: call the model with the tokens of all its sequences"
             )
+
         shape = tuple(pages.cache.shape)
         num_blocks = shape[0] if shape else 0
         expected = cache_shape(self, num_blocks, batch.block_size, pages.cache.dtype)

@@ -42,6 +42,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     smallest = torch.finfo(torch.float32).tiny
     scale = (largest / LARGEST_CODES[dtype]).clamp(min=smallest)
     scale = scale.masked_fill(~largest.isfinite(), math.nan)
+
     quotients = (x / scale).nan_to_num(0.0)
     if dtype == torch.int8:
         codes = quotients.round().to(dtype)
@@ -57,6 +58,7 @@ def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     scale = rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
+
     # Torch views bytes as float32 only if they are contiguous.
     scale = scale.clone(memory_format=torch.contiguous_format)
     product = numbers.to(exact) * scale.view(torch.float32).to(exact)

@@ -153,24 +153,29 @@ class Attention(CachedAttention):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+
         expect_size("attention", "num_heads", num_heads)
         expect_size("attention", "num_kv_heads", self.num_kv_heads)
         expect_kv_heads(num_heads, self.num_kv_heads, op="attention")
         _expect_settings(head_size, scale, sliding_window, logits_soft_cap)
+
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(
                 f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, "
                 f"({num_heads},)"
             )
+
         self.head_size = head_size
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+
         # A plain tensor moves with the layer, too, but is not saved.
         if sinks is None or isinstance(sinks, nn.Parameter):
             self.sinks = sinks
         else:
             self.register_buffer("sinks", sinks, persistent=False)
+
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
@@ -238,6 +243,7 @@ class Attention(CachedAttention):
         """
         if self.is_node and is_compiling():
             return as_node(query, key, value, self.prefix)
+
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
         if batch is None:
@@ -261,6 +267,7 @@ class Attention(CachedAttention):
         shape = x.shape
         if tokens and shape in ((*tokens, heads * size), (*tokens, heads, size)):
             return x.reshape(tokens[0], heads, size)
+
         count = tokens[0] if tokens else "tokens"
         raise ValueError(
             f"attention: {name} has shape {tuple(shape)}, expected [{count}, {heads} · {size}] or "
@@ -288,6 +295,7 @@ class Attention(CachedAttention):
         key = key.transpose(0, 1)
         value = value.transpose(0, 1)
         mask = None
+
         # Torch's causal attention needs no mask if the window reaches over all tokens.
         if tokens > 1 and not (self._is_plain and (window is None or tokens <= window)):
             positions = torch.arange(tokens, device=query.device)
@@ -304,11 +312,13 @@ class Attention(CachedAttention):
                 enable_gqa=self.num_kv_heads != self.num_heads,
             )
             return attended[0].transpose(0, 1)
+
         # The op for plain attention has checks of its own.
         expect_floating("attention", "query", query)
         for name, x in (("key", key), ("value", value)):
             expect_same_dtype("attention", name, x, "query", query)
             expect_same_device("attention", name, x, "query", query)
+
         attended = attend_stepwise(
             query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks
         )
@@ -327,9 +337,11 @@ def _expect_settings(head_size: int, scale: float, window: int | None, cap: floa
         if value is not None:
             expect_size("attention", name, value)
             expect_positive("attention", name, value)
+
     for name, number in (("scale", scale), ("logits_soft_cap", 1.0 if cap is None else cap)):
         if not isinstance(number, (int, float)) or not math.isfinite(number):
             raise ValueError(f"attention: {name} is {number!r}, expected a finite number")
+
     if cap is not None:
         expect_positive("attention", "logits_soft_cap", cap)
 

@@ -121,17 +121,20 @@ def mm_encoder_attn(
     op = "mm_encoder_attn"
     expect_kv_heads(num_heads, num_kv_heads)
     _expect_one_kind(op, query, key, value)
+
     head_size = _head_size(query, num_heads)
     q = as_heads("query", query, num_heads, head_size)
     k = as_heads("key", key, num_kv_heads, head_size)
     v = as_heads("value", value, num_kv_heads, head_size)
     expect_same_shape(op, "value", v, "key", k)
+
     is_packed = cu_seqlens is not None
     if q.shape[0] != k.shape[0] or (is_packed and q.shape[1] != k.shape[1]):
         raise ValueError(
             f"{op}: key has shape {tuple(key.shape)}, expected the batch, and with cu_seqlens also "
             f"the tokens, of query, {tuple(query.shape)}"
         )
+
     if cu_seqlens is not None:
         attended = _packed(q, k, v, scale, cu_seqlens)
     elif sequence_lengths is not None:
@@ -192,6 +195,7 @@ def _expect_attendable(
     # This runs with each call. Equal shapes are the usual case, and these comparisons the cheapest.
     if batch and key.shape == value.shape and key.shape[:-2] == batch and key.shape[-1:] == columns:
         return
+
     _expect_dimensions(op, query, key, value, enable_gqa)
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(
@@ -201,11 +205,13 @@ def _expect_attendable(
         raise ValueError(
             f"{op}: value has {value.shape[-2]} tokens, expected {key.shape[-2]} as key has"
         )
+
     shared = 2
     if enable_gqa:
         # Heads need not be equally many, so they do not broadcast.
         shared = 3
         _expect_groups(op, query.shape[-3], key.shape[-3], value.shape[-3])
+
     batch = query.shape[:-shared]
     for argument, x in (("key", key), ("value", value)):
         if not _broadcast(x.shape[:-shared], batch):
@@ -269,14 +275,17 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens:
     tokens = query.shape[0]
     expect_integers("mm_encoder_attn", "cu_seqlens", cu_seqlens)
     expect_ascending("mm_encoder_attn", "cu_seqlens", cu_seqlens, tokens)
+
     if not values_are_known(cu_seqlens):
         # A compiler does not know the lengths: a loop over them would break the graph.
         same_sequence = _same_sequence(cu_seqlens.to(query.device), tokens)
         return _attend(query[None], key[None], value[None], scale, same_sequence)[0]
+
     lengths = [end - start for start, end in pairwise(cu_seqlens.tolist())]
     queries = torch.split_with_sizes(query, lengths)
     keys = torch.split_with_sizes(key, lengths)
     values = torch.split_with_sizes(value, lengths)
+
     attended = []
     for q, k, v in zip(queries, keys, values, strict=True):
         attended.append(_attend(q[None], k[None], v[None], scale)[0])
@@ -297,12 +306,14 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Te
         raise ValueError(
             f"{op}: {argument} has shape {tuple(lengths.shape)}, expected ({query.shape[0]},)"
         )
+
     expect_integers(op, argument, lengths)
     expect_same_device(op, argument, lengths, "query", query)
     expect_in_range(op, argument, lengths, key.shape[1] + 1)
     key_seen = torch.arange(key.shape[1], device=lengths.device) < lengths[:, None]
     query_seen = torch.arange(query.shape[1], device=lengths.device) < lengths[:, None]
     attended = _attend(query, key, value, scale, key_seen[:, None, None, :])
+
     # Padding may hold anything, and a row without a visible key is NaN.
     return attended.masked_fill(~query_seen[:, :, None, None], 0.0)
 

@@ -123,11 +123,13 @@ class MMEncoderAttention(CustomOp):
             raise ValueError(
                 f"mm_encoder_attn: head_size is {head_size}, expected a positive number"
             )
+
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
         self.num_queries_per_kv = num_heads // num_kv_heads
+
         self.prefix = self.layer_name = prefix
         self.multimodal_config = multimodal_config
         self.dtype = torch.get_default_dtype()
@@ -164,6 +166,7 @@ class MMEncoderAttention(CustomOp):
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is cls.op_class:
             return None
+
         lengths: Tensor | None = replacement.maybe_compute_seq_lens(
             attn_backend, cu_seqlens, device
         )
@@ -195,6 +198,7 @@ class MMEncoderAttention(CustomOp):
         replacement: Any = maybe_get_oot_by_class(cls.op_class)
         if replacement is cls.op_class:
             return torch.as_tensor(cu_seqlens, device=device)
+
         bounds: Tensor = replacement.maybe_recompute_cu_seqlens(
             attn_backend,
             cu_seqlens,

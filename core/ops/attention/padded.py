@@ -32,6 +32,7 @@ class PaddedAttention(Attention):
         sequences = batch.seq_lens.shape[0]
         if sequences * batch.max_query_len != query.shape[0]:
             return super().attend_batch(batch, pages, query, key, value)
+
         write_rows(key, value, pages.cache, pages.slots)
         first = batch.seq_lens - batch.query_start_loc.diff()
         rows = query.view(sequences, batch.max_query_len, *query.shape[1:])
@@ -56,8 +57,10 @@ class PaddedAttention(Attention):
         pages = cache[block_table.long()]
         if cache.dtype in LARGEST_CODES:
             pages = dequantize_rows(pages, compute_dtype(query.dtype))
+
         # Keys and values: [2, sequences, heads, keys, size].
         pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
         # Unused rows may be NaN, and zero times NaN is NaN.
         used = visible.any(1)
         key, value = pages.masked_fill(~used[:, None, :, None], 0.0)
@@ -78,6 +81,7 @@ def write_rows(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None
     pairs = torch.cat((key, value), dim=1)
     if cache.dtype in LARGEST_CODES:
         pairs = quantize_rows(pairs, cache.dtype)
+
     rows_of_block = 2 * heads * block_size
     first = slots // block_size * rows_of_block + slots % block_size
     places = first[:, None] + torch.arange(2 * heads, device=slots.device) * block_size

@@ -59,6 +59,7 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     """
     expect_writable(key, value, cache, slots)
     block_size = cache.shape[3]
+
     # Views of the cache with the token before the head: [num_blocks, block_size, heads, size].
     keys, values = cache.transpose(2, 3).unbind(1)
     place = (slots // block_size, slots % block_size)
@@ -150,11 +151,13 @@ def by_sequences(
     """
     if not values_are_known(query_start_loc):
         return _attend_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
+
     bounds = query_start_loc.tolist()
     lengths = seq_lens.tolist()
     # With one token each, sequences need no loop.
     if lengths and bounds == list(range(len(bounds))):
         return _attend_single_tokens(attend, query, block_table, seq_lens, block_size)
+
     parts = []
     for (start, end), length, blocks in zip(pairwise(bounds), lengths, block_table, strict=True):
         if end <= start:
@@ -204,6 +207,7 @@ def _attend_unknown_lengths(
     starts = query_start_loc[:-1].long()
     lengths = query_start_loc.diff()
     tokens = torch.arange(count, device=query.device)
+
     # Rows behind the end of a sequence hold other tokens: their results are not picked below.
     rows = (starts[:, None] + tokens).clamp(max=count - 1)
     attended = attend(query[rows], seq_lens - lengths, seq_lens, block_table)
@@ -229,12 +233,15 @@ def _attend_over_pages(
     visible = visible_in_blocks(query, first, lengths, block_table, block_size, sliding_window)
     used = visible.any(1)
     blocks = used_blocks(block_table, used, block_size)
+
     pages = cache[blocks]
     if cache.dtype in LARGEST_CODES:
         query = query.to(compute_dtype(dtype))
         pages = dequantize_rows(pages, query.dtype)
+
     # Keys and values: [2, sequences, heads, keys, size].
     pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
     # Unused rows may be NaN, and zero times NaN is NaN.
     key, value = pages.masked_fill(~used[:, None, :, None], 0.0)
     query = query.transpose(1, 2)
@@ -311,6 +318,7 @@ def attend_stepwise(
     dtype = compute_dtype(query.dtype)
     *lead, heads, tokens, head_size = query.shape
     kv_heads = key.shape[-3]
+
     # Each key head serves a group of query heads: [..., kv_heads, group, tokens, head_size].
     groups = query.reshape(*lead, kv_heads, heads // kv_heads, tokens, head_size).to(dtype)
     scores = groups @ key.unsqueeze(-3).to(dtype).mT * scale
@@ -320,6 +328,7 @@ def attend_stepwise(
         # Finite: a row without a visible key is never read, but must give no NaN backwards.
         lowest = torch.finfo(dtype).min
         scores = scores.masked_fill(~visible[..., None, None, :, :], lowest)
+
     shares = scores.softmax(dim=-1) if sinks is None else _softmax_with_sinks(scores, sinks)
     attended = shares @ value.unsqueeze(-3).to(dtype)
     return attended.flatten(-4, -3).to(query.dtype)
@@ -348,6 +357,7 @@ def expect_writable(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) ->
             f"{op}: key has shape {tuple(key.shape)} and slots {tuple(slots.shape)}, expected "
             f"[tokens, {cache.shape[2]}, {key.shape[2]}] and [tokens]"
         )
+
     expect_same_dtype(op, "value", value, "key", key)
     for argument, x in (("value", value), ("cache", cache), ("slots", slots)):
         expect_same_device(op, argument, x, "key", key)
@@ -379,12 +389,14 @@ def expect_pages(
     op = "paged_attention"
     expect_floating(op, "query", query)
     _expect_cache(op, cache, "query", query)
+
     heads = query.shape[1]
     kv_heads = cache.shape[2]
     if not kv_heads or heads % kv_heads:
         raise ValueError(
             f"{op}: cache has {kv_heads} heads, expected a divisor of the {heads} of query"
         )
+
     expect_same_device(op, "cache", cache, "query", query)
     expect_sequences(op, query, block_table, query_start_loc, seq_lens, cache.shape[3])
 
@@ -406,11 +418,13 @@ def expect_sequences(
     for argument, x in integers.items():
         expect_integers(op, argument, x)
         expect_same_device(op, argument, x, "query", query)
+
     if seq_lens.dim() != 1 or block_table.dim() != 2 or block_table.shape[0] != seq_lens.shape[0]:
         raise ValueError(
             f"{op}: block_table has shape {tuple(block_table.shape)} and seq_lens "
             f"{tuple(seq_lens.shape)}, expected [sequences, most blocks] and [sequences]"
         )
+
     expect_ascending(op, "query_start_loc", query_start_loc, query.shape[0])
     expected = seq_lens.shape[0] + 1
     if query_start_loc.shape[0] != expected:
@@ -420,6 +434,7 @@ def expect_sequences(
         )
     if not values_are_checked(seq_lens):
         return
+
     blocks = block_table.shape[1]
     room = blocks * block_size
     counts = query_start_loc.diff()
@@ -441,6 +456,7 @@ def expect_settings(
         expect_positive(op, "logits_soft_cap", logits_soft_cap)
     if sinks is None:
         return
+
     expect_floating(op, "sinks", sinks)
     expect_same_device(op, "sinks", sinks, "query", query)
     if sinks.shape != query.shape[1:2]:

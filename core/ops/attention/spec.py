@@ -100,14 +100,17 @@ def draw_sequences(draw: Draw, lead: Sequence[int], spare_blocks: int) -> DrawnS
     lengths = draw.integers(int(longest == 1), longest + 1, (sequences,))
     lengths[:1] = longest
     seq_lens = lengths + draw.integers(0, 11, (sequences,))
+
     needed = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
     blocks = int(needed.sum()) + spare_blocks
+
     # Entries beyond the end of a sequence name blocks of other sequences.
     table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
     shuffled = torch.randperm(blocks, generator=draw.generator)
     own_blocks = torch.split_with_sizes(shuffled[:-spare_blocks], needed.tolist())
     for row, own in zip(table, own_blocks, strict=True):
         row[: len(own)] = own
+
     layout = {
         "block_table": table.to(torch.int32),
         "query_start_loc": F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
@@ -146,9 +149,12 @@ def attention(
     key_head = torch.arange(heads) * key.shape[-3] // heads
     keys = key[..., key_head, :, :]
     values = value[..., key_head, :, :]
+
     scores = torch.einsum("...qe,...ke->...qk", query, keys) * scale
     if mask is not None:
         scores = scores + mask
+
+    # Relative to the highest score, so that no exponential overflows.
     weights = torch.exp(scores - scores.amax(-1, keepdim=True))
     shares = weights / weights.sum(-1, keepdim=True)
     return torch.einsum("...qk,...ke->...qe", shares, values)
@@ -197,6 +203,7 @@ def _encoder(
             lengths = sequence_lengths.tolist()
         padded = _attention_of_rows(q, k, v, lengths, scale)
         return padded.transpose(1, 2).reshape(query.shape)
+
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
     packed = torch.zeros_like(q)
     for start, end in pairwise(cu_seqlens.tolist()):
@@ -231,6 +238,7 @@ def _torch_encoder(
     """Attend in one call over all tokens as one row, with a mask for the sequences."""
     if cu_seqlens is None:
         return None
+
     sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
     same_sequence = sequence[:, None] == sequence
     q, k, v = (x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value))
@@ -330,6 +338,7 @@ def _torch_paged(
     """Attend with one token after another over contiguous keys."""
     if logits_soft_cap is not None or sinks is not None or not cache.is_floating_point():
         return None
+
     first = -sliding_window if sliding_window else 0
     pairs = _keys_and_values_seen(cache, block_table, query_start_loc, seq_lens)
     attended = []

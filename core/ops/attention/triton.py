@@ -64,6 +64,7 @@ def share_of_program(starts, lengths, sequences, parts, groups, queries):
     part = program % parts
     group = program // parts % groups
     block = program // parts // groups
+
     sequence, first, end = block_of_segment(block, starts, sequences, queries)
     count = tl.minimum(queries, end - first)
     position = tl.load(lengths + sequence) - end + first
@@ -123,6 +124,7 @@ def _loaded_keys_and_values(
     exists = exists[:, None]
     keys = loaded_rows(rows, exists, head_size, dtype, tile_columns)
     key_scales = _loaded_scales(rows, exists, head_size, scale_bytes)
+
     rows += to_values
     values = loaded_rows(rows, exists, head_size, dtype, tile_columns)
     scales = _loaded_scales(rows, exists, head_size, scale_bytes)
@@ -193,6 +195,7 @@ def store_part(out, log_sums, row, part, parts, exists, attended, highest, total
     """Store rows of a result; for one of several parts, store its sum of weights too."""
     place = row * parts + part
     column = tl.arange(0, attended.shape[1])[None, :]
+
     # A part without a visible key is zero.
     attended /= tl.where(total == 0.0, 1.0, total)
     stored = attended.to(out.dtype.element_ty)
@@ -235,11 +238,13 @@ def paged_attention_kernel(
     )
     if count <= 0:
         return
+
     begin, end = part_of_keys(position, count, window, part, parts, tile_keys)
     offset, token, head, exists = rows_of_queries(first, count, key_head, group, tile_rows)
     query += token * query_stride + head * head_size
     q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += offset
+
     # One part alone counts the sinks, as parts are added up.
     highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
@@ -262,6 +267,7 @@ def paged_attention_kernel(
         )
         scores = scores_of(q, keys, key, end, position, window, scale * key_scales, cap)
         attended, highest, total = added_keys(attended, highest, total, scores, values, scales)
+
     row = token * heads + head
     store_part(out, log_sums, row, part, parts, exists, attended, highest, total, head_size)
 
@@ -281,9 +287,12 @@ def added_parts_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, most)[:, None]
     column = tl.arange(0, tile_columns)[None, :]
+
     place = row * count + part
     log_sum = tl.load(log_sums + place, part < count, float("-inf"))
+    # Relative to the greatest sum, so that no exponential overflows.
     weights = tl.exp2(log_sum - tl.max(log_sum))
+
     x = tl.load(parts + place * width + column, (part < count) & (column < width), 0.0)
     result = tl.sum(x * weights, 0, keep_dims=True) / tl.sum(weights)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), column < width)
@@ -295,6 +304,7 @@ def _store_row(x, row, exists, head_size, tile_columns: tl.constexpr):
     column = tl.arange(0, tile_columns)[None, :]
     inside = exists & (column < head_size)
     t = tl.load(x + column, inside, 0.0)
+
     dtype = row.dtype.scalar.element_ty
     if dtype == tl.int8 or dtype == tl.uint8:
         t, scale = _codes(t.to(tl.float32), dtype == tl.int8)
@@ -311,9 +321,11 @@ def _codes(t, is_int8: tl.constexpr):
     magnitude = tl.where(tl.abs(t) < float("inf"), tl.abs(t), float("inf"))
     largest = tl.max(magnitude, 1, keep_dims=True)
     is_finite = largest < float("inf")
+
     scale = tl.maximum(tl.div_rn(largest, 127.0 if is_int8 else 448.0), _SMALLEST)
     scale = tl.where(is_finite, scale, float("nan"))
     quotient = tl.where(is_finite, tl.div_rn(t, scale), 0.0)
+
     if is_int8:
         codes = quotient + _TO_WHOLE - _TO_WHOLE
     else:
@@ -343,6 +355,7 @@ def write_kv_cache_kernel(
     token = (tl.program_id(0) // blocks).to(tl.int64)
     head = tl.program_id(0) % blocks * tile_rows + tl.arange(0, tile_rows)[:, None]
     exists = head < heads
+
     key += token * key_stride + head * head_size
     value += token * value_stride + head * head_size
 
@@ -350,6 +363,7 @@ def write_kv_cache_kernel(
     row_in_block = head * block_size + slot % block_size
     row = cache + slot // block_size * block_stride + row_in_block * row_size
     _store_row(key, row, exists, head_size, tile_columns)
+
     # A block holds the values of all heads behind the keys of all heads.
     row += heads * block_size * row_size
     _store_row(value, row, exists, head_size, tile_columns)
@@ -409,6 +423,7 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
         return
     if not key.numel():
         return
+
     tokens, heads, head_size = key.shape
     keys = heads_together(key)
     values = heads_together(value)
@@ -457,13 +472,16 @@ def paged_attention(
             logits_soft_cap,
             sinks,
         )
+
     out = query.new_empty(query.shape)
     if not out.numel():
         return out
+
     starts = query_start_loc.contiguous()
     lengths = seq_lens.contiguous()
     window = UNBOUNDED if sliding_window is None else min(sliding_window, UNBOUNDED)
     cap = logits_soft_cap or 0.0
+
     _attend(out, query, cache, block_table, starts, lengths, scale, window, cap, sinks)
     return out
 
@@ -485,16 +503,21 @@ def _attend(
     _, _, key_heads, block_size, row_size = cache.shape
     sequences = lengths.shape[0]
     group = heads // key_heads
+
     tile = tile_of_queries(query, group, sequences)
     programs = blocks_at_most(tokens, sequences, tile.rows // group) * key_heads
     most_keys = min(block_table.shape[1] * block_size, window)
     parts = parts_of_keys(programs, most_keys)
+
+    # A kernel needs pointers, and writes no sums for one part alone.
     results = log_sums = out
     if parts > 1:
         results = query.new_empty((tokens, heads, parts, head_size), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
+
     rows = heads_together(query)
     table = as_rows(block_table, block_table.shape[1])
+
     launch(
         paged_attention_kernel,
         programs * parts,

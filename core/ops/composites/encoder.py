@@ -43,16 +43,19 @@ class EpilogueLayer(Composite):
             return None
         if act is not None and is_observed(act):
             return None
+
         kernel: Kernel | None = self.chosen(_joint_kernel, linear, act)
         # A linear layer with an activation of its own has no place for another epilogue.
         if kernel is None or linear.activation != "none":
             return None
         if not linear.quant_method.holds_weight(linear):
             return None
+
         # Subclasses of tensors, and nested tensors, have kernels of their own.
         for tensor in tensors:
             if type(tensor) is not Tensor or tensor.is_nested:
                 return None
+
         if torch.is_grad_enabled():
             for tensor in (*tensors, *linear.parameters()):
                 if tensor.requires_grad:
@@ -96,6 +99,7 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
+
         mapped: Tensor = linear.quant_method.apply(
             linear, x, linear.bias, activation=epilogue, kernel=kernel
         )
@@ -106,6 +110,7 @@ class LinearAct(EpilogueLayer):
         act = self.get_submodule(self.names[1])
         if epilogue_of(act) is None:
             return frozenset()
+
         with torch.no_grad():
             kernel = self.kernel_for(linear, act)
         return frozenset() if kernel is None else frozenset(self.names[1:2])
@@ -175,11 +180,13 @@ class LinearAddNorm(EpilogueLayer):
         norm: Any = modules[self.names[1]]
         dropout = modules[self.names[2]]
         drops = dropout is not None and (dropout.training or is_observed(dropout))
+
         # A kernel does not broadcast.
         are_alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]
         kernel = None
         if are_alike and not drops:
             kernel = self.kernel_for(linear, None, x, residual)
+
         if kernel is not None and residual.shape[-1] == linear.out_features:
             summed = linear.quant_method.apply(
                 linear, x, linear.bias, residual=residual, kernel=kernel

@@ -61,6 +61,7 @@ class Experts(Composite):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
             biases = nn.Parameter(torch.empty(num_experts, rows)) if bias else None
             self.register_parameter(f"{name}_bias", biases)
+
         if act is not None:
             self.add_module("act_fn", act)
         moe = FusedMoEConfig(num_experts, 0, hidden_size, intermediate_size, activation, bias)

@@ -62,16 +62,20 @@ class GatedMLP(JointLayer):
     ) -> None:
         super().__init__()
         expect_choice("gated_mlp", "activation", activation, ACTIVATIONS)
+
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation = activation
         self.names = names
         self.joined = names[:2]
+
         self.add_module(names[0], Linear(hidden_size, intermediate_size, bias=bias))
         self.add_module(names[1], Linear(hidden_size, intermediate_size, bias=bias))
         self.add_module(names[2], Linear(intermediate_size, hidden_size, bias=down_bias))
+
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         self.act_and_mul = SiluAndMul() if activation == "silu" else GeluAndMul(approximate)
+
         if act is not None:
             self.add_module(names[3], act)
         self.join()
@@ -86,6 +90,7 @@ class GatedMLP(JointLayer):
             joint = self.joint_op(x)
             if joint is not None:
                 return self.at_once(joint, x)
+
         modules: dict[str, Any] = self._modules
         gate, up, down = (modules[name] for name in self.names[:3])
         activate: Any = act if act is not None else functional.activation_of(self.activation)

@@ -68,6 +68,7 @@ class Joint:
         expected = iter(self.parameters)
         versions = []
         declarations = []
+
         for part in parts:
             if type(part) is not kind or "forward" in part.__dict__:
                 return False
@@ -86,8 +87,10 @@ class Joint:
                 versions.append(version_of(parameter))
                 declarations.append(declaration(parameter))
                 needs_gradient = needs_gradient or parameter.requires_grad
+
         if next(expected, None) is not None or (needs_gradient and torch.is_grad_enabled()):
             return False
+
         if versions != self.versions or declarations != self.declarations:
             self._take_over(versions, declarations)
         return True
@@ -99,6 +102,7 @@ class Joint:
             self.versions = versions
         if declarations == self.declarations:
             return
+
         # The blocks lie in the pages of the parts, so `freeze` has moved both.
         if all(declarations):
             declare_frozen(self.blocks.values())
@@ -129,6 +133,7 @@ class JointLayer(Composite):
         for name, block in self._blocks().items():
             if any(self._residents(name, block)):
                 former[name] = block
+
         # Before the join, so that memory without a resident is free again.
         self.__dict__["_joint"] = None
         joint = _join_parts([self._modules[name] for name in self.joined], former)
@@ -178,9 +183,11 @@ class JointLayer(Composite):
         """
         if torch.compiler.is_compiling():
             return None
+
         joint: Joint | None = self.__dict__["_joint"]
         if joint is None or type(x) is not Tensor or x.is_nested or hooks_on_every_module():
             return None
+
         modules: dict[str, Any] = self._modules
         parts = [modules[name] for name in self.joined]
         return joint.op if joint.serves(parts, x) else None
@@ -231,20 +238,24 @@ def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | No
     together = _to_join(parts)
     if together is None:
         return None
+
     own = list(itertools.chain(*together.values()))
     are_frozen = all(map(declaration, own))
     keys = {name: _key(name, tensors) for name, tensors in together.items()}
     former = {name: _TOGETHER[key] for name, key in keys.items() if key in _TOGETHER}
+
     holder: Any = nn.Module()
     with torch.inference_mode(False), torch.no_grad():
         blocks = _bring_together(together, former, holder, huge=False)
     if blocks is None:
         return None
+
     joint = {}
     for name, key in keys.items():
         is_unmoved = name in former and blocks.get(name) is former[name]
         joint[name] = former[name] if is_unmoved else holder._parameters[name]
         _TOGETHER[key] = joint[name]
+
     # A second declaration would make kernels copy their weights again.
     if are_frozen and not all(map(declaration, joint.values())):
         declare_frozen([*own, *joint.values()])
@@ -260,6 +271,7 @@ def _to_join(parts: Sequence[Any]) -> dict[str, list[nn.Parameter]] | None:
     first = parts[0]
     if not all(_can_join(part, first) for part in parts):
         return None
+
     together = {}
     for name in _PARAMETERS:
         if first._parameters[name] is None:
@@ -282,22 +294,27 @@ def _join_parts(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None
     together = _to_join(parts)
     if together is None:
         return None
+
     columns = parts[0].weight.shape[1]
     rows = sum(part.weight.shape[0] for part in parts)
     # Parameters over the parts' memory replace those on meta.
     with torch.device("meta"):
         op = Linear(columns, rows, bias="bias" in together)
+
     # The parts may have been bound under other settings.
     if type(op) is not type(parts[0]):
         return None
+
     # Tensors made in inference mode count no writes, and kernels keep copies by these counts.
     with torch.inference_mode(False), torch.no_grad():
         blocks = _bring_together(together, former, op)
     if blocks is None:
         return None
+
     for name, tensors in together.items():
         joint: Any = op._parameters[name]
         _TOGETHER[_key(name, tensors)] = joint
+
     # In the order in which ``serves`` walks over the parts.
     parameters = [p for part in parts for p in part.parameters(recurse=False)]
     residents: list[Resident] = [(p, p.data_ptr(), p.shape, p.dtype) for p in parameters]
@@ -337,6 +354,7 @@ def _bring_together(
         elif found is former.get(name):
             blocks[name] = found
         op._parameters[name] = nn.Parameter(found, requires_grad=False)
+
     # Last, where nothing can fail any more: either all parameters move or none does.
     for tensor, place in moves:
         tensor.data = place
@@ -354,11 +372,13 @@ def _copy_to_block(
     """
     if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
         return None
+
     first = tensors[0]
     block = first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
     if huge and block.is_cpu:
         expect_huge_pages([range(block.data_ptr(), block.data_ptr() + block.nbytes)])
     torch.cat([tensor.detach() for tensor in tensors], out=block)
+
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
         # A storage for each: savers of models take tensors of one storage for tied weights.
@@ -374,13 +394,16 @@ def _spanning_tensor(tensors: Sequence[nn.Parameter], block: Tensor | None) -> T
     """
     if not _are_adjacent(tensors):
         return None
+
     first = tensors[0].data_ptr()
     end = _end(tensors[-1])
     if block is not None and block.data_ptr() == first and _end(block) == end:
         return block if block.dtype == tensors[0].dtype else None
+
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if len(storages) > 1:
         return None
+
     # Not detach(): that would share the version counter.
     source = tensors[0].data
     shape = (sum(map(len, tensors)), *source.shape[1:])
@@ -424,6 +447,7 @@ def _can_move(tensor: Tensor, like: Tensor) -> bool:
         return False
     if not tensor.is_contiguous() or not tensor.numel():
         return False
+
     # Torch reports all memory of accelerators as shared.
     is_shared = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
     if is_shared:

@@ -60,6 +60,7 @@ class ConvSettings:
         self._expect_numbers("stride", self.stride, 1, (dims,))
         self._expect_numbers("padding", self.padding, 0, (dims, 2 * dims))
         self._expect_numbers("dilation", self.dilation, 1, (dims,))
+
         if self.groups < 1:
             raise ValueError(f"{self.op}: groups is {self.groups}, expected a positive number")
 
@@ -135,6 +136,7 @@ def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     for dim, size in enumerate(kernel_size, start=2):
         patches = patches.unfold(dim, size, size)
     counts = patches.shape[2 : 2 + dims]
+
     # The product needs the channels of a patch beside its elements: [B, *counts, C, *kernel_size].
     patches = patches.movedim(1, 1 + dims)
     rows = patches.reshape(x.shape[0] * math.prod(counts), weight[0].numel())
@@ -149,6 +151,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSetti
     mode = settings.padding_mode
     if mode == "zeros" and before == after:
         return run(x, weight, bias, settings.stride, before, settings.dilation, settings.groups)
+
     if any(settings.padding):
         # F.pad takes the last dimension first.
         last_first: list[int] = []
@@ -165,6 +168,7 @@ def expect_convolvable(
     op = settings.op
     shape = tuple(x.shape)
     outputs = weight.shape[0]
+
     expect_floating(op, "x", x)
     channels = weight.shape[1] * settings.groups
     if x.dim() != weight.dim() or shape[1] != channels:
@@ -172,12 +176,15 @@ def expect_convolvable(
         raise ValueError(
             f"{op}: x has shape {shape}, expected [batch, channels={channels}, {sizes}]"
         )
+
     if outputs % settings.groups:
         raise ValueError(
             f"{op}: groups is {settings.groups}, expected a divisor of {outputs} output channels"
         )
+
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, expected {(outputs,)}")
+
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             expect_same_device(op, name, value, "x", x)
@@ -193,11 +200,13 @@ def _expect_room(x: Tensor, settings: ConvSettings) -> None:
         raise ValueError(
             f"{op}: x has shape {shape}, expected room for a kernel of {settings.kernel_size}"
         )
+
     # A reflection leaves out the element at the end. Zeros and replicated elements pad by any
     # number.
     spare = {"reflect": 1, "circular": 0}.get(settings.padding_mode)
     if spare is None:
         return
+
     for size, before, after in zip(shape[2:], *settings.ends, strict=True):
         most = size - spare
         if max(before, after) > most:
@@ -221,6 +230,7 @@ def _settings_over(
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected {dims + 2} dimensions"
         )
+
     ones = (1,) * dims
     return ConvSettings(
         op,

@@ -46,6 +46,7 @@ class _ConvLayer(CustomOp):
                 raise ValueError(
                     f"{op}: {name} is {count}, expected a positive multiple of groups={groups}"
                 )
+
         # torch's module keeps a word as a word.
         ends = padding if isinstance(padding, str) else settings.padding
         super().__init__(
@@ -58,6 +59,7 @@ class _ConvLayer(CustomOp):
             padding_mode=padding_mode,
             **others,
         )
+
         # Checked once here, and read by every call.
         self._settings = settings
         self.input_size = channels[0] * math.prod(settings.kernel_size)
@@ -84,6 +86,7 @@ class _ConvLayer(CustomOp):
         # The two methods have their settings ready, and a replacement may override either.
         if functional is NATIVE or self._overrides_helpers:
             return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
+
         settings = self._settings
         convolve = getattr(functional, settings.op)
         convolved: Tensor = convolve(
@@ -193,6 +196,7 @@ def _settings_of(
     kernel = _per_dimension(kernel_size, dims)
     moves = _per_dimension(stride, dims)
     steps = _per_dimension(dilation, dims)
+
     # ConvSettings checks the lengths too, but the padding of "same" needs both before.
     if len(kernel) != dims or len(steps) != dims:
         raise ValueError(
@@ -200,6 +204,7 @@ def _settings_of(
         )
     if padding == "same" and any(move != 1 for move in moves):
         raise ValueError(f"{op}: stride is {moves}, expected 1 with padding 'same'")
+
     if padding == "same":
         ends = same_padding(kernel, steps)
     elif padding == "valid":

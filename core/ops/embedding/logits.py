@@ -74,6 +74,7 @@ class LogitsProcessor(PluggableLayer):
             logits = self._get_logits(hidden_states, lm_head, embedding_bias)
         if logits is None:
             return None
+
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         # A product with 1 costs a pass over the logits.
@@ -91,6 +92,7 @@ class LogitsProcessor(PluggableLayer):
                 f"LogitsProcessor: logits of {self.org_vocab_size} ids are wanted, and "
                 f"{lm_head.name} has {lm_head.num_embeddings}: construct both with one vocab_size"
             )
+
         bias = lm_head.bias if embedding_bias is None else embedding_bias
         product: Tensor = lm_head.quant_method.apply(lm_head, hidden_states, bias)
         # A layer that is whole on every rank has nothing to gather.
@@ -98,6 +100,7 @@ class LogitsProcessor(PluggableLayer):
         logits = self._gather_logits(product) if gathers else product
         if logits is None:
             return None
+
         # The columns of added ids stand behind the model's own of each rank, so between ranks.
         is_scattered = lm_head.tp_size > 1 or self.org_vocab_size > lm_head.org_vocab_size
         if lm_head.num_added_embeddings and is_scattered:

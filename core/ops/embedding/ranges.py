@@ -103,6 +103,7 @@ class Vocabulary:
                 f"{what}: num_embeddings is {self.size}, fewer than the {self.org_size} of "
                 "org_num_embeddings, which it includes"
             )
+
         padded_size = f"{what}: its size padded to multiples of padding_size={self.padding}"
         divide(self.org_padded, self.ranks, padded_size)
         divide(self.padded - self.org_padded, self.ranks, padded_size)
@@ -127,6 +128,7 @@ class Vocabulary:
         org_end = org_start + org_rows
         added_start = self.org_size + rank * added_rows
         added_end = added_start + added_rows
+
         return VocabParallelEmbeddingShardIndices(
             padded_org_vocab_start_index=org_start,
             padded_org_vocab_end_index=org_end,
@@ -176,6 +178,7 @@ def get_masked_input_and_mask(
     org_rows = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
     added_row = input_ + (org_rows - added_vocab_start_index)
     org_row = input_ - org_vocab_start_index
+
     # Row 0 stands in for ids without a row, so that a look-up stays within the weight.
     rows = torch.where(is_org, org_row, torch.where(is_added, added_row, 0))
     return rows, ~(is_org | is_added)

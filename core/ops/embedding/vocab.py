@@ -79,11 +79,13 @@ class VocabParallelEmbedding(PluggableLayer):
         super().__init__()
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
         self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
+
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
         self.padding_size = padding_size
         self.prefix = prefix
+
         claim_prefix(prefix, self)
         self.params_dtype = params_dtype or torch.get_default_dtype()
 
@@ -93,6 +95,7 @@ class VocabParallelEmbedding(PluggableLayer):
         shard = vocabulary.shard(self.tp_rank)
         self.vocabulary = vocabulary
         self.shard_indices = shard
+
         self.num_added_embeddings = num_embeddings - self.org_vocab_size
         self.org_vocab_size_padded = vocabulary.org_padded
         self.num_embeddings_padded = vocabulary.padded
@@ -104,6 +107,7 @@ class VocabParallelEmbedding(PluggableLayer):
         chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
         self._expect_embedding()
+
         # LogitsProcessor reads the bias of an embedding, too.
         self.register_parameter("bias", None)
         self.quant_method.create_weights(
@@ -174,17 +178,20 @@ class VocabParallelEmbedding(PluggableLayer):
         if dim is None:
             self._load_uncut(param, loaded_weight)
             return
+
         unit = _ids_of_element(param, dim)
         rows = -(-self.org_vocab_size // unit)
         if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] != rows:
             expected = f"{rows} in dimension {dim} of {param.dim()}"
             raise WeightError.of_shape(self.name, loaded_weight.shape, expected)
+
         start = self.shard_indices.org_vocab_start_index
         if start % unit:
             raise WeightError(
                 f"{self.name} begins on this rank at id {start}, within a "
                 f"block of {unit} ids that share a scale: take fewer ranks"
             )
+
         size = -(-self.shard_indices.num_org_elements // unit)
         own = loaded_weight.narrow(dim, start // unit, size)
         copy_weight(param.data.narrow(dim, 0, size), own, self.name)
@@ -201,6 +208,7 @@ class VocabParallelEmbedding(PluggableLayer):
     def forward(self, input_: Tensor) -> Tensor:
         if self.tp_size == 1 and not self.num_added_embeddings:
             return self.quant_method.embedding(self, input_)
+
         shard = self.shard_indices
         rows, elsewhere = get_masked_input_and_mask(
             input_,
@@ -211,6 +219,7 @@ class VocabParallelEmbedding(PluggableLayer):
             shard.added_vocab_end_index,
         )
         vectors = self.quant_method.embedding(self, rows)
+
         # Zeros, so that the sum over the ranks has the vector of the one rank with the id.
         own = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return tensor_model_parallel_all_reduce(own) if self.tp_size > 1 else own
@@ -307,6 +316,7 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
                 f"{self.extra_repr()}, the other {embed_tokens.extra_repr()}. Construct both with "
                 "the same sizes, or leave them untied"
             )
+
         # A quantized weight is no single parameter to share, so the embedding computes logits.
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
@@ -315,6 +325,7 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
                 f"{self.name} is to be quantized, and shares the plain weight of "
                 f"{embed_tokens.name}: name that one"
             )
+
         # A packed weight would hide the shared one.
         self.release_weights()
         self.register_parameter("weight", embed_tokens.get_parameter("weight"))

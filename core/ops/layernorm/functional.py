@@ -189,6 +189,7 @@ def rms_norm_gated(
     expect_rows("rms_norm_gated", "x", x)
     expect_weight("rms_norm_gated", "weight", weight, x)
     dtype = compute_dtype(x.dtype)
+
     # Gate and norm in one dtype: half types are rounded once, at the end.
     y = x.to(dtype)
     gate = None
@@ -196,6 +197,7 @@ def rms_norm_gated(
         expect_alike("rms_norm_gated", "z", z, "x", x)
         wide = z.to(dtype)
         gate = torch.sigmoid(wide) if activation == "sigmoid" else F.silu(wide)
+
     if gate is not None and not norm_before_gate:
         y = y * gate
     normed = _normalise(_groups(y, group_size), eps)
@@ -248,6 +250,7 @@ def expect_normalizable(
         return
     if not sizes or x.shape[-len(sizes) :] != sizes:
         raise ValueError(f"layer_norm: x has shape {tuple(x.shape)}, expected it to end in {sizes}")
+
     for argument, values in (("weight", weight), ("bias", bias)):
         if values is None:
             continue

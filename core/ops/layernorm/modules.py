@@ -106,8 +106,10 @@ class RMSNorm(_EpsOfInput, CustomOp):
                 f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to "
                 f"hidden_size={hidden_size}"
             )
+
         self.hidden_size = hidden_size
         self.eps = eps
+
         # None lets kernels take the plain norm.
         self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
         self.has_weight = has_weight
@@ -288,6 +290,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         expect_size("rms_norm_gated", "hidden_size", hidden_size)
         expect_not_negative("rms_norm_gated", "eps", eps)
         forms.expect_group_size(group_size, hidden_size)
+
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.group_size = group_size

@@ -90,6 +90,7 @@ def _rms_gated(
         gate = 1 / (1 + torch.exp(-z))
     else:
         gate = silu(z)
+
     y = x if norm_before_gate else x * gate
     groups = y.reshape(-1, group_size or y.shape[-1])
     normed = (groups / _root_mean_square(groups, eps)).reshape(x.shape) * weight
@@ -105,9 +106,11 @@ def _layer_norm(
 ) -> Tensor:
     lead = x.shape[: x.dim() - len(normalized_shape)]
     flat = x.reshape(*lead, math.prod(normalized_shape))
+
     mean = flat.sum(-1, keepdim=True) / flat.shape[-1]
     centred = flat - mean
     y = (centred / _root_mean_square(centred, eps)).reshape(x.shape)
+
     if weight is not None:
         y = y * weight
     if bias is not None:

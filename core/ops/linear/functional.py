@@ -81,10 +81,12 @@ def linear(
     expect_mappable(x, weight, bias)
     y = F.linear(x, weight, bias)
     activate = _ACTIVATIONS[activation]
+
     if activate is not None:
         y = activate(y)
     if residual is None:
         return y
+
     # Under symbolic tracing, y is a proxy without a shape.
     if isinstance(y, Tensor):
         expect_alike("linear", "residual", residual, "the result", y)
@@ -103,6 +105,7 @@ def _shapes_agree(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if weight.device != device or x.shape[-1:] != sizes[1:]:
         return False
+
     if bias is None:
         return True
     return bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1]
@@ -113,15 +116,18 @@ def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     # A nested tensor has no sizes to compare.
     if not isinstance(x, Tensor) or x.is_nested or _shapes_agree(x, weight, bias):
         return
+
     op = "linear"
     expect_floating(op, "x", x)
     if weight.dim() != 2:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]"
         )
+
     expect_last_dim(op, "x", x, weight.shape[1])
     expect_same_dtype(op, "weight", weight, "x", x)
     expect_same_device(op, "weight", weight, "x", x)
+
     if bias is None:
         return
     if bias.shape != weight.shape[:1]:

@@ -72,6 +72,7 @@ class InvariantMethod(QuantizeMethodBase):
         if not count:
             empty = self.method.apply(layer, rows, bias, **options)
             return empty.reshape(*x.shape[:-1], empty.shape[-1])
+
         added = None if residual is None else residual.reshape(-1, residual.shape[-1])
         # A single row runs another kernel than several rows.
         size = self.block or max(count, 2)
@@ -81,6 +82,7 @@ class InvariantMethod(QuantizeMethodBase):
             if added is not None:
                 options["residual"] = _filled_up(added[start : start + size], size)
             outputs.append(self.method.apply(layer, block, bias, **options))
+
         computed = torch.cat(outputs)
         return computed[:count].reshape(*x.shape[:-1], computed.shape[-1])
 
@@ -96,14 +98,17 @@ def compute_rows_alike(layer: Any) -> str | None:
     method = layer.quant_method
     if not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return f"its weight method is {type(method).__name__}"
+
     layer.hold_packed()
     if layer._packed is None:
         return f"its weight cannot be packed: {obstacle(layer.weight)}"
+
     dtype = layer._packed.dtype
     features = cpu_features(current_platform())
     if any(IN_BLOCKS.get(feature) is dtype for feature in features):
         layer.quant_method = InvariantMethod(method, BLOCK)
         return None
+
     for block in _TRIED_BLOCKS:
         invariant = InvariantMethod(method, block)
         if _rows_are_alike(invariant, layer):
@@ -119,6 +124,7 @@ def _rows_are_alike(method: InvariantMethod, layer: Any) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_ROWS_OF_TRIAL, weight.shape[1], generator=generator).to(weight.dtype)
     whole = method.apply(layer, x)
+
     for rows in _FEWER_ROWS:
         first = method.apply(layer, x[:rows])
         last = method.apply(layer, x[-rows:])

@@ -99,6 +99,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         if loaded_shard_id is None:
             self._load(param, loaded_weight, shards)
             return
+
         wanted: tuple[Any, ...] = (loaded_shard_id,)
         if not isinstance(loaded_shard_id, int):
             wanted = tuple(loaded_shard_id)
@@ -173,10 +174,12 @@ class QKVParallelLinear(ColumnParallelLinear):
     ) -> None:
         ranks = 1 if disable_tp else get_tensor_model_parallel_world_size()
         rank = 0 if disable_tp else get_tensor_model_parallel_rank()
+
         if v_head_size is None:
             v_head_size = head_size
         if total_num_kv_heads is None:
             total_num_kv_heads = total_num_heads
+
         self.hidden_size = hidden_size
         self.head_size = head_size
         self.v_head_size = v_head_size
@@ -185,11 +188,13 @@ class QKVParallelLinear(ColumnParallelLinear):
 
         what = f"QKVParallelLinear {prefix!r}"
         heads = _heads_of_rank(total_num_heads, total_num_kv_heads, rank, ranks, what)
+
         self.first_head = heads.first
         self.num_heads = heads.count
         self.first_kv_head = heads.first_key
         self.num_kv_heads = heads.keys
         self.num_kv_head_replicas = heads.replicas
+
         # The base class divides by the ranks. With replicas the sum exceeds the heads of the model.
         self.output_sizes = [
             ranks * heads.count * head_size,
@@ -229,6 +234,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         """Return this rank's part of the values of all heads; ``None`` if all parts are equal."""
         if self.total_num_heads == self.num_heads * self.tp_size:
             return None
+
         head = self.v_head_size
         return InputShard(
             start=head * self.first_head,
@@ -313,6 +319,7 @@ def _heads_of_rank(total: int, keys: int, rank: int, ranks: int, what: str) -> _
         raise LayerError(
             f"{what}: the number of heads is {total}, which {keys} key heads do not divide"
         )
+
     # A key head stays with its query heads; the first ranks have one more.
     queries_of_key = total // keys
     each, more = divmod(keys, ranks)

@@ -233,6 +233,7 @@ def _gains_by_packing(layer: Any) -> bool:
         return False
     if packed_linear.missing() is not None:
         return False
+
     # Packing would pass over the kernel of a plugin.
     winner = binding_of(functional.linear).kernel.winner
     return winner.functional("linear") is packed_linear.linear

@@ -186,6 +186,7 @@ def _may_pay(x: Tensor, weight: Tensor, activation: str) -> bool:
     elements: object = x.numel()
     if any(type(size) is not int for size in weight.shape):
         return True
+
     ranges = ranges_for(weight.dtype, weight.shape)
     if not isinstance(elements, int):  # the number of rows is symbolic
         return ranges.least < UNLIMITED
@@ -227,6 +228,7 @@ def _by_onednn(
     """
     if residual is not None and activation == "none":
         return onednn.linear_add(x, weight, bias, residual)
+
     fused = "none" if activation == "relu" else activation
     y = onednn.linear(x, weight, bias, fused)
     if fused != activation:
@@ -244,14 +246,18 @@ def _operand(
         return None
     if not weight.is_contiguous() or weight.dim() != 2:
         return None
+
     ranges = ranges_for(weight.dtype, weight.shape)
     elements = x.numel()
+
     packed_pays = ranges.packed.has(elements, fused) and declaration(weight) > 0
     direct_pays = ranges.direct.has(elements, fused)
+
     if not (packed_pays or direct_pays) or not fits(x, weight, bias, residual):
         return None
     if requires_gradient(x, weight, bias, residual) or onednn.watched():
         return None
+
     copied = _COPIES.copy_of(weight, onednn.pack) if packed_pays else None
     if copied is not None:
         return copied
@@ -268,6 +274,7 @@ def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
     for table in (PACKED, DIRECT):
         row = rows_for(_row_ranges(table, platform), dtype, shape.numel()) if packable else NEVER
         found.append(ElementRange(*(rows * max(columns, 1) for rows in row[1:])))
+
     least = min(each.least for each in found)
     return Ranges(least, *found)
 
@@ -297,6 +304,7 @@ def _compiled(
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
     if plain or torch.is_autocast_enabled("cpu"):
         return form.native(x, weight, bias, activation, residual)
+
     # An exported program must run without opgraft.
     if gradient_required((x, weight, bias, residual), {}) or tracing.exporting():
         return form.native(x, weight, bias, activation, residual)
@@ -331,6 +339,7 @@ class PackedWeight:
         with torch.inference_mode(False):
             self.packed = onednn.pack(weight)
             self.handle = torch.tensor(next(_NUMBERS), dtype=torch.int64, device="cpu")
+
         self.dtype = weight.dtype
         self.nbytes = weight.nbytes
         self.rows, self.columns = weight.shape
@@ -375,6 +384,7 @@ def dense_weight(weight: PackedWeight) -> Tensor:
     """Return the plain weight, in compiled code too."""
     if not is_dynamo_compiling():
         return weight.dense()
+
     _refuse_export()
     rebuilt: Tensor = torch.ops.opgraft.dense_weight(
         weight.handle, weight.rows, weight.columns, weight.dtype
@@ -399,6 +409,7 @@ def _compiled_packed_only(
     plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu")
     if plain or tracing.exporting() or gradient_required((x, bias, residual), {}):
         return form.native(x, dense_weight(weight), bias, activation, residual)
+
     result: Tensor = torch.ops.opgraft.packed_only_linear(
         x, weight.handle, weight.rows, bias, activation, residual
     )
@@ -498,9 +509,11 @@ class PackableLayer(nn.Module):
             # nn.Module.__getattr__ looks past this property, into the parameters.
             own: Any = self.__getattr__("weight") if held is None else held
             return own  # torch says: a tensor or a module
+
         rebuilt = dense_weight(packed)
         if is_dynamo_compiling():
             return rebuilt
+
         parameter = nn.Parameter(rebuilt, requires_grad=False)
         if "weight_loader" in self._parameter_state.attributes:
             set_weight_attrs(parameter, {"weight_loader": _refuse_loading})
@@ -529,6 +542,7 @@ class PackableLayer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or self._packed is None:
             return super().__setattr__(name, value)
+
         self.release_weights()
         try:
             super().__setattr__(name, value)
@@ -580,6 +594,7 @@ class PackableLayer(nn.Module):
         """Copy and pack the copy at once, so that plain weights of several layers do not add up."""
         reduced: Any = self.__reduce_ex__(4)
         make, arguments, state, *_ = reduced
+
         weight = state.pop("_packed")
         copied: PackableLayer = make(*arguments)
         memo[id(self)] = copied
@@ -624,9 +639,11 @@ def obstacle(weight: nn.Parameter) -> str | None:
         return "it was made in inference mode"
     if weight.layout is not torch.strided or not weight.is_cpu or weight.dim() != 2:
         return "it is no matrix in the memory of the CPU"
+
     unsupported = onednn.missing(weight.dtype)
     if unsupported is not None:
         return unsupported
+
     if not weight.numel():
         return "it is empty"
     if not weight.is_contiguous():

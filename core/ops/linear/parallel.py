@@ -72,13 +72,16 @@ class LinearBase(PackableLayer, PluggableLayer):
         self.output_size = output_size
         self.skip_bias_add = skip_bias_add
         self.params_dtype = params_dtype or torch.get_default_dtype()
+
         self.quant_config = quant_config
         self.prefix = prefix
         claim_prefix(prefix, self)
+
         self.return_bias = return_bias
         self.disable_tp = disable_tp
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
         self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
+
         chosen = chosen_method(self, quant_config, prefix)
         self.quant_method = UnquantizedLinearMethod() if chosen is None else chosen
 
@@ -109,6 +112,7 @@ class LinearBase(PackableLayer, PluggableLayer):
         if not wanted:
             self.register_parameter("bias", None)
             return
+
         bias = nn.Parameter(torch.zeros(size, dtype=self.params_dtype), requires_grad=False)
         set_weight_attrs(bias, {"weight_loader": self.weight_loader})
         if cut:
@@ -172,6 +176,7 @@ class ReplicatedLinear(LinearBase):
             return_bias=return_bias,
             disable_tp=disable_tp,
         )
+
         self.input_size_per_partition = input_size
         self.output_size_per_partition = output_size
         self.output_partition_sizes = [output_size]
@@ -253,11 +258,13 @@ class ColumnParallelLinear(LinearBase):
         self.tp_size = self.tp_size if tp_size is None else tp_size
         self.gather_output = gather_output
         what = f"{self.name}: the output size"
+
         # A merged layer has set its sizes before this constructor.
         sizes = self.output_sizes or [output_size]
         self.input_size_per_partition = input_size
         self.output_partition_sizes = [divide(size, self.tp_size, what) for size in sizes]
         self.output_size_per_partition = sum(self.output_partition_sizes)
+
         self._create_weights(input_size, self.output_partition_sizes)
         self._create_bias(bias, self.output_size_per_partition, cut=True)
 
@@ -360,12 +367,15 @@ class RowParallelLinear(LinearBase):
                 "results of the ranks would count it wrongly. Pass bias=False or "
                 "skip_bias_add=True"
             )
+
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
         self.shard = self._equal_shard() if shard is None else shard
+
         self.input_size_per_partition = self.shard.size
         self.output_size_per_partition = output_size
         self.output_partition_sizes = [output_size]
+
         self._create_weights(self.input_size_per_partition, [output_size])
         self._create_bias(bias, output_size, cut=False)
 

@@ -88,10 +88,12 @@ def load_rows(
         target = param.data[shard.index] if one_per_layer else param.data
         copy_weight(target, loaded, what)
         return
+
     # A scale of all rows is the same on every rank.
     if not len(loaded.shape):
         copy_weight(param.data, loaded, what)
         return
+
     unit = _unit(param, dim, "output_unit")
     _expect_whole_blocks(shard, on_disk, unit, what)
     size = _units(shard.size, unit)
@@ -127,11 +129,13 @@ def load_columns(param: Tensor, loaded: LoadedTensor, shard: InputShard, what: s
     if dim is None or not len(loaded.shape):
         copy_weight(param.data, loaded, what)
         return
+
     unit = _unit(param, dim, "input_unit")
     is_part = shard.size < shard.total
     if is_part and (shard.start % unit or shard.size % unit):
         last = shard.start + shard.size - 1
         raise _block_error(what, f"columns {shard.start} to {last}", unit)
+
     _expect_size(param, loaded, dim, _units(shard.total, unit), what)
     size = _units(shard.size, unit)
     copy_weight(param.data, loaded.narrow(dim, shard.start // unit, size), what)

@@ -32,6 +32,7 @@ class TransposedLinear(PluggableLayer):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         zeros = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.register_parameter("bias", zeros)

@@ -81,16 +81,19 @@ class WeightCache(dict[Place, CacheEntry]):
         number = declaration(weight)
         if not number or type(weight) is not nn.Parameter:
             return None
+
         storage = weight.untyped_storage()
         place = (id(storage), weight.data_ptr(), weight.shape)
         # Each parameter over the same memory counts its own writes.
         state = (id(weight), number, variant, version_of(weight), weight.dtype, weight.stride())
         entry = self.get(place)
+
         # A new storage may have the id of one that is gone.
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
                 return None  # a process that nobody asked may write to it
             entry = self[place] = CacheEntry(weakref.ref(storage, self._forget(place)), state)
+
         if entry.copy is None:
             entry.calls += 1
             if entry.calls > self.after:
@@ -157,6 +160,7 @@ def declaration(weight: Tensor) -> int:
     """
     if not _FROZEN or not _is_plain(weight):
         return 0
+
     storage = weight.untyped_storage()
     declared, number = _FROZEN.get(id(storage), _NOT_FROZEN)
     if declared is None or declared() is not storage:
@@ -208,6 +212,7 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
         return False
     if residual is not None and residual.shape != (*shape[:-1], rows):
         return False
+
     for other in (x, bias, residual):
         if other is None:
             continue

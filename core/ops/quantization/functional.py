@@ -170,11 +170,14 @@ def quant_fp8_static(
     _expect_input("quant_fp8_static", x, dtype)
     expect_group_shape("quant_fp8_static", group_shape)
     expect_same_device("quant_fp8_static", "scale", scale, "x", x)
+
     (down, height), (across, width) = _cut(x.shape, group_shape)
     _expect_scale(scale, scale_shape(x.shape, group_shape), (down, across))
+
     matrix = _matrix(x)
     tokens, hidden = matrix.shape
     scales = scale.detach().reshape(down, across).to(matrix.dtype)
+
     # A single scale broadcasts over its extent.
     if down > 1 and height > 1:
         scales = scales.repeat_interleave(height, 0)[:tokens]
@@ -217,17 +220,22 @@ def quant_fp8_dynamic(
     _expect_input(op, x, dtype)
     expect_dynamic_group_shape(op, group_shape)
     expect_scale_ub(op, scale_ub, group_shape)
+
     blocks = _blocks(x, group_shape)
     largest = blocks.abs().nan_to_num(0.0, posinf=math.inf).amax((1, 3))
+
     if scale_ub is not None:
         expect_same_device(op, "scale_ub", scale_ub, "x", x)
         bound = scale_ub.detach().reshape(1, 1).to(largest.dtype)
         largest = torch.minimum(largest, bound)
+
     scale = (largest / largest_code(dtype)).to(torch.float32).clamp(min=smallest_scale(dtype))
     if use_ue8m0:
         scale = _power_of_two_above(scale)
+
     divisors = scale[:, None, :, None].to(blocks.dtype)
     filled_up = (blocks / divisors).flatten(2).flatten(0, 1)
+
     tokens = math.prod(x.shape[:-1])
     quotients = filled_up[:tokens, : x.shape[-1]]
     return _rounded(quotients, x, dtype), scale.reshape(scale_shape(x.shape, group_shape))
@@ -276,6 +284,7 @@ def _blocks(x: Tensor, group_shape: Sequence[int]) -> Tensor:
     matrix = _matrix(x)
     tokens, hidden = matrix.shape
     (down, height), (across, width) = _cut(x.shape, group_shape)
+
     missing = (0, across * width - hidden, 0, down * height - tokens)
     if any(missing):
         matrix = F.pad(matrix, missing)

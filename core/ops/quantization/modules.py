@@ -85,9 +85,11 @@ class QuantFP8(CustomOp):
             raise ValueError(
                 f"quant_fp8: num_token_padding is {num_token_padding}, expected 0 or more"
             )
+
         if dtype is None:
             dtype = current_platform().capability().fp8_dtype or torch.float8_e4m3fn
         expect_choice("quant_fp8", "dtype", dtype, tuple(FP8_MAX))
+
         self.static = static
         self.group_shape = GroupShape(*group_shape)
         self.num_token_padding = num_token_padding
@@ -95,6 +97,7 @@ class QuantFP8(CustomOp):
         self.tma_aligned_scales = tma_aligned_scales
         self.use_ue8m0 = bool(use_ue8m0)
         self.dtype = dtype
+
         # Kernels of plugins read both attributes, by vLLM's names.
         self.is_group_quant = self.group_shape.is_per_group()
         self.use_per_token_if_dynamic = self.group_shape.is_per_token()
@@ -129,6 +132,7 @@ class QuantFP8(CustomOp):
             expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
             quantised = functional.quant_fp8_static(x, scale, self.group_shape, self.dtype)
             return self.pad_tokens(quantised), scale
+
         quantised, computed = functional.quant_fp8_dynamic(
             x, self.group_shape, scale_ub, self.use_ue8m0, self.dtype
         )
@@ -151,6 +155,7 @@ class QuantFP8(CustomOp):
                 f"quant_fp8: x has shape {tuple(quantised.shape)}, expected [tokens, hidden] with "
                 "num_token_padding"
             )
+
         tokens, hidden = quantised.shape
         missing = max(self.num_token_padding - tokens, 0)
         return torch.cat([quantised, quantised.new_zeros(missing, hidden)])
@@ -162,6 +167,7 @@ class QuantFP8(CustomOp):
         """
         if not (self.column_major_scales and self.is_group_quant and scale.dim() > 1):
             return scale
+
         columns = scale.mT
         tokens = scale.shape[-2]
         if self.tma_aligned_scales:

@@ -26,6 +26,7 @@ def decoded(codes: Tensor, mantissa_bits: int, bias: int) -> Tensor:
     steps = 2**mantissa_bits
     mantissa = (codes % steps).double() / steps
     exponent = (codes // steps).double()
+
     subnormal = mantissa * 2.0 ** (1 - bias)
     normal = (1 + mantissa) * 2.0 ** (exponent - bias)
     return torch.where(exponent == 0, subnormal, normal)
@@ -36,13 +37,16 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     mantissa_bits, bias, limit = FORMATS[dtype]
     table = decoded(torch.arange(128), mantissa_bits, bias)
     table = table[table <= limit]
+
     magnitudes = values.abs().clamp(max=limit)
     above = torch.searchsorted(table, magnitudes).clamp(max=len(table) - 1)
     below = (above - 1).clamp(min=0)
+
     to_above = table[above] - magnitudes
     to_below = magnitudes - table[below]
     is_tie_to_above = (to_above == to_below) & (above % 2 == 0)
     code = torch.where((to_above < to_below) | is_tie_to_above, above, below)
+
     # In other formats, the code of a negative zero is NaN.
     has_negative_zero = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     is_negative = values.signbit() & ((code > 0) | has_negative_zero)
@@ -89,12 +93,15 @@ def _reference_dynamic(
     largest = none.scatter_reduce(0, groups.flatten(), x.abs().flatten(), "amax")
     if scale_ub is not None:
         largest = torch.where(largest > scale_ub, scale_ub, largest)
+
     limit = FORMATS[dtype][2]
     scale = (torch.where(largest > 1 / 512, largest, 1 / 512) / limit).float()
     if use_ue8m0:
         scale = _up_to_power_of_two(scale)
+
     divisors = scale.double()[groups].reshape(x.shape)
     quantised = nearest(x / divisors, dtype)
+
     if group_shape[0] == 1:
         return quantised, scale.reshape(*x.shape[:-1], across)
     if group_shape[1] == -1:
@@ -112,9 +119,11 @@ def nearest_fp4(values: Tensor) -> Tensor:
     table = decoded(torch.arange(8), 1, 1)
     magnitudes = values.abs().clamp(max=table[-1])[..., None]
     distances = (table - magnitudes).abs()
+
     is_nearest = distances == distances.amin(-1, keepdim=True)
     is_even = torch.arange(8) % 2 == 0
     nearest_even = is_nearest & is_even
+
     # Of a tie, one code is even.
     code = torch.where(
         nearest_even.any(-1), nearest_even.int().argmax(-1), is_nearest.int().argmax(-1)
@@ -136,6 +145,7 @@ def _reference_fp4(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tens
     else:
         group_scales = nearest(largest / 6 / scale, torch.float8_e4m3fn)
         divisors = group_scales.double() * scale
+
     codes = nearest_fp4(groups / divisors[..., None])
     pairs = codes.reshape(*lead, hidden // 2, 2)
     return pairs[..., 0] + 16 * pairs[..., 1], group_scales

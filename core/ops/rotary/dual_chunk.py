@@ -51,6 +51,7 @@ class DualChunkRotaryEmbedding(CustomOp):
         super().__init__()
         expect_rotation("dual_chunk_rotary_embedding", rotary_dim, head_size, base, dtype)
         rows = forms.chunk_length(chunk_size, local_size) + chunk_size
+
         self.head_size = head_size
         self.rotary_dim = rotary_dim
         self.max_position_embeddings = max_position_embeddings
@@ -59,6 +60,7 @@ class DualChunkRotaryEmbedding(CustomOp):
         self.dtype = dtype
         self.chunk_size = chunk_size
         self.local_size = local_size
+
         table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
         self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
 

@@ -79,6 +79,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
             f"apply_rotary_emb: x has shape {tuple(x.shape)}, expected "
             "[..., sequence, heads, head_size] with an even head_size"
         )
+
     expected = (x.shape[-3], x.shape[-1] // 2)
     for argument, table in (("cos", cos), ("sin", sin)):
         if tuple(table.shape) != expected:
@@ -170,6 +171,7 @@ def mrope(
         raise ValueError(
             f"mrope: positions have shape {tuple(positions.shape)}, expected [3, num_tokens]"
         )
+
     rows = _table_rows("mrope", positions, cos_sin_cache)
     expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
     cos_sin = _by_section(rows, mrope_section, interleaved)
@@ -186,6 +188,7 @@ def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: 
         )
     if not interleaved:
         return
+
     _, height, width = mrope_section
     most_height = (pairs + 1) // 3
     most_width = pairs // 3
@@ -241,14 +244,18 @@ def dual_chunk_rotary_embedding(
             f"{op}: cos_sin_cache has {cos_sin_cache.shape[0]} rows, expected at least "
             f"{length + chunk_size} for chunk_size={chunk_size} and local_size={local_size}"
         )
+
     # Negative positions alone are refused: every place in a chunk has a row in the table.
     expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
+
     place = positions % length
     before = place + length
     further = torch.full_like(place, min(2 * length - 1, chunk_size))
     other_places = (before.clamp(max=chunk_size), further, before, place + chunk_size)
+
     own_rows = _table_rows(op, place, cos_sin_cache)
     first, rotated_key = _rotated_pair(op, query, key, own_rows, head_size, is_neox_style)
+
     queries = [first]
     for other in other_places:
         rows = _table_rows(op, other, cos_sin_cache)
@@ -279,6 +286,7 @@ def _table_rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
             f"{op}: cos_sin_cache has shape {tuple(cos_sin_cache.shape)}, expected "
             "[positions, rotary_dim], the latter even"
         )
+
     expect_same_device(op, "positions", positions, "cos_sin_cache", cos_sin_cache)
     expect_in_range(op, "positions", positions, cos_sin_cache.shape[0])
     return cos_sin_cache[positions]
@@ -293,6 +301,7 @@ def _by_section(rows: Tensor, mrope_section: Sequence[int], interleaved: bool) -
         sections = torch.split_with_sizes(angles, list(mrope_section), dim=-1)
         own = [section[axis] for axis, section in enumerate(sections)]
         return torch.cat(own, dim=-1).flatten(-2)
+
     chosen = angles[0].clone()
     for axis in (1, 2):
         turns = slice(axis, 3 * mrope_section[axis], 3)
@@ -307,6 +316,7 @@ def _rotated_pair(
     expect_floating(op, "key", key)
     expect_same_dtype(op, "key", key, "query", query)
     expect_same_device(op, "key", key, "query", query)
+
     rotated_query = _rotated_heads(op, "query", query, cos_sin, head_size, is_neox_style)
     rotated_key = _rotated_heads(op, "key", key, cos_sin, head_size, is_neox_style)
     return rotated_query, rotated_key
@@ -323,6 +333,7 @@ def _rotated_heads(
             f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most "
             f"head_size={head_size}"
         )
+
     expect_same_device(op, argument, x, "cos_sin_cache", cos_sin)
     cos_sin = _per_token(op, argument, x, cos_sin)
     if x.dim() < 2 or x.shape[-1] % head_size:
@@ -330,11 +341,13 @@ def _rotated_heads(
             f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension that is a "
             f"multiple of head_size={head_size}"
         )
+
     *lead, width = x.shape
     heads = x.reshape(*lead, width // head_size, head_size)
     # Dimensions of size 1, so that a token's row broadcasts over its heads.
     missing = (1,) * (heads.dim() - cos_sin.dim())
     cos, sin = cos_sin.reshape(*cos_sin.shape[:-1], *missing, rotary_dim).chunk(2, dim=-1)
+
     rotated = _rotated_pairs(heads[..., :rotary_dim], cos, sin, is_neox_style)
     if rotary_dim < head_size:
         rotated = torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
@@ -362,10 +375,12 @@ def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> 
     else:
         first = x[..., 0::2].to(dtype)
         second = x[..., 1::2].to(dtype)
+
     cos = cos.to(dtype)
     sin = sin.to(dtype)
     rotated_first = first * cos - second * sin
     rotated_second = second * cos + first * sin
+
     if is_neox_style:
         rotated = torch.cat((rotated_first, rotated_second), dim=-1)
     else:

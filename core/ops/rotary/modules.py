@@ -196,12 +196,14 @@ class RotaryEmbeddingBase(CustomOp):
         super().__init__()
         expect_rotation("rotary_embedding", rotary_dim, head_size, base, dtype)
         expect_positive("rotary_embedding", "max_position_embeddings", max_position_embeddings)
+
         self.head_size = head_size
         self.rotary_dim = rotary_dim
         self.max_position_embeddings = max_position_embeddings
         self.base = base
         self.is_neox_style = is_neox_style
         self.dtype = dtype
+
         if init_cache:
             table = self._compute_cos_sin_cache().to(dtype)
             self.register_buffer("cos_sin_cache", table, persistent=False)
@@ -216,6 +218,7 @@ class RotaryEmbeddingBase(CustomOp):
         table = self.cos_sin_cache
         if table.device == query.device and table.dtype == query.dtype:
             return table
+
         table = table.to(query.device, query.dtype)
         # A traced tensor must not stay in the module.
         if not torch.compiler.is_compiling():

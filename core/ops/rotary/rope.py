@@ -103,6 +103,7 @@ def get_rope(
         raise ValueError(
             f"get_rope: partial_rotary_factor is {share}, expected more than 0 and at most 1"
         )
+
     sizes = {
         "head_size": head_size,
         "rotary_dim": given.get("rope_dim") or int(head_size * share),
@@ -114,9 +115,11 @@ def get_rope(
     }
     if dual_chunk_attention_config is not None:
         return _construct(DualChunkRotaryEmbedding, sizes, dual_chunk_attention_config)
+
     kind = given.get("rope_type", "default")
     if kind not in _TYPES:
         raise ValueError(f"get_rope: rope_type is {kind!r}: {close_matches(str(kind), _TYPES)}")
+
     try:
         return _rope_of_type(kind, sizes, given, model_positions or max_position)
     except KeyError as error:
@@ -138,21 +141,25 @@ def _rope_of_type(
         # Configs may keep parameters of another type, such as a factor.
         known = ("mrope_section", "mrope_interleaved")
         given = {name: given[name] for name in known if name in given}
+
     if kind == "dynamic":
         given = {"max_trained_positions": model_positions, **given}
         if "alpha" in given:
             cls = DynamicNTKAlphaRotaryEmbedding
+
     if kind == "longrope":
         scale = _longrope_scale(given, model_positions)
         given = {"short_mscale": scale, "long_mscale": scale, **given}
     if cls in (YaRNScalingRotaryEmbedding, DeepseekScalingRotaryEmbedding):
         sizes = {**sizes, "max_position_embeddings": given[_TRAINED]}
     has_two_scales = given.get("mscale") and given.get("mscale_all_dim")
+
     # Two scales make DeepSeek's variant, and plugins replace that class by itself.
     if kind == "yarn" and has_two_scales and not _OWN_SCALE & given.keys():
         cls = DeepseekScalingRotaryEmbedding
     if kind in ("default", "yarn") and "mrope_section" in given:
         cls = MRotaryEmbedding
+
     # MRotaryEmbedding itself has a default for the factor.
     if kind == "yarn" and "factor" not in given:
         raise KeyError("factor")

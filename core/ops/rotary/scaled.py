@@ -131,6 +131,7 @@ class NTKScalingRotaryEmbedding(RotaryEmbedding):
         if self.mixed_b is None:
             slower = float(self.scaling_factor ** (2 / self.rotary_dim))
             return super()._compute_inv_freq(base * self.scaling_factor) / slower
+
         inv_freq = super()._compute_inv_freq(base)
         pairs = self.rotary_dim // 2
         order = torch.arange(1, pairs + 1, dtype=inv_freq.dtype) / pairs
@@ -173,6 +174,7 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         self.scaling_factor = scaling_factor
         self.max_trained_positions = max_trained_positions
         self.context = max_position_embeddings
+
         # Rows of a table for the tokens of the next calls, and that table.
         self._tokens: tuple[Tensor, Tensor] | None = None
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
@@ -183,6 +185,7 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         context = max(self.max_trained_positions, min(length, self.max_position_embeddings))
         if context == self.context:
             return
+
         self.context = context
         # Later calls may need gradients.
         with torch.inference_mode(False):
@@ -207,8 +210,10 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         longer = (lengths.to(dtype) / self.max_trained_positions).clamp(min=1.0)
         stretch = self.scaling_factor * longer - (self.scaling_factor - 1)
         base = self.base * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
+
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=device)
         exponents = exponents / self.rotary_dim
+
         angles = positions[:, None] / torch.pow(base[:, None], exponents)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
         rows = torch.arange(len(positions), device=device)
@@ -317,6 +322,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     ) -> None:
         if not is_neox_style:
             raise ValueError(f"{_OP}: is_neox_style is {is_neox_style}, expected True for LongRoPE")
+
         super().__init__(
             head_size,
             rotary_dim,
@@ -332,22 +338,26 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
                 raise ValueError(
                     f"{_OP}: {name} has {len(factors)} factors, expected {rotary_dim // 2}"
                 )
+
         self.original_max_position_embeddings = original_max_position_embeddings
         self.short_factor = list(short_factor)
         self.long_factor = list(long_factor)
         self.use_long_rope: bool | Tensor = (
             max_position_embeddings > original_max_position_embeddings
         )
+
         longer = max_position_embeddings / original_max_position_embeddings
         scale = longrope_scale(longer, original_max_position_embeddings)
         self.short_mscale = scale if short_mscale is None else short_mscale
         self.long_mscale = scale if long_mscale is None else long_mscale
+
         short = self._compute_cos_sin_cache(
             original_max_position_embeddings, self.short_factor, self.short_mscale
         )
         long = self._compute_cos_sin_cache(
             max_position_embeddings, self.long_factor, self.long_mscale
         )
+
         table = torch.cat((short, long)).to(dtype)
         self.register_buffer("long_short_cos_sin_cache", table, persistent=False)
 
@@ -401,6 +411,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
             positions = positions + self.use_long_rope * trained
         else:
             table = table[trained:] if self.use_long_rope else table[:trained]
+
         return rotated_by(
             functional.rotary_embedding,
             moved(positions, offsets),

@@ -49,6 +49,7 @@ def _multimodal(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     # The most pairs that height may have when sections take turns, and fewer for width.
     height = (pairs + 1) // 3
     width = pairs // 4
+
     positions = draw.integers(0, ROWS, (3, *lead))
     return {
         **arguments,
@@ -84,6 +85,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
     else:
         halves = x.reshape(*lead, size // 2, 2)
         dim = -1
+
     real, imaginary = halves.unbind(dim)
     numbers = torch.complex(real.contiguous(), imaginary.contiguous())
     product = numbers * torch.complex(cos, sin)
@@ -94,8 +96,10 @@ def _embedded(x: Tensor, rows: Tensor, head_size: int, is_neox_style: bool) -> T
     """Rotate ``x`` by one row of a table for each token."""
     *tokens, rotary_dim = rows.shape
     width = math.prod(x.shape[len(tokens) :])
+
     heads = x.reshape(*tokens, width // head_size, head_size)
     cos, sin = rows.reshape(*tokens, 1, 2, rotary_dim // 2).unbind(-2)
+
     rotated = turned(heads[..., :rotary_dim], cos, sin, is_neox_style)
     passed = heads[..., rotary_dim:]
     return torch.cat((rotated, passed), -1).reshape(x.shape)
@@ -113,6 +117,7 @@ def _rotary(
     rows = cos_sin_cache.new_empty(positions.numel(), rotary_dim)
     for token, position in enumerate(positions.flatten().tolist()):
         rows[token] = cos_sin_cache[position]
+
     rows = rows.reshape(*positions.shape, rotary_dim)
     rotated_query = _embedded(query, rows, head_size, is_neox_style)
     rotated_key = _embedded(key, rows, head_size, is_neox_style)
@@ -124,6 +129,7 @@ def _axis(pair: int, section: Sequence[int], interleaved: bool) -> int:
     if interleaved:
         turn, axis = divmod(pair, 3)
         return axis if turn < section[axis] else 0
+
     time, height, _ = section
     if pair < time:
         return 0
@@ -146,6 +152,7 @@ def _mrope(
     for column in range(2 * pairs):
         axis = axes[column % pairs]
         columns.append(cos_sin_cache[positions[axis], column])
+
     rows = torch.stack(columns, -1)
     rotated_query = _embedded(query, rows, head_size, is_neox_style)
     rotated_key = _embedded(key, rows, head_size, is_neox_style)
@@ -169,10 +176,12 @@ def _dual_chunk(
         place = position % length
         before = place + length
         places.append((place, min(before, chunk_size), farthest, before, place + chunk_size))
+
     rows = cos_sin_cache[torch.tensor(places, dtype=torch.int64).reshape(*positions.shape, 5)]
     queries = []
     for version in range(5):
         queries.append(_embedded(query, rows[..., version, :], head_size, is_neox_style))
+
     # The key is rotated by the place that the first query has, too.
     rotated_key = _embedded(key, rows[..., 0, :], head_size, is_neox_style)
     return torch.cat(queries, -1), rotated_key
@@ -248,10 +257,12 @@ def _by_transformers(
     *tokens, rotary_dim = cos.shape
     q = query.reshape(*tokens, -1, head_size)
     k = key.reshape(*tokens, -1, head_size)
+
     turn = _modelling(family).apply_rotary_pos_emb
     rotated_q, rotated_k = turn(
         q[..., :rotary_dim], k[..., :rotary_dim], cos, sin, unsqueeze_dim=-2
     )
+
     whole_q = torch.cat((rotated_q, q[..., rotary_dim:]), -1)
     whole_k = torch.cat((rotated_k, k[..., rotary_dim:]), -1)
     return whole_q.reshape(query.shape), whole_k.reshape(key.shape)
@@ -313,9 +324,11 @@ def _qwen(family: str, cls: str, takes_turns: bool) -> Callable[..., Any]:
     ) -> Any:
         if interleaved is not takes_turns or not is_neox_style:
             return None
+
         recompose = getattr(_modelling(family), cls).recomposition_frequencies
         rope = SimpleNamespace(mrope_section=mrope_section)
         cos, sin = cos_sin_cache[positions].chunk(2, -1)
+
         # The function of the newer family writes to its argument.
         cos = recompose(rope, cos.clone())
         sin = recompose(rope, sin.clone())

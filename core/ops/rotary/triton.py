@@ -41,8 +41,10 @@ def _row_of_chunk(position, version, length, chunk_size):
     place = position % length
     # The sign of a remainder here is the sign of the position.
     place = tl.where(place < 0, place + length, place)
+
     before = place + length
     farthest = tl.minimum(2 * length - 1, chunk_size)
+
     row = tl.where(version == 1, tl.minimum(before, chunk_size), before)
     row = tl.where(version == 0, place, row)
     row = tl.where(version == 4, place + chunk_size, row)
@@ -94,6 +96,7 @@ def _angles(
     else:
         axis = _axis_of_pair(pair, first_bound, second_bound, table == "interleaved")
         row = tl.load(positions + axis * length + token, exists, 0).to(tl.int64)
+
     place = row * table_stride + pair
     c = tl.load(cos + place, exists, 0.0).to(tl.float32)
     s = tl.load(sin + place, exists, 0.0).to(tl.float32)
@@ -105,10 +108,14 @@ def _rotate_halves(x, out, exists, c, s, pairs, tile_columns: tl.constexpr):
     """Rotate heads with pairs of one element from each half."""
     pair = tl.arange(0, tile_columns)[None, :]
     inside = exists & (pair < pairs)
+
+    # Both halves are loaded before the first store, as the result may lie over the input.
     first = tl.load(x + pair, inside, 0.0).to(tl.float32)
     second = tl.load(x + pairs + pair, inside, 0.0).to(tl.float32)
+
     turned_first = first * c - second * s
     turned_second = second * c + first * s
+
     tl.store(out + pair, turned_first.to(out.dtype.element_ty), inside)
     tl.store(out + pairs + pair, turned_second.to(out.dtype.element_ty), inside)
 
@@ -123,6 +130,7 @@ def _rotate_neighbours(
     # One load: two loads of every other element would read the same memory twice.
     together = tl.load(x + both, inside, 0.0).to(tl.float32)
     first, second = tl.split(tl.reshape(together, (tile_rows, tile_columns, 2)))
+
     together = tl.join(first * c - second * s, second * c + first * s)
     together = tl.reshape(together, (tile_rows, 2 * tile_columns))
     tl.store(out + both, together.to(out.dtype.element_ty), inside)
@@ -147,6 +155,7 @@ def _rotate(
         _rotate_halves(x, out, exists, c, s, pairs, tile_columns)
     else:
         _rotate_neighbours(x, out, exists, c, s, pairs, tile_rows, tile_columns)
+
     if rest > 0:
         behind = 2 * pairs + tl.arange(0, rest)[None, :]
         inside = exists & (behind < head_size)
@@ -190,10 +199,12 @@ def rotary_kernel(
     """
     of_query = tl.cdiv(query_heads, tile_rows) * versions
     blocks = of_query + tl.cdiv(key_heads, tile_rows)
+
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     is_query = block < of_query
     version = tl.where(is_query, block % versions, 0)
+
     c, s = _angles(
         cos,
         sin,
@@ -208,8 +219,10 @@ def rotary_kernel(
         table,
         tile_columns,
     )
+
     head_block = tl.where(is_query, block // versions, block - of_query)
     head = (head_block * tile_rows).to(tl.int64) + tl.arange(0, tile_rows)[:, None]
+
     if is_query:
         x = query + token * query_stride + head * query_head_stride
         earlier_versions = head // together * (versions - 1) + version
@@ -279,16 +292,21 @@ def _launch_rotation(
     """
     if not query.numel() + key.numel():
         return
+
     tokens, query_heads, head_size = query.shape
     key_heads = key.shape[1]
     pairs = angles.cos.shape[1]
     versions = angles.versions
+
+    # The sizes of a tile are powers of two.
     columns = power_of_two(pairs)
     rows = min(max(1, PAIRS // columns), power_of_two(max(query_heads, key_heads)))
     warps = min(4, max(1, rows * columns // 128))
     blocks = versions * triton.cdiv(query_heads, rows) + triton.cdiv(key_heads, rows)
+
     query_out, key_out = outs
     in_place = query_out is query
+
     # In place, the elements behind the rotated part stay where they are.
     behind = 0 if in_place else head_size - 2 * pairs
     launch(
@@ -335,6 +353,7 @@ def _kernel_takes(
         return False
     if not cos_sin_cache.is_floating_point() or cos_sin_cache.dim() != 2:
         return False
+
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
         return False
@@ -347,6 +366,7 @@ def _has_heads(positions: Tensor, x: Tensor, head_size: int) -> bool:
     """Return True if ``x`` has heads for each position, with tokens in the same shape or flat."""
     if not x.is_floating_point() or x.dim() < 2 or x.shape[-1] % head_size:
         return False
+
     tokens = positions.shape
     same_shape = x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens
     if not same_shape and x.shape[0] != tokens.numel():
@@ -359,9 +379,11 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     tokens = angles.length
     versions = angles.versions
+
     *lead, width = query.shape
     query_out = query.new_empty((*lead, versions * width))
     key_out = key.new_empty(key.shape)
+
     _launch_rotation(
         _as_heads(query, tokens, head_size),
         _as_heads(key, tokens, head_size),
@@ -377,12 +399,15 @@ def _rotated(
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
     if not _has_angles(x, cos, sin):
         return definitions.apply_rotary_emb.native(x, cos, sin, is_neox_style)
+
     out = x.new_empty(x.shape)
+
     sequence, heads_of_token, head_size = x.shape[-3:]
     tokens = x.numel() // (heads_of_token * head_size)
     heads = _as_heads(x, tokens, head_size)
     angles = _Angles(cos.contiguous(), sin.contiguous(), cos, sequence, "sequence")
     no_key = heads[:, :0]
+
     _launch_rotation(heads, no_key, (out, out), angles, is_neox_style)
     return out
 
@@ -411,6 +436,7 @@ def rotary_embedding(
         return definitions.rotary_embedding.native(
             positions, query, key, head_size, cos_sin_cache, is_neox_style
         )
+
     expect_in_range("rotary_embedding", "positions", positions, cos_sin_cache.shape[0])
     angles = _from_cache(cos_sin_cache, positions, positions.numel())
     return _rotated(query, key, head_size, angles, is_neox_style)
@@ -431,7 +457,9 @@ def rotary_embedding_(
         query.copy_(rotated[0])
         key.copy_(rotated[1])
         return
+
     expect_in_range("rotary_embedding_", "positions", positions, cos_sin_cache.shape[0])
+
     tokens = positions.numel()
     query_heads = _as_heads(query, tokens, head_size)
     key_heads = _as_heads(key, tokens, head_size)
@@ -462,8 +490,10 @@ def mrope(
             is_neox_style,
             interleaved,
         )
+
     definitions.expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
     expect_in_range("mrope", "positions", positions, cos_sin_cache.shape[0])
+
     time, height, width = mrope_section
     tokens = positions[0].numel()
     if interleaved:
@@ -493,6 +523,7 @@ def dual_chunk_rotary_embedding(
         return definitions.dual_chunk_rotary_embedding.native(
             positions, query, key, head_size, cos_sin_cache, chunk_size, local_size, is_neox_style
         )
+
     expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
     angles = _from_cache(
         cos_sin_cache, positions, positions.numel(), "chunks", (length, chunk_size)

@@ -93,6 +93,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
                 f"rotary_embedding: high_freq_factor is {high_freq_factor}, expected more than "
                 f"low_freq_factor={low_freq_factor}"
             )
+
         expect_positive("rotary_embedding", "scaling_factor", scaling_factor)
         self.scaling_factor = scaling_factor
         self.low_freq_factor = low_freq_factor
@@ -170,14 +171,17 @@ class _YaRNTable:
         """
         if self.scaling_factor is None:
             return inverse_frequencies(scaling_factor, self.rotary_dim, self.dtype)
+
         inv_freq = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
         low = self._pair_that_turns(self.beta_fast)
         high = self._pair_that_turns(self.beta_slow)
+
         if self.truncate:
             low = math.floor(low)
             high = math.ceil(high)
         low = max(low, 0)
         high = min(high, self.rotary_dim - 1)
+
         # With both ends at one pair, a step takes the place of the ramp.
         width = high - low or 0.001
         ramp = (torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / width
@@ -333,9 +337,11 @@ def apply_interleaved_rope(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
     by_time = x[0]
     by_height = x[1]
     by_width = x[2]
+
     pair = torch.arange(x.shape[-1], device=x.device)
     is_height = (pair % 3 == 1) & (pair < 3 * mrope_section[1])
     is_width = (pair % 3 == 2) & (pair < 3 * mrope_section[2])
+
     merged = torch.where(is_height, by_height, by_time)
     return torch.where(is_width, by_width, merged)
 
@@ -391,6 +397,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         self.mrope_section = mrope_section
         self.mrope_interleaved = mrope_interleaved
         self.cache_max_position_num = positions_factor * max_position_embeddings
+
         self._set_yarn(
             scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate
         )
@@ -427,6 +434,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         positions = moved(positions, offsets)
         if self.mrope_section is None or positions.dim() == 1:
             return super().forward_native(positions, query, key, functional=functional)
+
         return rotated_by(
             functional.mrope,
             positions,

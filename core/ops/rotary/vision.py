@@ -54,6 +54,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
                 f"rotary_embedding: max_position_embeddings is {max_position_embeddings}, expected "
                 "the patches of a square image"
             )
+
         real = dtype.to_real()
         super().__init__(
             head_size,
@@ -65,6 +66,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
             init_cache=False,
         )
         table = self._compute_cos_sin_cache()
+
         # A replacement may compute a real table.
         if not table.is_complex():
             table = table.to(real)
@@ -75,9 +77,11 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         side = math.isqrt(self.max_position_embeddings)
         along_side = torch.arange(1, side + 1, dtype=inv_freq.dtype)
         row, column = torch.meshgrid(along_side, along_side, indexing="ij")
+
         by_column = torch.outer(column.flatten(), inv_freq)
         by_row = torch.outer(row.flatten(), inv_freq)
         of_patches = torch.cat((by_column, by_row), dim=-1)
+
         of_class_token = torch.zeros_like(of_patches[:1])
         angles = torch.cat((of_patches, of_class_token))[:, None]
         return torch.complex(angles.cos(), angles.sin())
@@ -88,6 +92,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         def apply_to_parts(x: Tensor) -> Tensor:
             if not x.is_complex():
                 return fn(x)
+
             # A cast of complex numbers to a real dtype would drop the imaginary parts.
             parts = fn(torch.view_as_real(x))
             if parts.dtype not in (torch.float32, torch.float64):

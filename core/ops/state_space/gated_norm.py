@@ -61,6 +61,7 @@ class Mixer2RMSNormGated(CustomOp):
         expect_size(op, "full_hidden_size", full_hidden_size)
         expect_size(op, "full_n_groups", full_n_groups)
         expect_not_negative(op, "eps", eps)
+
         self.tp_size = get_tensor_model_parallel_world_size()
         self.tp_rank = get_tensor_model_parallel_rank()
         self.full_hidden_size = full_hidden_size
@@ -70,11 +71,14 @@ class Mixer2RMSNormGated(CustomOp):
             raise ValueError(
                 f"{op}: full_n_groups is {full_n_groups}, expected a divisor of {full_hidden_size}"
             )
+
         expect_group_size(self.group_size, full_hidden_size)
         what = "full_hidden_size of a gated norm"
+
         self.per_rank_hidden_size = divide(full_hidden_size, self.tp_size, what)
         self.variance_epsilon = eps
         self.use_rms_norm = use_rms_norm
+
         self.weight: nn.Parameter | None = None
         if use_rms_norm:
             self.weight = nn.Parameter(torch.ones(self.per_rank_hidden_size), requires_grad=False)
@@ -108,6 +112,7 @@ class Mixer2RMSNormGated(CustomOp):
                 x, gate, self.weight, self.variance_epsilon, self.group_size
             )
             return normalised
+
         dtype = compute_dtype(x.dtype)
         gated = x.to(dtype) * F.silu(gate.to(dtype))
         return (self._normalised(gated) * self.weight.to(dtype)).to(x.dtype)
@@ -117,6 +122,7 @@ class Mixer2RMSNormGated(CustomOp):
         if self.n_groups == 1:
             total = tensor_model_parallel_all_reduce(gated.square().sum(-1, keepdim=True))
             return gated * torch.rsqrt(total / self.full_hidden_size + self.variance_epsilon)
+
         gathered = tensor_model_parallel_all_gather(gated)
         groups = gathered.reshape(*gated.shape[:-1], self.n_groups, self.group_size)
         variance = groups.square().mean(-1, keepdim=True)

@@ -39,6 +39,7 @@ def mixer2_gated_rms_norm(
     # With a weight this is rms_norm_gated, so one definition serves both.
     if weight is not None:
         return rms_norm_gated.native(x, weight, gate, eps, group_size)
+
     dtype = compute_dtype(x.dtype)
     gated = x.to(dtype) * F.silu(gate.to(dtype))
     return gated.to(x.dtype)

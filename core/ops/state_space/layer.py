@@ -86,6 +86,7 @@ class StateLayer(PluggableLayer, ABC):
         shape = hidden_states.shape
         if len(shape) != 2 or (output is not None and output.shape != shape):
             raise self._misfit(hidden_states, output)
+
         batch = current_batch()
         tokens = len(hidden_states)
         if batch is None:
@@ -93,6 +94,7 @@ class StateLayer(PluggableLayer, ABC):
             return self._without_states(bounds, hidden_states.device)
         if not batch.states:
             return self._without_states(batch.query_start_loc, hidden_states.device)
+
         found = batch.states.get(self.prefix)
         if found is None:
             known = ", ".join(map(repr, list(batch.states)[:3]))
@@ -100,6 +102,7 @@ class StateLayer(PluggableLayer, ABC):
                 f"layer {self.prefix!r} keeps a state, and the batch has some of {known}: "
                 "give it the prefix of state_layers(model)"
             )
+
         self._expect_states(found)
         # At most one token each, and as many tokens as sequences: exactly one each.
         steps = batch.max_query_len == 1 and tokens == len(found.slots)
@@ -114,6 +117,7 @@ class StateLayer(PluggableLayer, ABC):
                 f"{name}: hidden_states has shape {shape}, expected [tokens, hidden_size]: "
                 "put sequences one after another, and say where each begins by an AttentionBatch"
             )
+
         return ValueError(
             f"{name}: output has shape {tuple(output.shape)}, expected that of hidden_states, "
             f"{shape}"
@@ -175,9 +179,11 @@ class DepthwiseConv(nn.Module):
         super().__init__()
         self.shards = tuple(shards)
         self.channels = sum(shard.size for shard in shards)
+
         self.weight = nn.Parameter(torch.zeros(self.channels, 1, width), requires_grad=False)
         zeros = nn.Parameter(torch.zeros(self.channels), requires_grad=False)
         self.register_parameter("bias", zeros if bias else None)
+
         for parameter in self.parameters():
             set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
 
@@ -268,6 +274,7 @@ def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputSh
     expected = (sum(shard.total for shard in shards), *param.shape[1:])
     if tuple(loaded.shape) != expected:
         raise WeightError.of_shape("a weight by channel", loaded.shape, expected)
+
     start = 0
     for shard in shards:
         # Only this rank's rows are read from the file.

@@ -90,23 +90,28 @@ class MambaMixer(StateLayer):
             ssm_state_size=ssm_state_size,
             conv_kernel_size=conv_kernel_size,
         )
+
         ranks = ranks_of({"intermediate_size of a mixer": intermediate_size})
         self.channels = intermediate_size // ranks
         self.time_step_rank = time_step_rank
         self.ssm_state_size = ssm_state_size
         self.conv_kernel_size = conv_kernel_size
+
         self.use_rms_norm = use_rms_norm
         self.activation = activation
         self.is_lora_enabled = is_lora_enabled
         self.model_config = model_config
         self.cache_config = cache_config
+
         shards = rank_shards([(intermediate_size,) * 2], "channels of a mixer")
         self.conv1d = DepthwiseConv(shards, conv_kernel_size, use_conv_bias)
         self._make_projections(hidden_size, intermediate_size, use_bias, quant_config)
+
         self.A = by_channel(intermediate_size, ssm_state_size, load=negated_exponential)
         self.D = by_channel(intermediate_size)
         if use_rms_norm:
             self._make_norms(rms_norm_eps, rms_norm_has_weight)
+
         # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
         self.convolve = CausalConv1d(activation)
@@ -132,6 +137,7 @@ class MambaMixer(StateLayer):
         self.x_proj = RowParallelLinear(
             inner, parts, bias=False, return_bias=False, **settings("x_proj")
         )
+
         # The scan adds the bias, in float32.
         self.dt_proj = ColumnParallelLinear(
             self.time_step_rank, inner, bias=True, skip_bias_add=True, **settings("dt_proj")
@@ -179,6 +185,7 @@ class MambaMixer(StateLayer):
         bounds = batch.query_start_loc
         conv = self.conv1d
         x, last = self.convolve(mixed, conv.taps, bounds, batch.initial(0), conv.bias)
+
         dt, b, c = self._step_and_state_inputs(x)
         bias = self.dt_proj.bias
         y, state = self.scan(x, dt, self.A, b, c, bounds, batch.initial(1), self.D, gate, bias)
@@ -189,9 +196,11 @@ class MambaMixer(StateLayer):
         conv = self.conv1d
         x = torch.empty_like(mixed)
         self.convolve_step(mixed, batch.states[0], conv.taps, batch.slots, x, conv.bias)
+
         dt, b, c = self._step_and_state_inputs(x)
         bias = self.dt_proj.bias
         y = torch.empty_like(x)
+
         # The step takes heads: all channels are one head here.
         self.scan_step(
             batch.states[1][:, None],

@@ -66,24 +66,29 @@ class Plamo2MambaMixer(StateLayer):
             "mamba_d_conv",
         )
         expect_sizes("plamo2_mamba_mixer", **{name: getattr(config, name) for name in names})
+
         heads = config.mamba_num_heads
         inner = heads * config.hidden_size_per_head
+
         self.config = config
         self.num_heads = heads // ranks_of({"mamba_num_heads": heads})
         self.head_dim = config.hidden_size_per_head
         self.ssm_state_size = config.mamba_d_state
         self.conv_kernel_size = config.mamba_d_conv
+
         # As the model's authors choose the rank.
         self.time_step_rank = max(64, config.hidden_size // 16)
         shards = rank_shards([(inner, heads)], "mamba_num_heads")
         self.conv1d = DepthwiseConv(shards, self.conv_kernel_size, False)
         self._make_projections(config, inner, getattr(vllm_config, "quant_config", None))
+
         self.A = by_channel(heads, load=negated_exponential)
         self.D = by_channel(heads)
         self.dt_bias = by_channel(heads)
         self.dt_norm = RMSNorm(self.time_step_rank, eps=config.rms_norm_eps)
         self.B_norm = RMSNorm(self.ssm_state_size, eps=config.rms_norm_eps)
         self.C_norm = RMSNorm(self.ssm_state_size, eps=config.rms_norm_eps)
+
         # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
         self.convolve = CausalConv1d("silu")
@@ -147,6 +152,7 @@ class Plamo2MambaMixer(StateLayer):
     def _scan_prompts(self, batch: StateBatch, mixed: Tensor) -> Tensor:
         bounds = batch.query_start_loc
         convolved, last = self.convolve(mixed, self.conv1d.taps, bounds, batch.initial(0))
+
         dt, b, c = self._step_and_state_inputs(convolved)
         x = convolved.view(-1, self.num_heads, self.head_dim)
         initial = batch.initial(1)
@@ -157,6 +163,7 @@ class Plamo2MambaMixer(StateLayer):
     def _step_tokens(self, batch: StateBatch, mixed: Tensor) -> Tensor:
         convolved = torch.empty_like(mixed)
         self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved)
+
         dt, b, c = self._step_and_state_inputs(convolved)
         x = convolved.view(-1, self.num_heads, self.head_dim)
         y = step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias)

@@ -48,6 +48,7 @@ def expect_sequences(op: str, x: Tensor, query_start_loc: Tensor, initial_states
     expect_same_device(op, "query_start_loc", query_start_loc, "x", x)
     expect_same_device(op, "initial_states", initial_states, "x", x)
     expect_ascending(op, "query_start_loc", query_start_loc, x.shape[0])
+
     sequences = query_start_loc.shape[0] - 1
     if initial_states.shape[0] != sequences:
         raise ValueError(

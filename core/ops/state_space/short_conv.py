@@ -49,6 +49,7 @@ class ShortConv(StateLayer):
     ) -> None:
         super().__init__(prefix)
         expect_sizes("short_conv", dim=dim, conv_L_cache=config.conv_L_cache)
+
         self.config = config
         self.layer_idx = layer_idx
         self.conv_dim = dim
@@ -56,8 +57,10 @@ class ShortConv(StateLayer):
         self.bias = config.conv_bias
         self.model_config = model_config
         self.cache_config = cache_config
+
         shards = rank_shards([(dim, dim)], "channels of a short convolution")
         self.conv = DepthwiseConv(shards, self.L_cache, self.bias)
+
         self.in_proj = MergedColumnParallelLinear(
             dim,
             [dim] * 3,
@@ -66,6 +69,7 @@ class ShortConv(StateLayer):
             prefix=f"{prefix}.in_proj",
             return_bias=False,
         )
+
         self.out_proj = RowParallelLinear(
             dim,
             dim,
@@ -74,6 +78,7 @@ class ShortConv(StateLayer):
             prefix=f"{prefix}.out_proj",
             return_bias=False,
         )
+
         # The default while a model is built is the dtype of its weights.
         self.dtype = torch.get_default_dtype()
         self.convolve = CausalConv1d()
@@ -97,8 +102,10 @@ class ShortConv(StateLayer):
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         # The first gate comes before the convolution, so states hold gated inputs.
         gated = b * x
+
         taps = self.conv.taps
         bias = self.conv.bias
+
         if batch.steps:
             y = torch.empty_like(gated)
             self.convolve_step(gated, batch.states[0], taps, batch.slots, y, bias)

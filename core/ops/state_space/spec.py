@@ -76,6 +76,7 @@ def _conv(
             window = line[:, token : token + before + 1]
             rows[start + token] = (window * weight).sum(1)
         final[number] = line[:, line.shape[1] - before :]
+
     if bias is not None:
         rows = rows + bias
     return _activated(rows, activation), final
@@ -186,11 +187,13 @@ def _recurrence(
         dt = dt + dt_bias
     if dt_softplus:
         dt = torch.logaddexp(dt, torch.zeros_like(dt))
+
     heads = x.shape[0]
     group = torch.arange(heads) // (heads // B.shape[0])
     decayed = state * torch.exp(dt[..., None] * A)
     state = decayed + (dt * x)[..., None] * B[group][:, None]
     y = (state * C[group][:, None]).sum(-1)
+
     if D is not None:
         y = y + D * x
     if z is not None:
@@ -237,6 +240,7 @@ def _scan(query_start_loc: Tensor, initial_states: Tensor, **given: Any) -> tupl
         if isinstance(x, Tensor):
             is_weight = name in ("A", "D", "dt_bias")
             one_head[name] = x.unsqueeze(0 if is_weight else 1)
+
     y, final = _sequences(query_start_loc, initial_states[:, None], one_head)
     return y[:, 0], final[:, 0]
 
@@ -271,6 +275,7 @@ def _gated_inputs(
     y = x * _activated(gate, "silu")
     if weight is None:
         return y
+
     groups = y.reshape(-1, group_size or y.shape[-1])
     variance = (groups * groups).mean(-1, keepdim=True)
     normalised = groups / (variance + eps) ** 0.5

@@ -132,6 +132,7 @@ def _attend_over_latents(
     used = visible.any(1)
     blocks = used_blocks(block_table, used, block_size)
     rows = cache[blocks].flatten(1, 2)
+
     # Unused rows may be NaN, and zero times NaN is NaN.
     rows = rows.masked_fill(~used[:, :, None], 0.0)[:, None]
     mask = visible.repeat_interleave(heads, dim=1)[:, None]
@@ -151,12 +152,14 @@ def expect_writable(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) ->
             f"{tuple(slots.shape)}, expected [tokens, kv_lora_rank], [tokens, qk_rope_head_dim] "
             "and [tokens]"
         )
+
     width = kv_c.shape[1] + k_pe.shape[1]
     if cache.dim() != 3 or cache.shape[2] != width:
         raise ValueError(
             f"{op}: cache has shape {tuple(cache.shape)}, expected "
             f"[num_blocks, block_size, {width}]"
         )
+
     for argument, x in (("k_pe", k_pe), ("cache", cache)):
         expect_same_dtype(op, argument, x, "kv_c", kv_c)
     for argument, x in (("k_pe", k_pe), ("cache", cache), ("slots", slots)):
@@ -183,6 +186,7 @@ def expect_latents(
             f"{op}: query has shape {tuple(query.shape)} and cache {tuple(cache.shape)}, expected "
             "[tokens, num_heads, size] and [num_blocks, block_size, size]"
         )
+
     expect_rank(kv_lora_rank)
     if kv_lora_rank > cache.shape[2]:
         raise ValueError(

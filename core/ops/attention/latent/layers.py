@@ -138,20 +138,25 @@ class MLAAttention(CachedAttention):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.head_size = kv_lora_rank + qk_rope_head_dim
+
         for name in _SIZES:
             expect_size("mla_attention", name, getattr(self, name))
             expect_positive("mla_attention", name, getattr(self, name))
+
         if getattr(kv_b_proj, "bias", None) is not None:
             raise LayerError(
                 f"attention {prefix!r}: kv_b_proj has a bias, which cannot be absorbed: give it "
                 "none"
             )
+
         self.kv_b_proj = kv_b_proj
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
+
         self.register_buffer("_to_key", None, persistent=False)
         self.register_buffer("_to_value", None, persistent=False)
         self._copied_from = _WeightState(None)
+
         self.attend = ScaledDotProductAttention()
         self.write = ConcatAndCacheMLA()
         self.attend_pages = MLAPagedAttention(kv_lora_rank, scale)
@@ -197,14 +202,17 @@ class MLAAttention(CachedAttention):
         heads = self.num_heads
         width = heads * self.qk_head_dim
         rope = self.qk_rope_head_dim
+
         self._expect("q", q, (*tokens, width), (*tokens, heads, self.qk_head_dim))
         self._expect("kv_c_normed", kv_c_normed, (*tokens, self.kv_lora_rank))
         self._expect("k_pe", k_pe, (*tokens, rope), (*tokens, 1, rope))
+
         # One shape for the nodes of a graph.
         q = q.reshape(*tokens, width)
         k_pe = k_pe.reshape(*tokens, rope)
         if self.is_node and is_compiling():
             return as_node(q, kv_c_normed, k_pe, self.prefix, heads * self.v_head_dim)
+
         query = q.view(*tokens, heads, self.qk_head_dim)
         batch = current_batch()
         if batch is None:
@@ -236,15 +244,18 @@ class MLAAttention(CachedAttention):
                 expanded.append(chunk)
             else:
                 absorbed.append(chunk)
+
         if not expanded:
             return self._absorbed(
                 query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens
             )
+
         attended = query.new_empty(*query.shape[:2], self.v_head_dim)
         for chunk in expanded:
             tokens = slice(chunk.start, chunk.end)
             kv_c, k_pe = self._rows_of(chunk, pages, batch.block_size)
             attended[tokens] = self._expanded(query[tokens], kv_c, k_pe)
+
         if absorbed:
             self._absorb_chunks(batch, pages, query, absorbed, attended)
         return attended
@@ -292,6 +303,7 @@ class MLAAttention(CachedAttention):
         sequences = torch.tensor([chunk.sequence for chunk in chunks], device=device)
         ranges = [torch.arange(chunk.start, chunk.end, device=device) for chunk in chunks]
         tokens = torch.cat(ranges)
+
         counts = batch.query_start_loc.diff()[sequences]
         starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         lengths = batch.seq_lens[sequences]
@@ -336,6 +348,7 @@ class MLAAttention(CachedAttention):
             by_head = weight.view(self.num_heads, -1, self.kv_lora_rank)
             to_key, to_value = by_head.split([self.qk_nope_head_dim, self.v_head_dim], dim=1)
             return to_key, to_value.transpose(1, 2)
+
         to_key, to_value = self._to_key, self._to_value
         if to_key is None or to_value is None or not self._copied_from.is_state_of(weight):
             to_key, to_value = self._copied_projections(weight, query)
@@ -372,10 +385,13 @@ class MLAAttention(CachedAttention):
         length = len(kv_c)
         heads = self.num_heads
         sizes = self.qk_nope_head_dim + self.v_head_dim
+
         expanded = result_of(self.kv_b_proj(kv_c)).view(length, heads, sizes)
         k_nope, value = expanded.tensor_split([self.qk_nope_head_dim], dim=-1)
+        # All heads share the rotated part of a key.
         shared = k_pe[:, None].expand(-1, heads, -1)
         key = torch.cat((k_nope, shared), dim=-1)
+
         # Torch's kernels that do not keep all scores take heads of one size only.
         value = F.pad(value, (0, max(0, self.qk_head_dim - self.v_head_dim)))
         mask = None

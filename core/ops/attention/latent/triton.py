@@ -77,6 +77,7 @@ def _scores(q, rotated_q, latents, rotated, key, end, position, scale):
     scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
     scores = tl.dot(rotated_q, tl.trans(rotated), scores, input_precision="ieee")
     scores = scores * (scale * LOG2_E)
+
     key = key[None, :]
     visible = (key < end) & (key <= position)
     return tl.where(visible, scores, float("-inf"))
@@ -113,15 +114,18 @@ def mla_paged_attention_kernel(
     )
     if count <= 0:
         return
+
     begin, end = part_of_keys(position, count, window, part, parts, tile_keys)
     offset, token, head, exists = rows_of_queries(first, count, head_block, group, tile_rows)
     exists &= head < heads
     position += offset
+
     row_size = rank + rope
     query += token * query_stride + head * row_size
     q, rotated_q = _loaded_pair(
         query, exists, rank, rope, query.dtype.scalar.element_ty, tile_columns, tile_rope
     )
+
     highest = tl.full((tile_rows, 1), LOWEST, tl.float32)
     total = tl.zeros((tile_rows, 1), tl.float32)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
@@ -135,6 +139,7 @@ def mla_paged_attention_kernel(
         )
         scores = _scores(q, rotated_q, latents, rotated, key, end, position, scale)
         attended, highest, total = added_keys(attended, highest, total, scores, latents)
+
     store_part(
         out, log_sums, token * heads + head, part, parts, exists, attended, highest, total, rank
     )
@@ -158,9 +163,11 @@ def concat_and_cache_mla_kernel(
 ):
     token, column, inside = tile_at(tl.program_id(0), tokens, width, tile_rows, tile_columns)
     slot = tl.load(slots + token, token < tokens, 0).to(tl.int64)
+
     is_latent = column < rank
     latent = tl.load(kv_c + token * latent_stride + column, inside & is_latent, 0.0)
     rotated = tl.load(k_pe + token * rotated_stride + column - rank, inside & (column >= rank), 0.0)
+
     place = slot // block_size * block_stride + slot % block_size * width + column
     tl.store(cache + place, tl.where(is_latent, latent, rotated), inside)
 
@@ -172,11 +179,13 @@ def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tenso
     if not (fits and kv_c.numel() and k_pe.numel()):
         definitions.concat_and_cache_mla.native(kv_c, k_pe, cache, slots)
         return
+
     tokens, rank = kv_c.shape
     _, block_size, width = cache.shape
     latents = as_rows(kv_c, rank)
     rotated = as_rows(k_pe, width - rank)
     tile = tile_of(width, 1024, 1024)
+
     launch(
         concat_and_cache_mla_kernel,
         triton.cdiv(tokens, tile.rows) * triton.cdiv(width, tile.columns),
@@ -217,6 +226,7 @@ def mla_paged_attention(
         return definitions.mla_paged_attention.native(
             query, cache, block_table, query_start_loc, seq_lens, kv_lora_rank, scale
         )
+
     out = query.new_empty((*query.shape[:2], kv_lora_rank))
     if out.numel():
         starts = query_start_loc.contiguous()
@@ -240,16 +250,21 @@ def _attend(
     block_size = cache.shape[1]
     rope = query.shape[2] - rank
     group = min(heads, ROWS)
+
     # The product of two tiles needs at least 16 columns.
     tile = Tile(ROWS, max(16, power_of_two(rank)), 4)
     programs = blocks_at_most(tokens, sequences, ROWS // group) * triton.cdiv(heads, group)
     parts = parts_of_keys(programs, block_table.shape[1] * block_size)
+
+    # A kernel needs pointers, and writes no sums for one part alone.
     results = log_sums = out
     if parts > 1:
         results = query.new_empty((tokens, heads, parts, rank), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
+
     rows = heads_together(query)
     table = as_rows(block_table, block_table.shape[1])
+
     launch(
         mla_paged_attention_kernel,
         programs * parts,

@@ -126,9 +126,11 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         self.q_lora_rank = q_lora_rank
         self.kv_lora_rank = kv_lora_rank
         self.prefix = prefix
+
         needed: tuple[str, ...] = ("kv_a_proj_with_mqa", "q_proj")
         if q_lora_rank is not None:
             needed = ("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj")
+
         for name in (*needed, "kv_a_layernorm", "kv_b_proj", "rotary_emb", "o_proj", "g_proj"):
             module = getattr(mla_modules, name)
             if module is None and name in needed:
@@ -136,6 +138,7 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
                     f"latent attention {prefix!r}: {name} is None, and q_lora_rank is {q_lora_rank}"
                 )
             self.add_module(name, module)
+
         self.mla_attn = MLAAttention(
             num_heads,
             scale,
@@ -166,12 +169,15 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
         op = "multi_head_latent_attention"
         source = "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives"
         expect_last_dim(op, source, query, self.num_heads * self.qk_head_dim)
+
         kv_c, k_pe = latents.tensor_split([self.kv_lora_rank], dim=-1)
         query = query.view(-1, self.num_heads, self.qk_head_dim)
+
         if self.rotary_emb is not None:
             q_nope, q_pe = query.tensor_split([self.qk_nope_head_dim], dim=-1)
             q_pe, k_pe = self.rotary_emb(positions, q_pe, k_pe.unsqueeze(1))
             query = torch.cat((q_nope, q_pe), dim=-1)
+
         if llama_4_scaling is not None:
             query = query * llama_4_scaling
         attended = self.mla_attn(query, self.kv_a_layernorm(kv_c), k_pe)
@@ -189,6 +195,7 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
             query = result_of(self.q_proj(hidden_states))
             latents = result_of(self.kv_a_proj_with_mqa(hidden_states))
             return query, latents
+
         both = result_of(self.fused_qkv_a_proj(hidden_states))
         q_c, latents = both.tensor_split([self.q_lora_rank], dim=-1)
         query = result_of(self.q_b_proj(self.q_a_layernorm(q_c)))

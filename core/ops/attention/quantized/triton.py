@@ -43,6 +43,7 @@ def _share_of_program(tokens, key_heads, queries):
     blocks = tl.cdiv(tokens, queries)
     first = program % blocks * queries
     key_head = program // blocks % key_heads
+
     # In int64, as the place of an element may exceed 2^31.
     entry = (program // blocks // key_heads).to(tl.int64)
     return entry, key_head, first, tl.minimum(queries, tokens - first)
@@ -109,16 +110,20 @@ def attention_quant_kernel(
 ):
     entry, shared_head, first, count = _share_of_program(tokens, heads // group, tile_rows // group)
     offset, token, head, exists = rows_of_queries(first, count, shared_head, group, tile_rows)
+
     dtype = query.dtype.element_ty
     query += entry * query_entry + head * query_head + token * query_row
     queries = loaded_rows(query, exists, head_size, dtype, tile_columns)
+
     end = keys
     position = offset * 0 + keys
     if is_causal:
         end = tl.minimum(keys, first + count)
         position = first + offset
+
     key += entry * key_entry + shared_head * key_head
     value += entry * value_entry + shared_head * value_head
+
     attended = _attended(
         queries,
         key,
@@ -133,6 +138,7 @@ def attention_quant_kernel(
         tile_keys,
         tile_columns,
     )
+
     column = tl.arange(0, tile_columns)[None, :]
     inside = exists & (column < head_size)
     q += ((entry * heads + head) * tokens + token) * head_size
@@ -185,6 +191,7 @@ def scaled_dot_product_attention_quant_fp8_static(
             if scale is None:
                 scale = query.shape[-1] ** -0.5
             return _attend(query, key, value, output_scale, is_causal, scale, dtype)
+
     attended = scaled_dot_product_attention.native(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -205,8 +212,10 @@ def _attend(
     entries, heads, tokens, head_size = by_heads.shape
     key_heads = keys.shape[1]
     group = heads // key_heads
+
     tile = tile_of_queries(by_heads[0].transpose(0, 1), group, 1)
     blocks = triton.cdiv(tokens, tile.rows // group)
+
     launch(
         attention_quant_kernel,
         entries * key_heads * blocks,

@@ -56,6 +56,7 @@ def qk_norm_rope(
     norm = gemma_rms_norm.native if one_plus_weight else rms_norm.native
     normed_query = _normalise_heads(norm, "query", query, head_size, query_weight, eps)
     normed_key = _normalise_heads(norm, "key", key, head_size, key_weight, eps)
+
     turned_query, turned_key = rotary_embedding.native(
         positions, normed_query, normed_key, head_size, cos_sin_cache, is_neox_style
     )
@@ -72,6 +73,7 @@ def _normalise_heads(
             f"qk_norm_rope: {argument} has shape {tuple(x.shape)}, expected a last dimension that "
             f"is a multiple of head_size={head_size}"
         )
+
     # Cast before the norm: the norm would round to the dtype of its input.
     dtype = compute_dtype(x.dtype)
     heads = x.to(dtype).reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)

@@ -57,6 +57,7 @@ def add_lora_(
     if not values_are_known(bounds) or not values_are_known(x):
         _add_by_all(y, x, a, b, bounds, sizes)
         return
+
     outputs_of_parts = list(sizes)
     ranks_of_parts = [b.shape[2]] * len(sizes)
     for adapter, (start, end) in enumerate(pairwise(_checked(bounds, len(x)))):
@@ -82,18 +83,23 @@ def _add_by_all(
     adapters, _, rank = b.shape
     rows = torch.arange(x.shape[0], device=x.device, dtype=bounds.dtype)
     bounds = bounds.to(x.device)
+
     # To the right: an adapter without rows has the same bound as the next one.
     adapter_of_row = torch.searchsorted(bounds, rows, right=True) - 1
     numbers = torch.arange(adapters, device=x.device)
     is_other = adapter_of_row[:, None] != numbers
+
     all_of_a = a.flatten(0, 1)
     narrow = _narrow(x, all_of_a)
     by_adapter = narrow.view(x.shape[0], adapters, len(sizes) * rank)
+    # Zeros for other adapters, so that one product serves the rows of all adapters.
     own = by_adapter.masked_fill(is_other[:, :, None], 0)
+
     of_parts = own.split_with_sizes([rank] * len(sizes), 2)
     outputs = y.split_with_sizes(list(sizes), 1)
     all_of_b = b.transpose(1, 2).flatten(0, 1)
     matrices = all_of_b.split_with_sizes(list(sizes), 1)
+
     for of_part, output, matrix in zip(of_parts, outputs, matrices, strict=True):
         output.addmm_(of_part.flatten(1), matrix)
 
@@ -107,6 +113,7 @@ def expect_fitting(
     # Every call of a layer asks. The checks with messages take many times as long.
     if _shapes_agree(y, x, a, b, bounds, wanted):
         return
+
     expect_floating(op, "y", y)
     if not x.is_floating_point():
         expect_integers(op, "x", x)
@@ -134,6 +141,7 @@ def _shapes_agree(
     """Return True if dtypes, devices and shapes are right."""
     dtype = y.dtype
     device = y.device
+
     if dtype not in FLOATING or bounds.dtype not in _INTEGERS:
         return False
     if not a.dtype is b.dtype is dtype or x.dtype not in (dtype, *_INTEGERS):
@@ -153,6 +161,7 @@ def _shapes(
     adapters = b.shape[0] if b.dim() else 0
     rank = b.shape[-1] if b.dim() else 0
     inputs = a.shape[-1] if a.dim() else 0
+
     outputs = sum(sizes)
     return {
         "y": (rows, outputs),

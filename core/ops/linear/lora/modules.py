@@ -48,6 +48,7 @@ class LoRA(CustomOp):
     ) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
+
         # On a host, zeros take memory when they are written to first.
         a = torch.zeros(adapters, len(sizes) * rank, in_features, device=device, dtype=dtype)
         b = torch.zeros(adapters, sum(sizes), rank, device=device, dtype=dtype)

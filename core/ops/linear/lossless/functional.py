@@ -52,6 +52,7 @@ def lossless_linear(
     expect_floating(op, "x", x)
     if x.dim() == 0:
         raise ValueError(f"{op}: x has shape (), expected [..., in_features]")
+
     in_features = x.shape[-1]
     expect_lossless(op, weight, exponents, places, units, in_features, x.device)
     if bias is not None:
@@ -61,6 +62,7 @@ def lossless_linear(
             raise ValueError(f"{op}: bias has shape {shape}, expected [{rows}]")
         expect_same_dtype(op, "bias", bias, "x", x)
         expect_same_device(op, "bias", bias, "x", x)
+
     plain = from_12_bits(weight, exponents, places, units, in_features)
     plain = plain.to(x.dtype)
     return F.linear(x, plain, bias)

@@ -45,6 +45,7 @@ class LosslessLinear(CustomOp):
         if bias:
             zeros = torch.zeros(out_features, device=device, dtype=dtype)
             self.bias = nn.Parameter(zeros, requires_grad=False)
+
         shape = (out_features, in_features)
         made = to_12_bits(torch.zeros(shape, device=device, dtype=torch.bfloat16))
         self.register_buffer("weight", made.codes)

@@ -26,6 +26,7 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
     of_units = draw.integers(0, 256, shape).to(torch.uint8)
     rest = _weights(draw, size, OUT_FEATURES, size % 64)
     codes = torch.cat((of_units, rest.view(torch.uint8)), 1)
+
     largest = 126 - size.bit_length() // 2
     exponents = draw.integers(largest - 20, largest + 1, (16,))
     return {
@@ -64,11 +65,13 @@ def _reference(
     size = x.shape[-1]
     units_of_row = size // 64
     plain = torch.zeros(len(weight), size, dtype=torch.float64)
+
     # Numbers that make no whole unit lie behind the units.
     rest = weight[:, 96 * units_of_row :].contiguous()
     plain[:, 64 * units_of_row :] = rest.view(torch.bfloat16)
     plain_units = units.view(torch.bfloat16)
     listed = dict(zip(places.tolist(), plain_units, strict=True))
+
     table = exponents.tolist()
     for row, codes in enumerate(weight.tolist()):
         for column in range(units_of_row):
@@ -77,6 +80,7 @@ def _reference(
             if numbers is None:
                 numbers = _numbers(codes[96 * column :], table)
             plain[row, first : first + 64] = numbers
+
     y = torch.einsum("...i,oi->...o", x, plain)
     return y if bias is None else y + bias
 

@@ -83,6 +83,7 @@ def to_12_bits(weight: Tensor) -> LosslessWeight:
     _expect_matrix(weight)
     columns = max(weight.shape[1], 1)
     words = weight.detach().contiguous().view(torch.int16)
+
     # A part has few rows, so that the memory for copies stays small.
     parts = torch.split(words, max(1, AT_ONCE // columns))
     exponents = _frequent_exponents(parts)
@@ -93,6 +94,7 @@ def to_12_bits(weight: Tensor) -> LosslessWeight:
         made, has_other = _codes_of(part, place_of)
         codes.append(made)
         others.append(has_other)
+
     places, units = _plain_units(words, torch.cat(others))
     return LosslessWeight(torch.cat(codes), exponents, places, units)
 
@@ -104,6 +106,7 @@ def _expect_matrix(weight: Tensor) -> None:
             f"to_12_bits: weight has shape {shape} and dtype {weight.dtype}, expected "
             "[out_features, in_features] in torch.bfloat16"
         )
+
     rows, columns = weight.shape
     count = rows * (columns // UNIT)
     if count >= END:
@@ -144,18 +147,22 @@ def _codes_of(words: Tensor, place_of: Tensor) -> tuple[Tensor, Tensor]:
     units_of_row = columns // UNIT
     whole = units_of_row * UNIT
     shape = (rows, units_of_row, 2, WORDS)
+
     units = words[:, :whole]
     units = units.reshape(shape)
     units = units.int() & 0xFFFF
+
     places = place_of[_exponents(units)]
     is_other = places < 0
     has_other = is_other.flatten(2).any(-1)
     pairs = _paired(units).to(torch.int16)
+
     # A number without a place is read from the list, whatever its code is.
     low, high = places.clamp(min=0).unbind(2)
     halves = low | high << 4
     of_units = (pairs.view(torch.uint8), halves.to(torch.uint8))
     bytes_of_units = torch.cat(of_units, -1).flatten(1)
+
     rest = words[:, whole:].contiguous()
     codes = torch.cat((bytes_of_units, rest.view(torch.uint8)), 1)
     return codes, has_other
@@ -180,9 +187,12 @@ def _plain_units(words: Tensor, is_plain: Tensor) -> tuple[Tensor, Tensor]:
     rows, units_of_row = is_plain.shape
     whole = words[:, : units_of_row * UNIT]
     units = whole.reshape(rows, units_of_row, UNIT)
+
     listed = units[is_plain]
     places = is_plain.flatten().nonzero()
     places = places.flatten().int()
+
+    # A search for a place behind the last one finds this entry.
     end = places.new_full((1,), END)
     unused = listed.new_zeros(1, UNIT)
     places = torch.cat((places, end))
@@ -215,18 +225,22 @@ def from_12_bits(
         rows = torch.arange(codes.shape[0], device=codes.device)
     else:
         codes = codes[rows]
+
     units_of_row = in_features // UNIT
     size = units_of_row * UNIT_BYTES
     shape = (len(codes), units_of_row, UNIT_BYTES)
     of_units = codes[:, :size].reshape(shape)
     decoded = _decoded(of_units.int(), exponents)
+
     columns = torch.arange(units_of_row, device=codes.device)
     first = rows * units_of_row
     numbers = first[:, None] + columns
+
     found = torch.searchsorted(places, numbers.int())
     is_plain = places[found] == numbers
     listed = units[found]
     whole = torch.where(is_plain[..., None], listed, decoded)
+
     rest = _words(codes[:, size:].int())
     words = torch.cat((whole.flatten(1), rest.to(torch.int16)), 1)
     return words.view(torch.bfloat16)
@@ -244,15 +258,19 @@ def _decoded(units: Tensor, exponents: Tensor) -> Tensor:
     size = 2 * WORDS
     pairs = _words(units[..., :size])
     places = units[..., size:].long()
+
     low_places = places & (EXPONENTS - 1)
     high_places = places >> 4
     in_place = exponents.int() << 7
+
     first = pairs & _IN_PLACE
     first = first | in_place[low_places]
+
     mantissas = pairs >> 8 & _MANTISSA
     signs = (pairs & _SIGN) << 8
     second = signs | mantissas
     second = second | in_place[high_places]
+
     both = torch.cat((first, second), -1)
     return both.to(torch.int16)
 

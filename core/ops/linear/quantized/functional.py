@@ -88,8 +88,10 @@ def quantized_linear(
     if weight.dim() == 3 and x.dim():
         expect_tiles(op, weight, scales, offsets, x.shape[-1])
         weight, scales, offsets = out_of_tiles(weight, scales, offsets, x.shape[-1])
+
     _expect_input(op, x, weight, bias)
     in_features = x.shape[-1]
+
     expect_storage(op, weight, scales, offsets, in_features, x.device)
     plain = dequantize(weight, scales, offsets, in_features, compute_dtype(x.dtype))
     return F.linear(x, plain.to(x.dtype), bias)
@@ -125,6 +127,7 @@ def int8_dynamic_linear(
     _expect_input(op, x, weight, bias)
     if weight.dtype != torch.int8:
         raise ValueError(f"{op}: weight is {weight.dtype}, expected torch.int8")
+
     in_features = x.shape[-1]
     by_channel = scales.reshape(-1, 1) if scales.dim() == 1 else scales
     expect_storage(op, weight, by_channel, None, in_features, x.device)
@@ -132,14 +135,18 @@ def int8_dynamic_linear(
         raise ValueError(
             f"{op}: scales have shape {tuple(scales.shape)}, expected one for each channel"
         )
+
     rows = x.detach().to(compute_dtype(x.dtype))
+
     # amax refuses rows without elements.
     empty = (*x.shape[:-1], 1)
     largest = rows.abs().amax(-1, keepdim=True) if in_features else rows.new_zeros(empty)
     row_scales = (largest / INT8_MAX).clamp(min=SMALLEST_SCALE)
+
     codes = (rows / row_scales).round()
     sums = F.linear(codes, weight.to(rows.dtype))
     y = sums * (row_scales * by_channel[:, 0].detach().to(rows.dtype))
+
     if bias is not None:
         y = y + bias.detach().to(y.dtype)
     return y.to(x.dtype)
@@ -182,12 +189,15 @@ def fp8_linear(
     _expect_input(op, x, weight, bias)
     if weight.dtype not in FP8_WEIGHTS:
         raise ValueError(f"{op}: weight is {weight.dtype}, expected one of {FP8_WEIGHTS}")
+
     expect_last_dim(op, "x", x, weight.shape[1])
     expect_same_device(op, "weight_scale", weight_scale, "x", x)
+
     rounded = _rounded_to_fp8(x, input_scale, block_shape, weight.dtype)
     scales = expand_weight_scale(op, weight_scale, weight, block_shape)
     dtype = compute_dtype(x.dtype)
     plain = weight.detach().to(dtype) * scales.detach().to(dtype)
+
     if bias is not None:
         bias = bias.detach()
     return F.linear(rounded.to(x.dtype), plain.to(x.dtype), bias)
@@ -214,6 +224,7 @@ def expand_weight_scale(
         raise ValueError(
             f"{op}: block_shape is {tuple(block_shape)}, expected two positive numbers"
         )
+
     height, width = block_shape
     expected = (-(-rows // height), -(-columns // width))
     if tuple(scale.shape) != expected:
@@ -221,6 +232,7 @@ def expand_weight_scale(
             f"{op}: weight_scale has shape {tuple(scale.shape)}, expected {expected}, one for each "
             "block"
         )
+
     # The last block down or across may be smaller.
     by_row = scale.repeat_interleave(height, 0)[:rows]
     return by_row.repeat_interleave(width, 1)[:, :columns]
@@ -238,6 +250,7 @@ def _rounded_to_fp8(
             )
         codes = quant_fp8_static.native(x, input_scale.reshape(-1), (-1, -1), dtype)
         return codes.to(computed) * input_scale.detach().reshape(1).to(computed)
+
     width = -1 if block_shape is None else block_shape[1]
     codes, scales = quant_fp8_dynamic.native(x, (1, width), dtype=dtype)
     if width != -1:
@@ -252,6 +265,7 @@ def _expect_input(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> No
         raise ValueError(f"{op}: x has shape (), expected [..., in_features]")
     if weight.dim() != 2:
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}, expected two dimensions")
+
     expect_same_device(op, "weight", weight, "x", x)
     if bias is None:
         return

@@ -87,13 +87,16 @@ class QuantizedLinear(_QuantizedLayer):
                 f"quantized_linear: group_size is {group_size}, expected -1 or a divisor of "
                 f"in_features, {in_features}"
             )
+
         self.bits = bits
         self.group_size = group_size
         width = in_features if bits == 8 else packed_size(in_features)
         kind = torch.int8 if bits == 8 else torch.uint8
+
         weight = torch.zeros(out_features, width, dtype=kind, device=device)
         shape = (out_features, in_features // size)
         zeros = torch.zeros(shape, device=device, dtype=dtype) if offsets else None
+
         self.register_buffer("weight", weight)
         self.register_buffer("scales", torch.ones(shape, device=device, dtype=dtype))
         self.register_buffer("offsets", zeros)
@@ -186,12 +189,15 @@ class FP8Linear(_QuantizedLayer):
             raise ValueError(
                 "fp8_linear: static is given with block_shape, expected one of them at most"
             )
+
         self.block_shape = None if block_shape is None else tuple(block_shape)
         # A width of zero cannot divide.
         height, width = self.block_shape or (1, max(in_features, 1))
         blocks = (-(-out_features // height), -(-in_features // width))
+
         weight = torch.zeros(out_features, in_features, device=device).to(torch.float8_e4m3fn)
         input_scale = torch.ones(1, device=device) if static else None
+
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", torch.ones(blocks, device=device))
         self.register_buffer("input_scale", input_scale)

@@ -98,18 +98,22 @@ def quantize_fp8(
     expect_choice("quantize_fp8", "dtype", dtype, tuple(FP8_MAX))
     rows, columns = weight.shape
     height, width = group_shape
+
     if height == -1:
         height = rows
     if width == -1:
         width = columns
+
     # Zeros fill up the last groups, and do not change a largest magnitude.
     missing = (0, -columns % width, 0, -rows % height)
     magnitudes = F.pad(weight.detach().abs().float(), missing)
     down = -(-rows // height)
     across = -(-columns // width)
+
     largest = magnitudes.reshape(down, height, across, width).amax((1, 3))
     scales = (largest / FP8_MAX[dtype]).clamp(min=smallest_scale(dtype))
     codes = quant_fp8_static.native(weight, scales, tuple(group_shape), dtype)
+
     if tuple(group_shape) == (-1, -1):
         scales = scales.reshape(1)
     return codes, scales
@@ -129,6 +133,7 @@ def _by_rows(
         raise ValueError(
             f"{op}: group_size is {size}, which {columns} inputs cannot be cut into; take a divisor"
         )
+
     rows_at_once = max(1, AT_ONCE // columns)
     results = []
     for part in torch.split(weight.detach(), rows_at_once):
@@ -170,6 +175,7 @@ def _best_range(
     """
     dtype = groups.dtype
     values = groups.float()
+
     least_loss = torch.full_like(widest, torch.inf)
     codes = torch.zeros_like(values)
     scales = torch.zeros_like(widest)

@@ -125,6 +125,7 @@ def _codes_of_tiles(weight: Tensor, size: int) -> Tensor:
     within = inputs % TILE
     if weight.dtype == torch.int8:
         return weight[0, block, within // 4 * 128 + outputs * 4 + within % 4]
+
     bytes_of_codes = weight[0, block, within // 8 * 128 + outputs * 4 + within % 4]
     shift = within % 8 // 4 * 4
     return (bytes_of_codes >> shift) & 15
@@ -137,6 +138,7 @@ def _codes_of_weight(weight: Tensor, size: int) -> Tensor:
     within = inputs % 128
     word = within % 32
     nibble = within // 32
+
     bytes_of_codes = weight[:, block * 64 + word * 2 + nibble // 2]
     shift = nibble % 2 * 4
     return (bytes_of_codes >> shift) & 15
@@ -158,13 +160,16 @@ def _reference_quantized(
         codes = weight
     else:
         codes = _codes_of_weight(weight, size)
+
     plain = codes.double()
     if offsets is None and weight.dtype == torch.uint8:
         plain = plain - 8
+
     groups = torch.arange(size) // (size // scales.shape[1])
     plain = plain * scales[:, groups]
     if offsets is not None:
         plain = plain + offsets[:, groups]
+
     y = torch.einsum("...i,oi->...o", x, plain)
     return y if bias is None else y + bias
 
@@ -211,10 +216,12 @@ def _reference_fp8(
     block_shape: Sequence[int] | None = None,
 ) -> Tensor:
     size = x.shape[-1]
+
     # The block of one scale: given, one row, or the whole weight.
     one_row = (1, size)
     whole = (OUT_FEATURES, size)
     height, width = block_shape or (one_row if weight_scale.numel() > 1 else whole)
+
     plain = weight.double() * _scale_of_each(weight_scale, height, width, size)
     parts = [_rounded_to_fp8(part, input_scale) for part in torch.split(x, width, -1)]
     y = torch.einsum("...i,oi->...o", torch.cat(parts, -1), plain)
@@ -226,6 +233,7 @@ def _scale_of_each(weight_scale: Tensor, height: int, width: int, size: int) -> 
     down = math.ceil(OUT_FEATURES / height)
     across = math.ceil(size / width)
     scales = weight_scale.reshape(down, across)
+
     row_blocks = torch.arange(OUT_FEATURES) // height
     column_blocks = torch.arange(size) // width
     return scales[row_blocks][:, column_blocks]
@@ -238,6 +246,7 @@ def _rounded_to_fp8(part: Tensor, input_scale: Tensor | None) -> Tensor:
         scale = (largest / 448).float().double()
     else:
         scale = input_scale.reshape(1)
+
     # Torch rounds float64 to float32 on the way to 8 bits.
     divided = quotients(part, scale).float().double()
     codes = nearest(divided, torch.float8_e4m3fn)

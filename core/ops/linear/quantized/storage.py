@@ -59,6 +59,7 @@ def pack_int4(codes: Tensor) -> Tensor:
     filled = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % BLOCK))
     blocks = filled.shape[-1] // BLOCK
     nibbles = BLOCK // WORDS
+
     words = filled.reshape(*filled.shape[:-1], blocks, nibbles, WORDS).mT
     low = words[..., ::2]
     high = words[..., 1::2]
@@ -86,6 +87,7 @@ def in_tiles(weight: Tensor, in_features: int) -> Tensor:
     """Return the codes of rows in tiles. ``TILE`` must divide the number of rows."""
     is_int8 = weight.dtype == torch.int8
     codes = weight if is_int8 else unpack_int4(weight, in_features)
+
     filled = F.pad(codes, (0, -in_features % TILE))
     sizes = (filled.shape[0] // TILE, TILE, filled.shape[1] // TILE)
     if is_int8:
@@ -112,6 +114,7 @@ def rows_of_tiles(tiles: Tensor, in_features: int, rows: Tensor | None = None) -
         chosen = by_output.permute(0, 3, 1, 2, 4).flatten(0, 1)
     else:
         chosen = by_output[rows // TILE, :, :, rows % TILE]
+
     if tiles.dtype == torch.int8:
         return chosen.flatten(1)[:, :in_features].contiguous()
     codes = torch.stack((chosen & 15, chosen >> 4), -2).flatten(1)
@@ -150,6 +153,7 @@ def dequantize(
     rows, count = scales.shape
     codes = weight if weight.dtype == torch.int8 else unpack_int4(weight, in_features)
     groups = codes.reshape(rows, count, in_features // count).to(dtype)
+
     # Without offsets, zero is in the middle of the four-bit codes.
     if offsets is None and weight.dtype == torch.uint8:
         groups = groups - MIDDLE
@@ -172,23 +176,27 @@ def expect_storage(
         raise ValueError(
             f"{op}: weight is {weight.dtype}, expected torch.int8, or torch.uint8 for four bits"
         )
+
     width = in_features if weight.dtype == torch.int8 else packed_size(in_features)
     if weight.dim() != 2 or weight.shape[1] != width:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)}, expected [out_features, {width}] for "
             f"{in_features} inputs in {weight.dtype}"
         )
+
     expect_floating(op, "scales", scales)
     rows = weight.shape[0]
     if scales.dim() != 2 or scales.shape[0] != rows or not scales.shape[1]:
         raise ValueError(
             f"{op}: scales have shape {tuple(scales.shape)}, expected [{rows}, groups]"
         )
+
     groups = scales.shape[1]
     if in_features % groups:
         raise ValueError(
             f"{op}: {in_features} inputs cannot be cut into the {groups} groups of the scales"
         )
+
     if offsets is not None:
         _expect_offsets(op, offsets, scales)
     for name, tensor in {"weight": weight, "scales": scales, "offsets": offsets}.items():
@@ -218,6 +226,7 @@ def expect_tiles(
             f"[out_features / {TILE}, {across}, {size}] for {in_features} inputs, in torch.int8, "
             "or in torch.uint8 for four bits"
         )
+
     down = len(weight)
     for name, tensor in {"scales": scales, "offsets": offsets}.items():
         if tensor is None:

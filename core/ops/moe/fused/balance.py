@@ -107,6 +107,7 @@ def _next_moves(now: Sequence[int], target: Sequence[int], wanted: Counter[int])
     for place in wrong:
         if counts[now[place]] > wanted[now[place]]:
             return [(place, target[place])]
+
     first = wrong[0]
     other = next(place for place in wrong if now[place] == target[first])
     return [(first, target[first]), (other, now[first])]

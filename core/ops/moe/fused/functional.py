@@ -81,6 +81,7 @@ def fused_experts(
     # Without values, the host does not know where the rows of an expert end.
     if not values_are_known(topk_ids) or not values_are_known(x):
         return _by_all_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+
     rows, order, bounds = sorted_by_expert(x, topk_ids, w13.shape[0])
     outputs = grouped_experts(rows, bounds, w13, w2, activation, w13_bias, w2_bias)
     return combined(outputs, order, bounds, topk_weights)
@@ -141,6 +142,7 @@ def combined(outputs: Tensor, order: Tensor, bounds: list[int], topk_weights: Te
     """
     dtype = compute_dtype(outputs.dtype)
     by_token = outputs[order.argsort()].reshape(*topk_weights.shape, outputs.shape[1])
+
     elsewhere = order[: bounds[0]]
     weights = topk_weights.to(dtype).flatten().index_fill(0, elsewhere, 0.0)
     weighted = by_token.to(dtype) * weights.view(*topk_weights.shape, 1)
@@ -161,15 +163,18 @@ def _by_all_experts(
     gate_up = torch.einsum("th,eih->eti", x, w13)
     if w13_bias is not None:
         gate_up = gate_up + w13_bias.unsqueeze(1)
+
     hidden = _ACTIVATIONS[activation](gate_up)
     outputs = torch.bmm(hidden, w2.transpose(1, 2))
     if w2_bias is not None:
         outputs = outputs + w2_bias.unsqueeze(1)
+
     dtype = compute_dtype(x.dtype)
     experts = torch.arange(w13.shape[0], dtype=topk_ids.dtype, device=topk_ids.device)
     chosen = topk_ids.unsqueeze(-1) == experts  # [tokens, topk, experts]
     weights = torch.where(chosen, topk_weights.to(dtype).unsqueeze(-1), 0.0).sum(1)
     weighted = weights.t().unsqueeze(-1) * outputs.to(dtype)
+
     # A weight of zero would make NaN of an infinite output that no token chose.
     is_chosen = chosen.any(1).t().unsqueeze(-1)
     return torch.where(is_chosen, weighted, 0.0).sum(0).to(x.dtype)
@@ -211,12 +216,14 @@ def expect_experts(
     _expect_shape("w2", w2, (experts, hidden, intermediate))
     _expect_shape("topk_ids", topk_ids, (tokens, topk_ids.shape[1]))
     _expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
+
     if w13_bias is not None:
         _expect_shape("w13_bias", w13_bias, (experts, rows))
         _expect_like_x("w13_bias", w13_bias, x)
     if w2_bias is not None:
         _expect_shape("w2_bias", w2_bias, (experts, hidden))
         _expect_like_x("w2_bias", w2_bias, x)
+
     _expect_like_x("w13", w13, x)
     _expect_like_x("w2", w2, x)
 
@@ -242,6 +249,7 @@ def expect_ids(op: str, ids: Tensor, experts: int) -> None:
     # aminmax refuses an empty tensor.
     if not ids.numel() or not values_are_checked(ids):
         return
+
     lowest, highest = (int(bound) for bound in ids.aminmax())
     if lowest < -1 or highest >= experts:
         raise ValueError(

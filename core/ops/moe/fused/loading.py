@@ -36,6 +36,7 @@ def checkpoint_parts(name: str, experts: Iterable[int]) -> Mapping[str, Part]:
     fused = "gate_up_proj" if is_gate_up else "down_proj"
     if last != "weight":
         fused = f"{fused}_{last}"
+
     parts: dict[str, Part] = {fused: None}
     for expert in experts:
         for layer, matrix in matrices.items():
@@ -92,6 +93,7 @@ class ExpertLoader:
         if self.experts == tuple(range(self.num_experts)):
             self._load(name, param.data, loaded, None, unit)
             return
+
         self._expect_size(loaded, param.data, 0, self.num_experts)
         for place, expert in enumerate(self.experts):
             target = param.data.narrow(0, place, 1)
@@ -153,6 +155,7 @@ class ExpertLoader:
             gate = target.narrow(rows, 0, size)
             up = target.narrow(rows, size, size)
             return [(gate, first, size), (up, total + first, size)]
+
         is_up = int(matrix == "w3")
         if self.interleaved:
             return [(target[is_up::2], first, size)]

@@ -146,11 +146,13 @@ class FusedMoE(PluggableLayer):
         super().__init__()
         self.prefix = prefix
         claim_prefix(prefix, self)
+
         groups, kept_groups = self._group_counts(use_grouped_topk, num_expert_group, topk_group)
         _expect_sizes(
             num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
         self._expect_top_k(top_k, num_experts, groups, kept_groups)
+
         self._expect_activation(activation)
         if apply_router_weight_on_input:
             self._expect_one_choice(top_k)
@@ -160,9 +162,11 @@ class FusedMoE(PluggableLayer):
         self.top_k = top_k
         self.renormalize = renormalize
         self.reduce_results = reduce_results
+
         self.router = GroupedTopk(
             top_k, renormalize, groups, kept_groups, scoring_func, routed_scaling_factor
         )
+
         self.router_logits_dtype = router_logits_dtype
         self.custom_routing_function = custom_routing_function
         self.e_score_correction_bias = e_score_correction_bias
@@ -204,6 +208,7 @@ class FusedMoE(PluggableLayer):
                     "model's config"
                 )
             candidates = num_experts // groups * kept
+
         if not 1 <= top_k <= candidates:
             raise LayerError(
                 f"{self.name}: top_k is {top_k}, expected 1 to {candidates}, the experts to choose "
@@ -234,6 +239,7 @@ class FusedMoE(PluggableLayer):
         self.ep_size = ep_size
         self.placement = self._new_placement(redundant)
         self._columns = get_tensor_model_parallel_world_size()
+
         # Tensor ranks hold the same tokens, so only data replicas exchange tokens.
         spans_replicas = ep_size > self._columns
         self.exchange = ExpertExchange(get_dp_group()) if spans_replicas else None
@@ -300,6 +306,7 @@ class FusedMoE(PluggableLayer):
         moe = self.moe_config
         chosen: Any = chosen_method(self, quant_config, self.prefix)
         self.quant_method = UnquantizedFusedMoEMethod(moe) if chosen is None else chosen
+
         self.quant_method.create_weights(
             self,
             len(self.local_experts),
@@ -339,6 +346,7 @@ class FusedMoE(PluggableLayer):
             raise LayerError(
                 f"{self.name}: its experts are placed, and each rank has a part of all: set ep_size"
             )
+
         self.placement.place(experts)
         self.loader = dataclasses.replace(self.loader, experts=self.local_experts)
         self._name_parts()
@@ -379,6 +387,7 @@ class FusedMoE(PluggableLayer):
         expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
         if self.router_logits_dtype is not None:
             router_logits = router_logits.to(self.router_logits_dtype)
+
         # A look at values waits for the device, so the setting is off by default.
         if values_are_known(router_logits) and host_state().checks_values():
             self._expect_numbers(router_logits)
@@ -386,6 +395,7 @@ class FusedMoE(PluggableLayer):
             return self.custom_routing_function(
                 hidden_states, router_logits, self.top_k, self.renormalize
             )
+
         chosen: tuple[Tensor, Tensor] = self.router(
             hidden_states, router_logits, self.e_score_correction_bias
         )
@@ -428,6 +438,7 @@ class FusedMoE(PluggableLayer):
         else:
             routed = self._by_placed_experts(self.placement, routed_input, weights, ids)
             output = with_shared_experts(routed, x, self.shared_experts, None)
+
         # A tensor rank has the sum over its parts of experts, or over its own experts.
         if self.reduce_results and max(self.tp_size, self.ep_size) > 1:
             output = tensor_model_parallel_all_reduce(output)
@@ -449,9 +460,11 @@ class FusedMoE(PluggableLayer):
         places = placement.choose(ids)
         owners = places // placement.per_rank
         local = places % placement.per_rank
+
         replicas = owners // self._columns
         columns = owners % self._columns
         is_mine = (places >= 0) & (columns == placement.rank % self._columns)
+
         if self.exchange is None:
             local_ids = torch.where(is_mine, local, -1).to(torch.int32)
             return self._by_local_experts(x, weights, local_ids)

@@ -62,15 +62,18 @@ class ExpertPlacement(nn.Module):
                 f"{ranks} ranks evenly: set parallel.redundant_experts so that the ranks divide "
                 "the sum"
             )
+
         self.num_experts = num_experts
         self.redundant = redundant
         self.ranks = ranks
         self.rank = rank
         self.per_rank = total // ranks
+
         # The places of each expert; unused columns repeat its first place.
         self._add_counts("places", num_experts, redundant + 1)
         self._add_counts("replicas", num_experts)
         self._add_counts("loads", self.per_rank)
+
         # The number of tokens so far, for the turns of replicas.
         self._add_counts("turn")
         self.place([place % num_experts for place in range(total)])
@@ -96,6 +99,7 @@ class ExpertPlacement(nn.Module):
         places_of: list[list[int]] = [[] for _ in range(self.num_experts)]
         for place, expert in enumerate(experts):
             places_of[expert].append(place)
+
         width = self.redundant + 1
         filled = [places + places[:1] * (width - len(places)) for places in places_of]
         self.places.copy_(torch.tensor(filled))

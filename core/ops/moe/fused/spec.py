@@ -158,6 +158,7 @@ def _gpt_oss(
 ) -> Any:
     if activation != "swigluoai" or w13_bias is None or w2_bias is None:
         return None
+
     theirs = experts(_transformers_config(x, w13, w2))
     # gpt-oss stores weights as [experts, in, out].
     weights = {

@@ -99,15 +99,19 @@ def gate_up_kernel(
     # The host launches as many blocks as any choice of experts may need.
     if first >= end:
         return
+
     place = first + tl.arange(0, tile_rows)[:, None]
     is_pair = place < end
     token = tl.load(order + place, is_pair, 0) // choices
 
     both = 2 * start + tl.arange(0, 2 * tile_columns)[:, None]
+    # In a tile each gate stands next to its up, whatever their order in memory.
     row = both if function == "swigluoai" else both // 2 + both % 2 * width
     w13 += expert.to(tl.int64) * expert_stride + row.to(tl.int64) * row_stride
+
     x_row = x + token * x_stride
     t = _product(x_row, is_pair, w13, both < 2 * width, depth, element_stride, tile_depth)
+
     bias += expert * 2 * width
     t = _rounded(t, bias, tl.trans(row), tl.trans(both) < 2 * width, x.dtype.element_ty, has_bias)
 
@@ -142,12 +146,14 @@ def down_kernel(
     expert, first, end, start = _block_of_program(bounds, experts, width, tile_rows, tile_columns)
     if first >= end:
         return
+
     place = first + tl.arange(0, tile_rows)[:, None]
     is_pair = place < end
 
     row = start + tl.arange(0, tile_columns)[:, None]
     w2 += expert.to(tl.int64) * expert_stride + row.to(tl.int64) * row_stride
     hidden_row = hidden + place * depth
+
     t = _product(hidden_row, is_pair, w2, row < width, depth, element_stride, tile_depth)
     column = tl.trans(row)
     bias += expert * width
@@ -212,11 +218,14 @@ def fused_experts(
         return definitions.fused_experts.native(
             x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
         )
+
     tokens, width = x.shape
     experts = w13.shape[0]
+
     ids, order = topk_ids.flatten().sort(stable=True)
     edges = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
     bounds = torch.searchsorted(ids, edges)
+
     hidden = _gate_up(x, w13, w13_bias, order, bounds, activation)
     outputs = _down(hidden, w2, w2_bias, order, bounds)
 
@@ -246,10 +255,13 @@ def _gate_up(
     experts, both, depth = w13.shape
     width = both // 2
     pairs = order.shape[0]
+
     rows = as_rows(x, depth)
     hidden = x.new_empty(pairs, width)
+
     tile = _tile(pairs, experts, width)
     programs = blocks_at_most(pairs, experts, tile.rows) * triton.cdiv(width, tile.columns)
+
     launch(
         gate_up_kernel,
         programs,
@@ -279,8 +291,10 @@ def _down(hidden: Tensor, w2: Tensor, bias: Tensor | None, order: Tensor, bounds
     experts, width, depth = w2.shape
     pairs = order.shape[0]
     outputs = hidden.new_empty(pairs, width)
+
     tile = _tile(pairs, experts, width)
     programs = blocks_at_most(pairs, experts, tile.rows) * triton.cdiv(width, tile.columns)
+
     launch(
         down_kernel,
         programs,

@@ -80,6 +80,7 @@ def quantized_experts(
     intermediate = _expect_inputs(x, gate_up, down, topk_weights, topk_ids, activation)
     _expect_bias("w13_bias", w13_bias, w13, x)
     _expect_bias("w2_bias", w2_bias, w2, x)
+
     # Without values, the host does not know where the rows of an expert end.
     if not values_are_known(topk_ids) or not values_are_known(x):
         plain_w13 = _plain_weights(gate_up, x.shape[1], x.dtype)
@@ -88,6 +89,7 @@ def quantized_experts(
             x, plain_w13, plain_w2, topk_weights, topk_ids, activation, w13_bias, w2_bias
         )
         return outputs.detach()
+
     rows, order, bounds = plain.sorted_by_expert(x, topk_ids, w13.shape[0])
     outputs = _grouped_experts(rows, bounds, gate_up, down, activation, w13_bias, w2_bias)
     return plain.combined(outputs, order, bounds, topk_weights).detach()
@@ -157,6 +159,7 @@ def _expect_inputs(
     expect_floating(op, "x", x)
     w13 = gate_up[0]
     w2 = down[0]
+
     for name, tensor, count in (
         ("x", x, 2),
         ("w13", w13, 3),
@@ -173,6 +176,7 @@ def _expect_inputs(
         raise ValueError(
             f"{op}: w13 has shape {tuple(w13.shape)}, expected as many rows of gate as of up"
         )
+
     _expect_storage("w13", gate_up, (experts, rows), hidden, x)
     _expect_storage("w2", down, (experts, hidden), rows // 2, x)
     choices = (tokens, topk_ids.shape[1])
@@ -180,6 +184,7 @@ def _expect_inputs(
         if tensor.shape != choices:
             raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {choices}")
         expect_same_device(op, name, tensor, "x", x)
+
     expect_floating(op, "topk_weights", topk_weights)
     expect_integers(op, "topk_ids", topk_ids)
     plain.expect_ids(op, topk_ids, experts)
@@ -204,12 +209,14 @@ def _expect_storage(
         raise ValueError(
             f"{op}: {name} is {codes.dtype}, expected torch.int8, torch.uint8 or one of {FP8}"
         )
+
     width, groups = storage_shapes(codes, scales, in_features)
     if tuple(codes.shape) != (*lead, width):
         raise ValueError(
             f"{op}: {name} has shape {tuple(codes.shape)}, expected {(*lead, width)} for "
             f"{in_features} inputs in {codes.dtype} with scales in {scales.dtype}"
         )
+
     if not is_mxfp4(scales):
         expect_floating(op, f"{name}_scales", scales)
     if not _fits_groups(scales, lead, in_features, groups):
@@ -218,6 +225,7 @@ def _expect_storage(
             f"{op}: {name}_scales have shape {tuple(scales.shape)}, expected {lead} and "
             f"{expected} groups"
         )
+
     expect_same_device(op, name, codes, "x", x)
     expect_same_device(op, f"{name}_scales", scales, "x", x)
     if offsets is not None:
@@ -242,6 +250,7 @@ def _fits_groups(
     """Return True for scales ``[*lead, groups]``; without ``groups``, any divisor fits."""
     if scales.dim() != 3 or tuple(scales.shape[:2]) != lead:
         return False
+
     given = scales.shape[2]
     if given == 0:
         return False
@@ -253,6 +262,7 @@ def _fits_groups(
 def _expect_bias(name: str, bias: Tensor | None, weight: Tensor, x: Tensor) -> None:
     if bias is None:
         return
+
     rows = weight.shape[:2]
     if bias.shape != rows or bias.dtype != x.dtype or bias.device != x.device:
         raise ValueError(

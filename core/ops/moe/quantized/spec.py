@@ -26,12 +26,14 @@ def _numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, size: int) -
     is_packed = codes.dtype == torch.uint8
     if is_packed and _are_powers_of_two(scales):
         return _mxfp4_numbers(codes, scales, size)
+
     if is_packed:
         numbers = _unpacked_int4(codes, size).double()
         if offsets is None:
             numbers = numbers - 8
     else:
         numbers = codes.double()
+
     groups = torch.arange(size) * scales.shape[2] // size
     scaled = numbers * scales.double()[..., groups]
     return scaled if offsets is None else scaled + offsets.double()[..., groups]

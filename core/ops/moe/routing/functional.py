@@ -22,6 +22,7 @@ def expect_groups(op: str, topk: int, num_expert_group: int, topk_group: int) ->
             f"{op}: num_expert_group is {num_expert_group}, expected 0 for no groups, or their "
             "number"
         )
+
     least = min(num_expert_group, 1)
     if not least <= topk_group <= max(num_expert_group, least):
         raise ValueError(
@@ -85,9 +86,11 @@ def grouped_topk(
     groups = max(num_expert_group, 1)
     kept = max(topk_group, 1)
     _expect_experts(gating_output, e_score_correction_bias, topk, groups, kept)
+
     logits = gating_output.to(compute_dtype(gating_output.dtype))
     scores = logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
     ids = _best_experts(scores, topk, groups, kept, e_score_correction_bias)
+
     weights = scores.gather(1, ids)
     if renormalize:
         # All scores may underflow to zero.
@@ -102,12 +105,15 @@ def _best_experts(scores: Tensor, topk: int, groups: int, kept: int, bias: Tenso
     compared = scores if bias is None else scores + bias.to(scores.dtype)
     if kept == groups:
         return _descending(compared)[:, :topk]
+
     size = compared.shape[1] // groups
     grouped = compared.reshape(-1, groups, size)
     best_two = min(2, size)
     score_of_group = grouped.amax(-1) if bias is None else grouped.topk(best_two, -1).values.sum(-1)
+
     # In ascending order, so that among equal experts the lower id stays first.
     chosen = _descending(score_of_group)[:, :kept].sort(-1).values
+
     # Other groups are dropped, not masked by -inf: a bias may forbid an expert by -inf, too.
     members = chosen.unsqueeze(-1).expand(-1, -1, size)
     candidates = grouped.gather(1, members).flatten(1)
@@ -130,18 +136,22 @@ def _expect_experts(
             f"{op}: gating_output has shape {shape} and {gating_output.dtype}, expected "
             "floating-point [tokens, experts]"
         )
+
     experts = shape[1]
     if experts % groups:
         raise ValueError(
             f"{op}: num_expert_group is {groups}, expected a divisor of {experts} experts"
         )
+
     candidates = experts // groups * kept
     if topk > candidates:
         raise ValueError(
             f"{op}: topk is {topk}, expected at most the {candidates} experts of {kept} groups"
         )
+
     if bias is None:
         return
+
     if bias.shape != (experts,):
         raise ValueError(
             f"{op}: e_score_correction_bias has shape {tuple(bias.shape)}, expected ({experts},)"

@@ -58,6 +58,7 @@ class GroupedTopk(CustomOp):
                 f"grouped_topk: num_fused_shared_experts is {num_fused_shared_experts}, expected 0 "
                 "or more"
             )
+
         self.topk = topk
         self.renormalize = renormalize
         self.num_expert_group = num_expert_group
@@ -88,6 +89,7 @@ class GroupedTopk(CustomOp):
                 f"grouped_topk: hidden_states has shape {tuple(hidden_states.shape)}, expected as "
                 f"many tokens as gating_output of shape {tuple(gating_output.shape)}"
             )
+
         weights, ids = functional.grouped_topk(
             gating_output,
             self.topk,
@@ -109,6 +111,7 @@ class GroupedTopk(CustomOp):
         """
         if not self.num_fused_shared_experts:
             return weights, ids
+
         end = num_experts + self.num_fused_shared_experts
         shared = torch.arange(num_experts, end, dtype=ids.dtype, device=ids.device)
         shared = shared.expand(ids.shape[0], -1)

@@ -31,6 +31,7 @@ def _choose_for_token(
     for group in range(groups):
         members = biased[group * size : (group + 1) * size]
         score_of_group.append(sum(sorted(members, reverse=True)[:best_of]))
+
     chosen = sorted(range(groups), key=lambda group: -score_of_group[group])[:kept]
     # In order of ids, as the sort below keeps that order among equal experts.
     candidates = [expert for expert in range(len(scores)) if expert // size in chosen]
@@ -51,17 +52,20 @@ def _grouped_topk(
     scores = torch.exp(gating_output - gating_output.logsumexp(-1, keepdim=True))
     if scoring_func == "sigmoid":
         scores = 1 / (1 + torch.exp(-gating_output))
+
     biased = scores
     best_of = 1
     if e_score_correction_bias is not None:
         biased = scores + e_score_correction_bias
         best_of = 2
+
     groups = num_expert_group or 1
     kept = topk_group or 1
     chosen = [
         _choose_for_token(row, biased_row, topk, groups, kept, best_of)
         for row, biased_row in zip(scores.tolist(), biased.tolist(), strict=True)
     ]
+
     # Without tokens, the lists do not tell the width.
     shape = (len(chosen), topk)
     weights = torch.tensor([row for row, _ in chosen], dtype=torch.float64).reshape(shape)
@@ -120,6 +124,7 @@ def _deepseek_v2(gating_output: Tensor, scoring_func: str = "softmax", **setting
     has_bias = "e_score_correction_bias" in settings
     if scoring_func != "softmax" or settings["renormalize"] or has_bias:
         return None
+
     config = configuration_deepseek_v2.DeepseekV2Config()
     router = modeling_deepseek_v2.DeepseekV2TopkRouter
     return _router_of_transformers(router, config, gating_output, **settings)
@@ -135,6 +140,7 @@ def _deepseek_v3(
 
     if scoring_func != "sigmoid" or e_score_correction_bias is None:
         return None
+
     config = configuration_deepseek_v3.DeepseekV3Config()
     router = modeling_deepseek_v3.DeepseekV3TopkRouter
     return _router_of_transformers(
@@ -171,11 +177,13 @@ def _router_of_transformers(
         }
     )
     theirs = router(config).requires_grad_(False)
+
     # The router computes logits by a linear layer; the identity passes ours on.
     theirs.weight.data = torch.eye(experts)
     if bias is not None:
         theirs.e_score_correction_bias = bias
     _, weights, ids = theirs(gating_output)
+
     # Sigmoid and softmax order experts alike.
     score = torch.sigmoid(gating_output).gather(1, ids)
     if bias is not None:
