@@ -5,24 +5,33 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from engine_sides import Key, Record
 from engine_tasks import (
     BLOCK,
+    BUSY,
     CODES,
     DRAFTS,
     FITTING_BLOCKS,
     INVARIANT,
     LIMITS,
     PREFIXES,
+    QUIET,
     SUBJECT,
     TASKS,
     TORCH,
     Chats,
 )
 
-DECODING = ("one request", "context 100", "context 2,000")
+DECODING = (
+    "one request",
+    f"one request, {QUIET}",
+    f"one request, {BUSY}",
+    "context 100",
+    "context 2,000",
+)
 """Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
 
 RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
@@ -73,6 +82,9 @@ PAYS: Mapping[str, Sequence[float]] = {
     "chat": (0.99, 0.99),
 }
 """Kind of chats → the least ratio of speeds with drafts and without, for one request and for eight."""
+
+KEPT = {"one request": 0.6, "32 requests": 0.65}
+"""Task → the least share of its speed that opgraft keeps beside a process that computes all the time."""
 
 READING, LATENCY, LONG_CONTEXT, PREFIX, OVERLOAD, MEMORY = 0.85, 1.0, 0.7, 8.0, 0.9, 700.0
 """The other targets; the last in megabytes."""
@@ -212,6 +224,7 @@ class Findings:
             yield from self._context(dtype)
             yield from self._starts(dtype)
             yield from self._drafts(dtype)
+            yield from self._neighbour(dtype)
             yield from self._prefix(dtype)
             yield from self._overload(dtype)
         for first, second, least, bits in QUANTIZED:
@@ -432,6 +445,22 @@ class Findings:
         detail = f"{mine:.4g} over {others:.4g} tokens/s"
         name = f"{task}: {' '.join(ours)} / {' '.join(theirs)}"
         return Finding(name, mine / others, detail, least=least)
+
+    def _neighbour(self, dtype: str) -> Iterator[Finding]:
+        """Yield the share of its speed that each engine keeps beside a busy process, by the clock on the wall."""
+        on_the_wall = Findings(self.records, self.shapes, "seconds")
+        for (name, of), task in product(self.records, KEPT):
+            tasks = [f"{task}, {state}" for state in (QUIET, BUSY)]
+            if of != dtype or not self._has((name, of), *tasks):
+                continue
+            quiet, busy = (
+                _counted(each) / statistics.median(on_the_wall._times((name, of), each))
+                for each in tasks
+            )
+            detail = f"{busy:.4g} over {quiet:.4g} tokens/s"
+            least = KEPT[task] if name == SUBJECT else None
+            row = f"{task}: beside a busy process / alone, {name} {dtype}"
+            yield Finding(row, busy / quiet, detail, least=least)
 
     def _prefix(self, dtype: str) -> Iterator[Finding]:
         key, tasks = (PREFIXES, dtype), ("first of a prefix", "second of a prefix")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from engine_tasks import ENGINES, PARTS, TASKS, Engine, Part
 PEERS = Path(__file__).parent / "peers"
 sys.path.append(str(PEERS))
 from checkpoints import packaged, write_gguf, write_safetensors  # noqa: E402  # a script's folder is not a package
+
+SETTLING = 0.2
+"""Seconds until a new process has started to compute."""
 
 Key = tuple[str, str]
 """An engine's name and a dtype."""
@@ -99,6 +102,18 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self.process.communicate()
+
+
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    """Run another process, which computes until this context ends."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(SETTLING)
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def checkpoint_of(engine: Engine, dtype: str, folder: Path) -> Path:
@@ -219,6 +234,7 @@ class Bench:
     def _take_turn(self, part: Part, side: Side, turn: int, counts: bool) -> None:
         for task in part.tasks:
             if self.rounds.includes(side.name, task, turn):
-                answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
+                with _busy_process() if TASKS[task].beside else nullcontext():
+                    answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
                 if counts:
                     self._record(side).answers.setdefault(task, []).append(answer)

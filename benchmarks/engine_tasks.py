@@ -32,12 +32,14 @@ class Task:
         max_tokens: of each answer.
         prefix: tokens that all prompts begin with: in a round the same for every task whose prefix has this length.
         many: whether it takes so long that fewer rounds are enough.
+        beside: whether another process computes all the time.
     """
 
     lengths: tuple[int, ...]
     max_tokens: int
     prefix: int = 0
     many: bool = False
+    beside: bool = False
 
     @property
     def tokens(self) -> int:
@@ -83,6 +85,9 @@ FITTING = Task(_lengths(32, 128), 64, many=True)
 REQUESTS_WITH_DRAFTS = (1, 8)
 """Numbers of chats at once."""
 
+QUIET, BUSY = "quiet", "busy"
+"""Endings of tasks that are done alone, and beside a process that computes all the time."""
+
 TASKS = {
     "one request": Task((16,), 65),
     "one request, first token": Task((16,), 1),
@@ -100,6 +105,17 @@ TASKS = {
         f"{kind}, {number}": Chats((0,) * number, 128, many=number > 1, kind=kind)
         for kind in CHATS
         for number in REQUESTS_WITH_DRAFTS
+    },
+    **{
+        f"{name}, {state}{end}": Task(
+            lengths, 1 if end else tokens, many=len(lengths) > 1, beside=state == BUSY
+        )
+        for name, lengths, tokens, ends in (
+            ("one request", (16,), 65, ("", ", first token")),
+            ("32 requests", _lengths(32), 96, ("",)),
+        )
+        for state in (QUIET, BUSY)
+        for end in ends
     },
     "requests that fit": FITTING,
     "twice as many": Task(FITTING.lengths * 2, FITTING.max_tokens, many=True),
@@ -234,6 +250,10 @@ PARTS = {
     "drafts": Part(
         tuple(name for name, task in TASKS.items() if isinstance(task, Chats)),
         (SUBJECT, INVARIANT, DRAFTS),
+    ),
+    "neighbour": Part(
+        tuple(name for name in TASKS if name.split(", ")[1:2] in ([QUIET], [BUSY])),
+        (SUBJECT, "vllm-cpu"),
     ),
     "prefix": Part(("first of a prefix", "second of a prefix"), (PREFIXES,)),
     "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),

@@ -1,7 +1,8 @@
 """The speeds that bound every engine on a machine: of reading weights from memory, and of products.
 
-It answers as an engine does, with bytes and products per second in place of tokens. Reading is what torch's sum over as
-many bytes as the checkpoint has reaches, in huge pages where there are any, products what oneDNN reaches in a large
+It answers as an engine does, with bytes and products per second in place of tokens. Reading is what the fastest of four
+functions of torch reaches over as many bytes as the checkpoint has, in huge pages where there are any: the sum, the
+greatest number, the product with itself, and the product with a vector. Products are what oneDNN reaches in a large
 matrix product.
 """
 
@@ -29,19 +30,30 @@ def start(checkpoint: str, dtype: str) -> Generate:
 
 def speeds(size: int, dtype: torch.dtype) -> Callable[[], dict[str, dict[str, float]]]:
     """Return what measures bytes and products per second, by clock: over so many bytes, in a dtype."""
-    memory = mmap.mmap(-1, size // 4 * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    row = 4 * SIZE
+    memory = mmap.mmap(-1, size // row * row, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     weights = torch.frombuffer(memory, dtype=torch.float32).fill_(1)
+    matrix, vector = weights.view(-1, SIZE), torch.ones(SIZE)
+    ways: list[Callable[[], object]] = [
+        weights.sum,
+        weights.max,
+        lambda: weights.dot(weights),
+        lambda: matrix.mv(vector),
+    ]
     to_mkldnn: Any = mkldnn.to_mkldnn  # which has no types
     linear = to_mkldnn(torch.nn.Linear(SIZE, SIZE).eval(), dtype)
     rows = torch.randn(SIZE, SIZE, dtype=dtype).to_mkldnn()
 
     @torch.inference_mode()
     def measure() -> dict[str, dict[str, float]]:
-        reading, products = taken(weights.sum, 5), taken(lambda: linear(rows), 20)
+        readings, products = [taken(each, 5) for each in ways], taken(lambda: linear(rows), 20)
         return {
-            "bytes_per": {clock: weights.nbytes / value for clock, value in reading.items()},
+            "bytes_per": {
+                clock: weights.nbytes / min(reading[clock] for reading in readings)
+                for clock in products
+            },
             "products_per": {clock: SIZE**3 / value for clock, value in products.items()},
         }
 

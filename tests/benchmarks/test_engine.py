@@ -209,6 +209,52 @@ def test_weights_in_codes_are_bound_by_their_bits(load: Load) -> None:
     assert (row.measured, row.verdict, row.bound) == (0.5, "missed", pytest.approx(2.0))
 
 
+def test_what_is_kept_beside_a_busy_process_is_of_the_clock_on_the_wall(load: Load) -> None:
+    """64 tokens take 4 s alone and 8 beside another process; CPU time tells nothing of waiting."""
+    measured = {
+        "opgraft": {
+            "one request, quiet": answers(5),
+            "one request, quiet, first token": answers(1),
+            "one request, busy": answers(10),
+            "one request, busy, first token": answers(2),
+            "32 requests, quiet": answers(6),
+            "32 requests, busy": answers(8),
+        }
+    }
+    rows = by_name(found(load, measured, "cpu_seconds"))
+    one = rows["one request: beside a busy process / alone, opgraft float32"]
+    many = rows["32 requests: beside a busy process / alone, opgraft float32"]
+    assert (one.measured, one.verdict) == (0.5, "missed")
+    assert (many.measured, many.verdict) == (0.75, "holds")
+
+
+def test_tasks_beside_a_busy_process_run_beside_one(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives while the engine answers, and ends with the answer."""
+    sides, tasks = load("engine_sides"), load("engine_tasks")
+    seen: dict[str, bool] = {}
+    started: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def noted(*args: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args))
+        return started[-1]
+
+    class Asked:
+        name, dtype, version = tasks.SUBJECT, "float32", "1"
+
+        def ask(self, prompts: object, _max_tokens: int) -> Mapping[str, Any]:
+            seen[str(len(seen))] = any(process.poll() is None for process in started)
+            return answers(1)[0]
+
+    monkeypatch.setattr(sides.subprocess, "Popen", noted)
+    bench = sides.Bench({}, Path(), (), sides.Rounds())
+    part = tasks.Part(("one request, quiet", "one request, busy", "one request, quiet"), ())
+    bench._take_turn(part, Asked(), 1, counts=True)
+    assert list(seen.values()) == [False, True, False]
+
+
 def test_context_costs_its_attention(load: Load) -> None:
     """A token takes 1 s at 100 and 2 s at 2,000: 1/1,900 s per token of context, 20/19 of the 2 s; of codes, 1.5 s.
 
