@@ -51,7 +51,8 @@ SIGNER = ("issuer", "source", "build")
 
 _TEXTS = ("name", "version", "files")
 _LISTS = ("entry_points", "dependencies")
-_ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
+ALLOW_EDITABLE = "--allow-editable"
+_ANEW = "look at it and lock it anew by 'opgraft plugins lock{}'"
 
 
 class LockedPackage(NamedTuple):
@@ -141,33 +142,51 @@ class Lockfile:
         """
         row = self.rows.get(normalized(provider.name))
         if row is None:
-            return f"it is not in {self.path}: 'opgraft plugins lock' adds it, once you trust it"
+            return (
+                f"it is not in {self.path}: 'opgraft plugins lock' adds it once you trust it, or "
+                "says what is in the way"
+            )
         change = self._against(row, discover().distributions[provider])
         for name in row.dependencies:
             if change is None:
                 change = self._against_dependency(name)
-        return f"{change}: {_ANEW}" if change else None
+        return change
 
     def _against_dependency(self, name: str) -> str | None:
         row, found = self.rows.get(name), installed(name)
         if row is None and found is None:
             return None
         if row is None or found is None:
-            state = "was not installed when the plugin was locked" if found else "is missing"
-            return f"its dependency {name} {state}"
+            if found is None:
+                return f"its dependency {name} is missing: install it"
+            state = "was not installed when the plugin was locked"
+            return f"its dependency {name} {state}: uninstall it, or {_ANEW.format('')}"
         change = self._against(row, found)
         return f"its dependency {name}: {change}" if change else None
 
     def _against(self, row: LockedPackage, found: Distribution) -> str | None:
-        """Return the difference of an installed distribution from a row, found once."""
+        """Return the difference of an installed distribution from a row, and the next step.
+
+        The answer is found once.
+        """
         # Hashing the files takes time. Each offer asks, and each plugin that needs the same one.
         if row.name not in self.verdicts:
             try:
-                change = change_of(row, as_installed(found), self.path) or damage(found)
+                now = as_installed(found)
+                change, harm = change_of(row, now, self.path), damage(found)
+                if change:
+                    # What is damaged cannot be locked.
+                    change = f"{change}: {harm or _steps_after_change(now)}"
+                change = change or harm
             except PluginError as error:
                 change = str(error)
             self.verdicts[row.name] = change
         return self.verdicts[row.name]
+
+
+def _steps_after_change(found: LockedPackage) -> str:
+    """Return the next steps if another distribution is installed than the locked one."""
+    return f"reinstall it, or {_ANEW.format(f' {ALLOW_EDITABLE}' if found.editable else '')}"
 
 
 _LOCKFILES = StateValue[dict[str, Lockfile]](dict)
@@ -313,19 +332,45 @@ def _record_rows(distribution: Distribution) -> Sequence[tuple[str, str, str]]:
     text = text_of(distribution, "RECORD")
     if text is None:
         raise PluginError(
-            "it has no RECORD that its files could be compared with, as pip and its like write one"
+            "it has no RECORD that its files could be compared with, as pip and its like write "
+            f"one: {_way_to_record(distribution)}"
         )
     try:
         rows = rows_of(text)
     except (csv.Error, ValueError) as error:
-        raise PluginError(f"its RECORD is malformed: {described(error)}") from error
+        again = _reinstall(distribution)
+        raise PluginError(f"its RECORD is malformed: {described(error)}: {again}") from error
     root = _root_of(distribution)
     for path, digest, _ in rows:
         if digest and is_misplaced(path, root):
             raise PluginError(
-                f"its RECORD is malformed: no installer would spell the path {path!a}"
+                f"its RECORD is malformed: no installer would spell the path {path!a}: "
+                f"{_reinstall(distribution)}"
             )
     return rows
+
+
+def _reinstall(distribution: Distribution) -> str:
+    """Return the next step for a distribution whose files are not those of its wheel."""
+    name, version = distribution.name, distribution.version
+    return (
+        "reinstall it by your installer, for example by 'pip install --force-reinstall --no-deps "
+        f"{name}=={version}'"
+    )
+
+
+def _way_to_record(distribution: Distribution) -> str:
+    """Return the next step for a distribution without a RECORD."""
+    place = place_of(distribution)
+    for other in distributions(distribution.name):
+        if isinstance(other, Problem) or place_of(other) == place or place is None:
+            continue
+        if text_of(other, "RECORD") is not None:
+            return (
+                f"remove {place}, which hides the installation in {other.locate_file('')}, or take "
+                f"{place.parent} off sys.path (see PYTHONPATH)"
+            )
+    return "install it by pip or uv"
 
 
 def _root_of(distribution: Distribution) -> str:
@@ -369,7 +414,7 @@ def hashed_files(distribution: Distribution) -> list[str]:
 
 
 def damage(distribution: Distribution) -> str | None:
-    """Return a difference of the files of a distribution from its RECORD, or ``None``.
+    """Return a difference of the files of a distribution from RECORD and the next step, or ``None``.
 
     Raises:
         PluginError: the RECORD is malformed.
@@ -382,7 +427,7 @@ def damage(distribution: Distribution) -> str | None:
         for file in files_to_compare(path, root) if path in places else ():
             change = difference(file, path, digest, size)
             if change is not None:
-                return change
+                return f"{change}: {_reinstall(distribution)}"
     if is_editable(distribution):
         return None
     return stray_code(provider_of(distribution), distribution, places)

@@ -16,6 +16,7 @@ from opgraft.errors import InputError, PluginError
 from opgraft.plugins.attestations import Attestations
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, discover, normalized
 from opgraft.plugins.locking import (
+    ALLOW_EDITABLE,
     LARGEST,
     SCHEMA,
     SIGNER,
@@ -25,6 +26,7 @@ from opgraft.plugins.locking import (
     damage,
     installed,
     new_and_gone,
+    read_rows,
     rows_in_pylock,
 )
 from opgraft.plugins.metadata import Problem, fields_of
@@ -34,8 +36,6 @@ from opgraft.registry.decision import Provider
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-ALLOW_EDITABLE = "--allow-editable"
 
 
 def write_rows(path: Path, rows: Iterable[LockedPackage]) -> None:
@@ -95,6 +95,20 @@ def lock_installed(
     # A plugin may need another plugin.
     rows = {**needed, **plugins}
     return [rows[name] for name in sorted(rows)], left_out
+
+
+def lost_rows(path: Path, rows: Iterable[LockedPackage], left_out: Iterable[Problem]) -> list[str]:
+    """Return the names in a lockfile that new rows lack, because they have been left out.
+
+    Rows of what is not installed any more, or is on the deny list, are not lost but given up.
+    """
+    try:
+        before = read_rows(str(path))
+    except (OSError, ValueError, RecursionError):
+        return []  # nothing can be lost of a file that admits nothing
+    kept = {normalized(row.name) for row in rows}
+    refused = {normalized(problem.provider.name) for problem in left_out} - kept
+    return sorted(row.name for row in before if normalized(row.name) in refused)
 
 
 def _reasons_against(settings: Settings) -> dict[Provider, list[str | None]]:
@@ -206,7 +220,7 @@ def _row_to_lock(
         )
     change = damage(distribution)
     if change:
-        raise PluginError(f"{change}: reinstall it")
+        raise PluginError(change)
     if attestations is None:
         return row
     return row._replace(identity=attestations.identity_of(row.name, row.version, row.files))

@@ -46,7 +46,7 @@ def stray_code(
         # An import hook may find a module without a file.
         for file in [*_files_of(module)] or ["elsewhere"]:
             if file not in files:
-                return _imported_from(module, file)
+                return _imported_from(module, file, root)
     # Modules of entry points come first, as they name what would be imported.
     for module in sorted(set(_outermost(places.values()))):
         # A back-port is imported by other versions of Python only.
@@ -54,19 +54,54 @@ def stray_code(
             continue
         for file in _files_of(module):
             if file not in files:
-                return _imported_from(module, file)
+                return _imported_from(module, file, root)
     tops = {module.partition(".")[0] for module in modules}
     names = {_imported_as(file) for file in files if file.endswith(IMPORTABLE)}
     for file in _added(root, files):
         # Of two modules with one name, one hides the other.
         hides = file.endswith(IMPORTABLE) and _imported_as(file) in names
         if hides or not _is_of_another(file, root, files, tops):
-            return f"{file} lies in a package of its own, and its RECORD does not list it"
+            way_out = _way_out(file, root)
+            return (
+                f"{file} lies in a package of its own, and its RECORD does not list it: {way_out}"
+            )
     return None
 
 
-def _imported_from(module: str, file: str) -> str:
-    return f"its module {module} would be imported from {file}, {_UNLISTED}"
+def _imported_from(module: str, file: str, root: str) -> str:
+    way_out = _way_out(file, root)
+    return f"its module {module} would be imported from {file}, {_UNLISTED}: {way_out}"
+
+
+def _way_out(file: str, root: str) -> str:
+    """Return the next step about a module in the way.
+
+    Args:
+        file: of the module, or words for an import without a file.
+        root: the folder of modules.
+    """
+    for found in distributions():
+        if not isinstance(found, Problem):
+            path = os.path.relpath(file, str(found.locate_file("")))
+            # The problem of another distribution is told elsewhere.
+            with suppress(ValueError, OSError, csv.Error):
+                if _lists_as_it_is(found, path, file):
+                    return f"{found.name} has brought it: uninstall one of the two"
+    if file.startswith(f"{root}{os.sep}"):
+        return "remove it"
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # somebody has removed the folder
+        here = ""
+    entries = [entry for entry in sys.path if isinstance(entry, str)]
+    folders = [os.path.normpath(os.path.join(here, entry)) for entry in entries]
+    around = [folder for folder in folders if file.startswith(f"{folder}{os.sep}")]
+    if not around:
+        return "remove the finder on sys.meta_path, or the imported module, that leads there"
+    folder = max(around, key=len)
+    if folder == here:
+        return f"start in another folder than {folder}, or remove the file"
+    return f"take {folder} off sys.path (see PYTHONPATH), or remove the file"
 
 
 def _packages(files: Iterable[str]) -> set[str]:

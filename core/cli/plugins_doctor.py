@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import starmap
 from typing import Any
 
@@ -22,6 +22,9 @@ from opgraft.cli.output import (
     with_settings,
 )
 from opgraft.plugins import quarantine
+from opgraft.plugins.discovery import normalized
+from opgraft.plugins.locking import installed, lockfile
+from opgraft.plugins.making_locks import lock_installed
 from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.plugins.remarks import PLATFORM_FINDINGS, PLATFORM_NOTES
@@ -181,9 +184,33 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     for record in records:
         all_findings.extend(findings_of(record))
     if loaded:
+        all_findings.extend(_findings_of_lockfile())
         diagnosis = importlib.import_module("opgraft.testing.diagnosis")
         all_findings.extend(diagnosis.diagnose())
     return list(dict.fromkeys(all_findings))
+
+
+def _findings_of_lockfile() -> Iterator[Finding]:
+    """Yield locked plugins that are not installed, and unlisted ones that cannot be locked."""
+    settings = host_state().settings()
+    path = settings.config.lockfile
+    if path is None:
+        return
+    rows = lockfile(path, settings.origins["lockfile"]).rows
+    for name, row in rows.items():
+        # The plugin that needs a missing dependency says so.
+        if row.entry_points and installed(name) is None:
+            about = f"{row.name} {row.version} is in {settings.named('lockfile')}"
+            yield Finding(
+                f"{about} {path} and not installed: install this version, or lock without it by "
+                f"'opgraft plugins lock --output {path}'",
+                Provider(row.name, row.version),
+            )
+    _, left_out = lock_installed(settings, allow_editable=False)
+    for problem in left_out:
+        if normalized(problem.provider.name) not in rows:
+            message = f"'opgraft plugins lock' leaves {problem.provider} out: {problem.reason}"
+            yield Finding(message, problem.provider)
 
 
 def _plugin_as_dict(record: PluginRecord) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -17,10 +18,13 @@ from opgraft.cli.output import (
 )
 from opgraft.cli.plugins_diff import LOCKFILE as DEFAULT
 from opgraft.cli.plugins_diff import changes_since, end_with
-from opgraft.config.environment import LOCKFILE
+from opgraft.config.environment import LOCKFILE, PLUGINS_DISABLE
+from opgraft.plugins.admission import quarantined
 from opgraft.plugins.attestations import Attestations
-from opgraft.plugins.making_locks import ALLOW_EDITABLE, lock_installed, write_rows
+from opgraft.plugins.locking import ALLOW_EDITABLE, LockedPackage
+from opgraft.plugins.making_locks import lock_installed, lost_rows, write_rows
 from opgraft.plugins.requirements import check_allow_list
+from opgraft.registry.decision import Provider
 from opgraft.registry.state import host_state
 
 _FILE = GivenPath(dir_okay=False)
@@ -68,7 +72,8 @@ def command(
     The file has the version, the entry points and a hash of the files of every distribution with
     admitted platforms or plugins, and of the distributions that they need. The setting lockfile
     makes the file count. No distribution is imported. Exit code 1: a distribution cannot be locked,
-    and is left out; with --check, the file would change.
+    and is left out; with --check, the file would change. A file that has a row of a distribution
+    that cannot be locked now stays as it is.
     """
     if trust_root is not None and identity is None:
         raise click.UsageError("--trust-root needs --identity DIR, the folder of attestations")
@@ -83,25 +88,54 @@ def command(
     rows, left_out = lock_installed(
         settings, allow_editable=allow_editable, attestations=attestations
     )
-    write_rows(Path(output), rows)
+    lost = lost_rows(Path(output), rows, left_out)
+    if not lost:
+        write_rows(Path(output), rows)
     if as_json:
         data = {
             "file": output,
+            "written": not lost,
             "distributions": [row.to_dict() for row in rows],
             "left_out": as_dicts(left_out),
         }
         print_json("opgraft.plugins.lock/2", data)
     else:
         for row in rows:
-            mark = " (editable)" if row.editable else ""
-            offers = "; ".join(row.entry_points) or "needed by plugins"
-            print_wrapped(f"locked: {row.name} {row.version}{mark}: {offers}")
-            if row.identity:
-                signer = f"{row.identity['source']} ({row.identity['build']})"
-                print_wrapped(f"  signed by {signer}, says {row.identity['issuer']}")
-            elif identity:
-                print_wrapped(f"  without an attestation: {identity} has no wheel of it")
+            _print_row(row, "to lock" if lost else "locked", identity)
         for problem in left_out:
             print_wrapped(f"left out: {problem.provider}: {problem.reason}")
-        print_wrapped(f"written to {output}: with {LOCKFILE}={output} nothing else is imported")
+        print_wrapped(_end(output, lost))
     sys.exit(1 if left_out else 0)
+
+
+def _print_row(row: LockedPackage, verb: str, identity: Path | None) -> None:
+    """Print a row of a lockfile, with the signer and a quarantine.
+
+    Args:
+        row: of a distribution.
+        verb: the beginning of the line.
+        identity: the folder with attestations, if asked for.
+    """
+    mark = " (editable)" if row.editable else ""
+    offers = "; ".join(row.entry_points) or "needed by plugins"
+    print_wrapped(f"{verb}: {row.name} {row.version}{mark}: {offers}")
+    against = quarantined(Provider(row.name, row.version)) if row.entry_points else None
+    if against:
+        print_wrapped(f"  no process imports it: {against}")
+    if row.identity:
+        signer = f"{row.identity['source']} ({row.identity['build']})"
+        print_wrapped(f"  signed by {signer}, says {row.identity['issuer']}")
+    elif identity:
+        print_wrapped(f"  without an attestation: {identity} has no wheel of it")
+
+
+def _end(output: str, lost: Sequence[str]) -> str:
+    """Return the last line: whether the file was written, and the next step."""
+    if not lost:
+        return f"written to {output}: with {LOCKFILE}={output} nothing else is imported"
+    names = " and ".join(lost)
+    return (
+        f"not written: {output} stays as it was, as it would lose {names}. Follow the reasons "
+        f"above and lock again; or, to lock without {names}, uninstall it, or lock with "
+        f"{PLUGINS_DISABLE}={','.join(lost)}"
+    )

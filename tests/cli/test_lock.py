@@ -21,7 +21,7 @@ def test_what_cannot_be_locked_is_told_escaped_and_imported_by_nothing(cli, site
     told = cli("plugins", "lock")
     assert told.returncode == 1, told.stderr
     assert (
-        "left out: acme 1.0: acme\\x1b[31m.py, which RECORD lists, is missing: reinstall it\n"
+        "left out: acme 1.0: acme\\x1b[31m.py, which RECORD lists, is missing: reinstall it by your "
         in told.stdout
     )
     assert "left out: brix 1.0: it is an editable install" in told.stdout
@@ -97,3 +97,75 @@ def test_two_lockfiles_are_compared_in_words(cli, site, tmp_path) -> None:
     ]
     same = cli("plugins", "diff", "new.lock", "new.lock")
     assert (same.returncode, same.stdout) == (0, "nothing differs from new.lock\n")
+
+
+def test_a_row_of_what_cannot_be_locked_any_more_is_kept(cli, site, tmp_path) -> None:
+    """Doctor and lock give the same next step, and lock leaves the file alone until the plugin is gone."""
+    site.plugin("acme", PLANTED)
+    site.plugin("brix", PLANTED)
+    assert cli("plugins", "lock").returncode == 0
+    before = (tmp_path / "opgraft.lock").read_bytes()
+    (site.folder / "acme.py").write_text("import this\n")
+    step = "'pip install --force-reinstall --no-deps acme==1.0'"
+    told = cli("plugins", "doctor", OPGRAFT_LOCKFILE="opgraft.lock").stdout
+    assert step in " ".join(told.split())
+    assert "plugins lock" not in told
+    told = cli("plugins", "lock")
+    words = " ".join(told.stdout.split())
+    assert told.returncode == 1
+    assert "left out: acme 1.0: acme.py is not the file that RECORD lists" in words
+    assert step in words
+    assert "not written: opgraft.lock stays as it was, as it would lose acme." in words
+    assert json.loads(cli("plugins", "lock", "--json").stdout)["written"] is False
+    assert (tmp_path / "opgraft.lock").read_bytes() == before
+    new = cli("plugins", "lock", "--output", "new.lock")
+    assert (new.returncode, "written to new.lock" in new.stdout) == (1, True)
+    shutil.rmtree(site.folder / "acme-1.0.dist-info")
+    assert cli("plugins", "lock").returncode == 0
+    rows = json.loads((tmp_path / "opgraft.lock").read_text())["distributions"]
+    assert [row["name"] for row in rows] == ["brix"]
+
+
+def test_a_plugin_on_the_deny_list_leaves_the_file(cli, site, tmp_path) -> None:
+    """The step that the command names for a lockfile without a damaged plugin works."""
+    site.plugin("acme", PLANTED)
+    assert cli("plugins", "lock").returncode == 0
+    (site.folder / "acme.py").write_text("import this\n")
+    told = cli("plugins", "lock")
+    assert "OPGRAFT_PLUGINS_DISABLE=acme" in told.stdout
+    cli("plugins", "lock", OPGRAFT_PLUGINS_DISABLE="acme")
+    rows = json.loads((tmp_path / "opgraft.lock").read_text())["distributions"]
+    assert "acme" not in [row["name"] for row in rows]
+
+
+def test_the_doctor_knows_what_lock_would_leave_out(cli, site) -> None:
+    """A plugin that is not in the lockfile, and cannot be locked, has a finding with the step."""
+    assert cli("plugins", "lock").returncode == 0
+    site.plugin("acme", PLANTED)
+    (site.folder / "acme.py").write_text("import this\n")
+    told = cli("plugins", "doctor", OPGRAFT_LOCKFILE="opgraft.lock")
+    words = " ".join(told.stdout.split())
+    assert "finding: 'opgraft plugins lock' leaves acme 1.0 out: acme.py is not the file" in words
+    assert "reinstall it by your installer" in words
+
+
+def test_a_locked_plugin_that_is_not_installed_is_a_finding(cli, site) -> None:
+    """The doctor names it with the next step, and ends with 1."""
+    site.plugin("acme", PLANTED)
+    assert cli("plugins", "lock").returncode == 0
+    shutil.rmtree(site.folder / "acme-1.0.dist-info")
+    told = cli("plugins", "doctor", OPGRAFT_LOCKFILE="opgraft.lock")
+    assert told.returncode == 1
+    words = " ".join(told.stdout.split())
+    assert "finding: acme 1.0 is in lockfile (OPGRAFT_LOCKFILE) opgraft.lock and not" in words
+    assert "install this version, or lock without it by 'opgraft plugins lock" in words
+
+
+def test_a_locked_plugin_in_quarantine_is_told(cli, site) -> None:
+    """Its files are locked, and the line below says that no process imports them."""
+    site.plugin("acme", "import os\nos.abort()\n")
+    assert cli("plugins", "doctor").returncode == 4
+    told = cli("plugins", "lock")
+    words = " ".join(told.stdout.split())
+    assert "locked: acme 1.0: opgraft.plugins: acme = acme no process imports it: in quar" in words
+    assert told.returncode == 0

@@ -59,7 +59,10 @@ def finder_of_the_top(site: Site, tmp: Path, patch: Patch) -> str:
     file = planted(tmp, "source/acme.py")
     found = Elsewhere("acme", lambda name: importlib.util.spec_from_file_location(name, file))
     patch.setattr(sys, "meta_path", [found, *sys.meta_path])
-    return f"its module acme would be imported from {file}, which its RECORD does not list"
+    return (
+        f"its module acme would be imported from {file}, which its RECORD does not list: remove the "
+        "finder on sys.meta_path, or the imported module, that leads there"
+    )
 
 
 def finder_of_no_file(site: Site, tmp: Path, patch: Patch) -> str:
@@ -87,25 +90,53 @@ def imported_before(site: Site, tmp: Path, patch: Patch) -> str:
 def part_of_a_namespace(site: Site, tmp: Path, patch: Patch) -> str:
     file = planted(tmp, "earlier/vendor/helper.py")
     patch.syspath_prepend(str(tmp / "earlier"))
-    return f"its module vendor.helper would be imported from {file}"
+    return (
+        f"its module vendor.helper would be imported from {file}, which its RECORD does not list: "
+        f"take {tmp / 'earlier'} off sys.path (see PYTHONPATH), or remove the file"
+    )
+
+
+def in_the_working_folder(site: Site, tmp: Path, patch: Patch) -> str:
+    file = planted(tmp, "here/acme.py")
+    patch.chdir(file.parent)
+    patch.syspath_prepend("")
+    return (
+        f"its module acme would be imported from {file}, which its RECORD does not list: start in "
+        f"another folder than {file.parent}, or remove the file"
+    )
+
+
+def left_metadata(site: Site, tmp: Path, patch: Patch) -> str:
+    left = planted(tmp, "source/acme.egg-info/PKG-INFO").parent
+    (left / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (left / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\nacme = acme\n")
+    patch.syspath_prepend(str(left.parent))
+    return (
+        f"remove {left}, which hides the installation in {site.folder}, or take {left.parent} off "
+        "sys.path (see PYTHONPATH)"
+    )
 
 
 def archive(site: Site, tmp: Path, patch: Patch) -> str:
     with zipfile.ZipFile(tmp / "brix.egg", "w") as egg:
         egg.writestr("acme.py", "")
     patch.syspath_prepend(str(tmp / "brix.egg"))
-    return f"its module acme would be imported from {tmp / 'brix.egg'}/acme.py"
+    return (
+        f"its module acme would be imported from {tmp / 'brix.egg'}/acme.py, which its RECORD does "
+        f"not list: take {tmp / 'brix.egg'} off sys.path"
+    )
 
 
 def library_beside(site: Site, tmp: Path, patch: Patch) -> str:
     file = planted(site.folder, "acme.abi3.so")
-    return f"its module acme would be imported from {file}"
+    return f"would be imported from {file}, which its RECORD does not list: remove it"
 
 
 def another_ones_library(site: Site, tmp: Path, patch: Patch) -> str:
     site.install("brix", {"vendor/helper.abi3.so": ""}, {})
     return (
-        f"its module vendor.helper would be imported from {site.folder / 'vendor/helper.abi3.so'}"
+        f"its module vendor.helper would be imported from {site.folder / 'vendor/helper.abi3.so'}, "
+        "which its RECORD does not list: brix has brought it: uninstall one of the two"
     )
 
 
@@ -124,6 +155,8 @@ WAYS = {
         finder_of_the_top,
         finder_of_no_file,
         finder_that_raises,
+        in_the_working_folder,
+        left_metadata,
         imported_before,
         part_of_a_namespace,
         archive,

@@ -115,7 +115,10 @@ def bytes_for_a_record(site: Site) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
-    "version": (another_version, "its version is 1.0.post1, {path} has 1.0: reinstall it"),
+    "version": (
+        another_version,
+        "its version is 1.0.post1, {path} has 1.0: acme-1.0.dist-info/METADATA is not the file",
+    ),
     "entry points": (
         another_point,
         "its entry points have changed (new: opgraft.plugins: more = acme_more)",
