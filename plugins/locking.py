@@ -414,7 +414,9 @@ def hashed_files(distribution: Distribution) -> list[str]:
 
 
 def damage(distribution: Distribution) -> str | None:
-    """Return a difference of the files of a distribution from RECORD and the next step, or ``None``.
+    """Return a difference of the files of a distribution from its RECORD, or ``None``.
+
+    The sentence ends with the next step.
 
     Raises:
         PluginError: the RECORD is malformed.

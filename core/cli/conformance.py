@@ -169,12 +169,19 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
         print_wrapped(f"regression: {_name(outcome)} passed before, {now}")
     _report_lines(found)
     _report_left_out(found)
+    _report_skipped(found)
     about = found.about
     counts = found.counted()
     plugin = f"{about['plugin']} {about['provider']['version']}"
     where = f"{plugin} on {about['platform']} ({about['device']})"
     told = [f"{count} {status}" for status, count in counts.items()]
     print_wrapped(f"{where}: {', '.join(told)}")
+    if regressions is not None:
+        both = sum(evidence.key_of(outcome) not in new for outcome in found.failed())
+        print_wrapped(
+            f"against the baseline: {len(regressions)} checks that passed before do not pass now; "
+            f"{both} of the failed checks did not pass before"
+        )
     if found.device_suite:
         print_wrapped(_score(found))
 
@@ -198,6 +205,18 @@ def _report_left_out(found: ConformanceEvidence) -> None:
     reasons = [f"{_name(each)}: {each['reason']}" for each in passed if each["reason"]]
     if reasons:
         print_wrapped(f"inputs left out in {len(reasons)} answers, such as {reasons[0]}")
+
+
+def _report_skipped(found: ConformanceEvidence) -> None:
+    """Print each reason to skip, with the number of answers and the checks."""
+    by_reason: dict[str, list[str]] = {}
+    for outcome in found.outcomes.values():
+        # The device suite counts its own.
+        if outcome["status"] == "skipped" and not evidence.is_of_device(outcome):
+            by_reason.setdefault(outcome["reason"], []).append(outcome["check"])
+    for reason, checks in by_reason.items():
+        names = ", ".join(dict.fromkeys(checks))
+        print_wrapped(f"skipped: {len(checks)} of {names}: {reason}")
 
 
 def _score(found: ConformanceEvidence) -> str:
@@ -262,6 +281,9 @@ class Run:
         self.brief = brief
         self.asked: dict[str, Any] = {}
         self.shown = ""
+        # The plugin on trial is the only one, so the usual advice to go without one is useless.
+        self.advice = "Ctrl-C ends the run"
+        self.advice += "." if brief else ", which keeps the answers so far; --resume goes on."
         self._subject = subject_of(plugin)
 
     def judge(self) -> None:
@@ -275,7 +297,9 @@ class Run:
             self.asked = {}
             try:
                 limits = Limits(self.seconds)
-                ended = isolated(__name__, *self.asking(), limits=limits, heard=self.hear)
+                ended = isolated(
+                    __name__, *self.asking(), limits=limits, heard=self.hear, advice=self.advice
+                )
             except KeyboardInterrupt:
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
                 same = " with the same --json" if self.file is not None else ""

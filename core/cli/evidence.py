@@ -99,7 +99,7 @@ class ConformanceEvidence:
         return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
 
     def lines(self) -> dict[str, ReachedLines]:
-        """Return for each op the lines of the kernel that the calls of passed checks ran.
+        """Return for each op the lines of the kernel that the calls of checks ran.
 
         The forms of an op share a kernel, and each may run other lines.
         """

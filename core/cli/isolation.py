@@ -223,6 +223,7 @@ def isolated(
     limits: Limits | None = None,
     heard: Callable[[Any], None] | None = None,
     given: Mapping[str, str] | None = None,
+    advice: str | None = None,
 ) -> ProcessOutcome:
     """Call a function in a child process, under the settings of this process.
 
@@ -233,6 +234,7 @@ def isolated(
         limits: of the child.
         heard: called with the data that the function hands to ``tell``.
         given: settings above all others.
+        advice: a sentence for people who wait for slow code; by default how to go without it.
     """
     limits = limits or Limits()
     above = {}
@@ -250,7 +252,7 @@ def isolated(
     }
     data = {**call, "given": above, "file": file}
     began = time.monotonic()
-    lines = _Lines(heard, limits.seconds)
+    lines = _Lines(heard, limits.seconds, advice)
     try:
         with lines:
             ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
@@ -313,7 +315,10 @@ class _Lines:
     While the object is entered, slow code is reported on stderr.
     """
 
-    def __init__(self, heard: Callable[[Any], None] | None, time_limit: float) -> None:
+    def __init__(
+        self, heard: Callable[[Any], None] | None, time_limit: float, advice: str | None
+    ) -> None:
+        self.advice = advice
         self.heard = heard
         self.time_limit = time_limit
         # A dictionary, as a set with an order.
@@ -336,7 +341,7 @@ class _Lines:
                 self.begun[provider] = None
             self.running.close()
             if "what" in said:
-                late = told_when_late(said["what"], provider, self.time_limit)
+                late = told_when_late(said["what"], provider, self.time_limit, self.advice)
                 self.running.enter_context(late)
             if "told" in said and self.heard:
                 self.heard(said["told"])

@@ -40,6 +40,8 @@ from opgraft.registry.state import PluginRecord, PluginStatus, host_state
 
 _EVIDENCE = {"evidence": "evidence", "judged": "judged on this machine"}
 
+_REJECTED = PluginStatus.REJECTED.value
+
 _ABSENT = {"identity": "signer: unknown", "evidence": "evidence: none"}
 """Lines about facts that help to judge whether a plugin is safe, if they are absent."""
 
@@ -76,11 +78,13 @@ def command(name: str, load: bool, as_json: bool) -> None:
     if as_json:
         print_json("opgraft.plugins.show/3", report)
     else:
+        found_below = [finding["message"] for finding in report["findings"]]
         for details in report["offers"]:
-            _print_details(details)
+            _print_details(details, "\n".join(found_below))
         for finding in report["findings"]:
             print_wrapped(f"finding: {Finding.from_dict(finding)}")
-        if not load:
+        # What is rejected is not loaded either.
+        if not load and any(details["status"] != _REJECTED for details in report["offers"]):
             print_wrapped(
                 f"to load it, and see what becomes of it: opgraft plugins show {name} --load"
             )
@@ -105,9 +109,9 @@ def _installed(offers: Sequence[Offer]) -> dict[str, Any]:
 def _refusal(offer: Offer) -> Finding | None:
     """Return the finding about a plugin that settings reject; ``None`` if this is no fault."""
     status, reason = admission(offer, host_state().settings())
-    rejected = PluginStatus.REJECTED
-    if offer.group != PLUGIN_GROUP or status != rejected.value:
+    if offer.group != PLUGIN_GROUP or status != _REJECTED:
         return None
+    rejected = PluginStatus.REJECTED
     return end_of(PluginRecord(offer.name, offer.value, offer.provider, rejected, reason))
 
 
@@ -157,13 +161,18 @@ def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
     return [finding for finding in found(records, loaded=loaded) if finding.concerns(providers)]
 
 
-def _print_details(details: dict[str, Any]) -> None:
+def _print_details(details: dict[str, Any], below: str) -> None:
+    """Print an offer. A reason in the findings ``below`` is not repeated."""
     for key, value in details.items():
-        if key == "traceback":
+        if key == "lock" and value and value in below:
+            echo("lock: refused, see the finding")
+        elif key == "reason" and value and value in below:
+            continue
+        elif key == "traceback":
             # With an indent on each line, so that no text of a traceback can forge other lines.
             print_wrapped((value or "").splitlines(), indent="  | ")
         elif key == "contents" and value:
-            print_wrapped(_contents_in_words(value, is_editable=details["editable"]))
+            print_wrapped(_contents_in_words(value, below, is_editable=details["editable"]))
         elif key == "identity" and value:
             print_wrapped(
                 f"signed by: {value['source']} ({value['build']}), says {value['issuer']}; checked "
@@ -186,9 +195,12 @@ def _in_words(value: Any) -> str:
     return "yes" if value is True else str(value)
 
 
-def _contents_in_words(contents: dict[str, Any], *, is_editable: bool) -> Iterator[str]:
+def _contents_in_words(contents: dict[str, Any], below: str, *, is_editable: bool) -> Iterator[str]:
     """Yield lines about the installed files of a distribution."""
-    state = contents["damage"] or "as RECORD lists them"
+    damage = contents["damage"]
+    state = damage or "as RECORD lists them"
+    if damage and damage in below:
+        state = "not as RECORD lists them, see the finding"
     yield f"files: {contents['files']} of {contents['bytes']:,} bytes: {state}"
     for library in contents["libraries"]:
         unread = library["problem"] or "is no ELF file"

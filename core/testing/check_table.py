@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from opgraft.base.reached import ReachedLines, united
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.specialisation import bind
 from opgraft.testing import checks, drawn_checks, honesty, kernel_checks, plugin_checks
@@ -35,14 +34,12 @@ class CheckAnswer:
         speed: the speed as a multiple of the native definition's.
         skipped: the reason why the check does not apply; empty if the check passed.
         left_out: inputs without a comparison, each with the reason.
-        lines: the lines of the kernel that the calls ran, if noted.
     """
 
     error: float | None = None
     speed: float | None = None
     skipped: str = ""
     left_out: str = ""
-    lines: ReachedLines | None = None
 
     @classmethod
     def of(cls, answer: CheckAnswer | str | None) -> CheckAnswer:
@@ -63,7 +60,6 @@ def together(answers: Sequence[CheckAnswer]) -> CheckAnswer:
         max(speeds, default=None),
         skipped,
         left_out,
-        united(each.lines for each in answers if each.lines),
     )
 
 
@@ -141,7 +137,7 @@ def _values(trial: Trial) -> CheckAnswer:
     for call in others:
         # The other implementations share the arithmetic of the first one.
         shares.append(checks.check_values(*given, call, brief=True))
-    return CheckAnswer(max(shares), lines=watch.lines)
+    return CheckAnswer(max(shares))
 
 
 def _no_recorded_call(subject: Subject) -> str | None:
@@ -180,7 +176,7 @@ def _inputs(trial: Trial) -> CheckAnswer:
     compared, left_out = drawn_checks.check_inputs(trial, watch.over)
     if not compared:
         return CheckAnswer(skipped=left_out or "the native definition takes no drawn input")
-    return CheckAnswer(left_out=left_out, lines=watch.lines)
+    return CheckAnswer(left_out=left_out)
 
 
 def _strides(trial: Trial) -> None:

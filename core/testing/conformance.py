@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from opgraft.base.reached import ReachedLines
+from opgraft.base.reached import ReachedLines, united
 from opgraft.base.text import described, printable
 from opgraft.binding.provenance import exits_as_errors, own_words
 from opgraft.config import OpgraftConfig, set_config
@@ -38,7 +38,7 @@ from opgraft.testing.check_table import (
 from opgraft.testing.drawn_checks import calls_of, departure_of
 from opgraft.testing.examples import Example
 from opgraft.testing.shapes import ShapeRecord
-from opgraft.testing.subjects import Subject, Trial, subjects_of
+from opgraft.testing.subjects import Noting, Subject, Trial, subjects_of
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -125,8 +125,10 @@ def alone(plugin: str) -> AbstractContextManager[None]:
     provider, _, platforms = names_of(plugin)
     # A built-in platform has no plugin to admit.
     if provider == HOST_DISTRIBUTION:
-        return set_config(OpgraftConfig(platform=platforms[0], plugins=listed or ()))
-    return set_config(OpgraftConfig(plugins=(provider,) if listed is None else listed))
+        config = OpgraftConfig(platform=platforms[0], plugins=listed or ())
+    else:
+        config = OpgraftConfig(plugins=(provider,) if listed is None else listed)
+    return set_config(config, origin=f"the check of {plugin}")
 
 
 class Conformance:
@@ -225,9 +227,10 @@ class Conformance:
         start = time.perf_counter()
         answer = CheckAnswer()
         status = FAILED
+        noted: list[Noting] = []
         try:
             with exits_as_errors():
-                answer = self._answer(case)
+                answer = self._answer(case, noted)
             status = SKIPPED if answer.skipped else PASSED
             reason = answer.skipped or answer.left_out
         except AssertionError as failure:
@@ -238,11 +241,11 @@ class Conformance:
             reason = own_words(failure)
         seconds = round(time.perf_counter() - start, 3)
         question = case.op, case.check, case.dtype
-        return CheckOutcome(
-            *question, status, reason, answer.error, answer.speed, seconds, answer.lines
-        )
+        lines = united(watch.lines for watch in noted if watch.lines)
+        return CheckOutcome(*question, status, reason, answer.error, answer.speed, seconds, lines)
 
-    def _answer(self, case: Case) -> CheckAnswer:
+    def _answer(self, case: Case, noted: list[Noting]) -> CheckAnswer:
+        """Ask a check. ``noted`` takes the watches of its calls."""
         if case.check == LOADING:
             if self.refused:
                 raise AssertionError(self.refused)
@@ -251,7 +254,7 @@ class Conformance:
         if check.of == PLATFORM:
             return CheckAnswer.of(check.run(current_platform()))
         if check.of == OP:
-            return _answer_of(self._subjects[case.op], check, case.dtype)
+            return _answer_of(self._subjects[case.op], check, case.dtype, noted)
         try:
             return CheckAnswer.of(check.run(self.plugin))
         finally:
@@ -268,7 +271,9 @@ def _cases_of(subject: Subject, check: Check) -> Iterator[Case]:
         yield Case(subject.name, check.name, _dtype_name(dtype))
 
 
-def _answer_of(subject: Subject, check: Check, named: str | None) -> CheckAnswer:
+def _answer_of(
+    subject: Subject, check: Check, named: str | None, noted: list[Noting]
+) -> CheckAnswer:
     """Ask a check of an op in all variants, in the dtype of that name if there is one."""
     reason = check.against(subject)
     if reason:
@@ -282,7 +287,7 @@ def _answer_of(subject: Subject, check: Check, named: str | None) -> CheckAnswer
         if missing:
             return CheckAnswer(skipped=f"platform or form takes no {' or '.join(missing)}")
     # A part without a form has one trial without a variant.
-    trials = [Trial(subject, variant, dtypes[0]) for variant in check.variants(subject)]
+    trials = [Trial(subject, variant, dtypes[0], noted) for variant in check.variants(subject)]
     return together([_tried(check, trial) for trial in trials])
 
 

@@ -69,6 +69,7 @@ class LineWatch:
     """Notes which lines of the bound kernel of a trial run in the calls that ``over`` wraps."""
 
     def __init__(self, trial: Trial) -> None:
+        trial.noted.append(self)
         winner = bind(trial.subject.target).kernel.winner
         functions = list(_functions_of(trial, winner))
         codes = [code for function in functions if (code := _code_of(function)) is not None]

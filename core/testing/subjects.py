@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+from opgraft.base.reached import ReachedLines
 from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass
@@ -132,13 +133,25 @@ class Subject:
         return self.replacement.cls in classes
 
 
+class Noting(Protocol):
+    """A watch of the lines that calls run."""
+
+    @property
+    def lines(self) -> ReachedLines | None:
+        """The lines so far."""
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A subject in one variant and one dtype: the inputs and the implementations of a check."""
+    """A subject in one variant and one dtype: the inputs and the implementations of a check.
+
+    ``noted`` takes the watches of the check's calls, whose lines count even if the check fails.
+    """
 
     subject: Subject
     variant: str = ""
     dtype: torch.dtype = torch.float32
+    noted: list[Noting] = field(default_factory=list, compare=False)
 
     @property
     def spec(self) -> OpSpec:

@@ -81,7 +81,14 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
     again = cli("conformance", "acme", "--json", str(file), "--resume", "--baseline", str(file))
     assert (again.returncode, json.loads(file.read_text())["regressions"]) == (0, []), again.stderr
-    assert again.stdout == result.stdout
+    skips = [line for line in result.stdout.splitlines() if line.startswith("skipped: ")]
+    assert any("no gradient" not in line for line in skips)
+    assert len(skips) == len({line.partition(": ")[2].partition(": ")[2] for line in skips})
+    compared = (
+        "against the baseline: 0 checks that passed before do not pass now; "
+        f"{answer['counts']['failed']} of the failed checks did not pass before"
+    )
+    assert " ".join(again.stdout.split()) == f"{' '.join(result.stdout.split())} {compared}"
     kept = cli("conformance", "acme", "--resume")  # which has nothing left to ask
     assert (kept.returncode, kept.stdout) == (1, result.stdout)
 
@@ -92,6 +99,37 @@ class Impatient(Run):
     def hear(self, told: dict[str, object]) -> None:
         super().hear(told)
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.parametrize(
+    ("brief", "advice"),
+    [
+        (True, "Ctrl-C ends the run."),
+        (False, "Ctrl-C ends the run, which keeps the answers so far; --resume goes on."),
+    ],
+)
+def test_a_slow_check_is_told_without_a_switch_that_cannot_help(
+    site, monkeypatch: pytest.MonkeyPatch, caplog, brief: bool, advice: str
+) -> None:
+    """The plugin on trial is the only one, so to disable it would leave nothing to check."""
+    monkeypatch.setattr("opgraft.registry.watching.PATIENCE", 0.2)
+    site.plugin("acme", f"import time\ntime.sleep(2)\nraise OSError('no device')\n{PLUGIN}")
+    Run("acme", evidence.ConformanceEvidence(), None, brief=brief).judge()
+    told = [said for said in caplog.messages if said.startswith("still waiting for ")]
+    assert told
+    assert all(said.endswith(advice) for said in told)
+
+
+def test_a_plugin_that_the_lockfile_refuses(site, cli) -> None:
+    """The reason names the check that asks for the plugin, not a block that the user never wrote."""
+    site.plugin("acme", PLUGIN)
+    assert cli("plugins", "lock").returncode == 0
+    (site.folder / "acme.py").write_text("import this\n")
+    told = cli("plugins", "check", "acme", OPGRAFT_LOCKFILE="opgraft.lock").stdout
+    words = " ".join(told.split())
+    assert "failed: (plugin) loading: the check of acme asks for plugin 'acme' of acme" in words
+    assert "acme.py is not the file that RECORD lists" in words
 
 
 @pytest.mark.usefixtures("warm_workers")
@@ -143,7 +181,13 @@ def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
         before.add(outcome(check, then))
         now.add(outcome(check, "failed"))
     report(now, now.regressions(before))
-    assert capsys.readouterr().out.splitlines()[:-1] == [
+    *told, counts, compared = capsys.readouterr().out.splitlines()
+    assert (counts, compared) == (
+        "acme 1.0 on cpu (A CPU): 0 passed, 2 failed, 0 skipped",
+        "against the baseline: 1 checks that passed before do not pass now; 1 of the failed checks did "
+        "not pass before",
+    )
+    assert told == [
         "failed: gelu strides: so",
         "regression: gelu values passed before, now failed: so",
     ]
@@ -160,6 +204,7 @@ def test_inputs_that_were_left_out_are_told(capsys: pytest.CaptureFixture[str]) 
     report(found, None)
     assert capsys.readouterr().out.splitlines() == [
         "inputs left out in 2 answers, such as gelu inputs: so",
+        "skipped: 1 of strides: so",
         "acme 1.0 on cpu (A CPU): 3 passed, 0 failed, 1 skipped",
     ]
 

@@ -106,6 +106,9 @@ def test_how_it_compares_with_the_lockfile(cli, site) -> None:
     assert (code, offer["status"]) == (1, "rejected")
     assert offer["lock"].startswith("acme.py is not the file that RECORD lists: it has ")
     assert offer["lock"] in finding["message"]
+    text = cli("plugins", "show", "acme", OPGRAFT_LOCKFILE="opgraft.lock").stdout
+    assert " ".join(text.split()).count("acme.py is not the file that RECORD lists") == 1
+    assert "--load" not in text
     denied = shown(cli, "acme", OPGRAFT_LOCKFILE="opgraft.lock", OPGRAFT_PLUGINS_DISABLE="acme")
     assert (denied[0], denied[1]["reason"]) == (
         0,

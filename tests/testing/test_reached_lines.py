@@ -186,6 +186,17 @@ def test_a_line_that_one_form_of_an_op_reaches(site, cli) -> None:
     ]
 
 
+def test_a_line_that_only_failed_checks_run_is_no_line_that_never_ran(site, cli) -> None:
+    """A wrong branch fails each check that takes it, and was reached all the same."""
+    wrong = TWO_FORMS.replace("forward_native(x, residual)", "forward_native(x, 2 * residual)")
+    site.plugin("acme", wrong)
+    told = cli("plugins", "check", "acme").stdout.splitlines()
+    assert any(line.startswith("failed: fused_add_gemma_rms_norm") for line in told)
+    assert [line for line in told if "never run" in line] == [
+        "never run: gemma_rms_norm: acme.py:12"
+    ]
+
+
 @pytest.mark.parametrize(
     ("range_of_lines", "answers_of_file"),
     [
