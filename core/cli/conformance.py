@@ -179,8 +179,8 @@ def report(found: ConformanceEvidence, regressions: list[dict[str, Any]] | None)
     if regressions is not None:
         both = sum(evidence.key_of(outcome) not in new for outcome in found.failed())
         print_wrapped(
-            f"against the baseline: {len(regressions)} checks that passed before do not pass now; "
-            f"{both} of the failed checks did not pass before"
+            f"against the baseline: checks that passed before and do not now: {len(regressions)}; "
+            f"failed checks that did not pass before either: {both}"
         )
     if found.device_suite:
         print_wrapped(_score(found))

@@ -85,8 +85,8 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert any("no gradient" not in line for line in skips)
     assert len(skips) == len({line.partition(": ")[2].partition(": ")[2] for line in skips})
     compared = (
-        "against the baseline: 0 checks that passed before do not pass now; "
-        f"{answer['counts']['failed']} of the failed checks did not pass before"
+        "against the baseline: checks that passed before and do not now: 0; "
+        f"failed checks that did not pass before either: {answer['counts']['failed']}"
     )
     assert " ".join(again.stdout.split()) == f"{' '.join(result.stdout.split())} {compared}"
     kept = cli("conformance", "acme", "--resume")  # which has nothing left to ask
@@ -184,8 +184,8 @@ def test_a_failure_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     *told, counts, compared = capsys.readouterr().out.splitlines()
     assert (counts, compared) == (
         "acme 1.0 on cpu (A CPU): 0 passed, 2 failed, 0 skipped",
-        "against the baseline: 1 checks that passed before do not pass now; 1 of the failed checks did "
-        "not pass before",
+        "against the baseline: checks that passed before and do not now: 1; failed checks that did not "
+        "pass before either: 1",
     )
     assert told == [
         "failed: gelu strides: so",
