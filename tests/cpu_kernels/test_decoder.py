@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +150,34 @@ def test_adapters(folder: Path, tmp_path: Path, dtype: str, path: str) -> None:
     expect_equal(
         *({key: row for key, row in each.items() if not key[0]} for each in (plain, results[0]))
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_who_computes_a_piece(
+    plugin: Path, tmp_path: Path, dtype: str
+) -> None:
+    """One thread, two and five give the same bits, also while other processes hold up some of them."""
+    written("Llama", tmp_path / "wide", **{**SHAPE, "intermediate_size": 4096}, **BIASES)
+    served, threads = Served(tmp_path / "wide", dtype), torch.get_num_threads()
+    logits = []
+    command = [sys.executable, "-c", "while True: pass"]
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        for count in (1, 2, 5, 2):
+            torch.set_num_threads(count)
+            logits.append([served.logits(3, 40, 7), served.logits(5)])
+            assert (served.answered > 0, served.left) == (True, 0)
+            if count == 5 and not others:
+                others += [subprocess.Popen(command) for _ in range(2)]
+                logits.append([served.logits(3, 40, 7), served.logits(5)])
+    finally:
+        torch.set_num_threads(threads)
+        for process in others:
+            process.kill()
+            process.wait()
+    for each in logits[1:]:
+        for ours, first in zip(each, logits[0], strict=True):
+            expect_equal(ours, first)
 
 
 @pytest.mark.parametrize("method", ["int8", "int8_dynamic", "int4"])

@@ -136,6 +136,7 @@ struct Linear {
   MutableRows out;
   int64_t rows = 0, in_features = 0, out_features = 0;
   Activation activation = NONE;
+  uint64_t call = 0;                 // number of the call, whose pieces have the same rows; 0: unknown
   const uint16_t* packed = nullptr;  // the weight as panels of 32 columns of the result
   int parts = 0;                     // bfloat16 numbers for one float32 number
 };

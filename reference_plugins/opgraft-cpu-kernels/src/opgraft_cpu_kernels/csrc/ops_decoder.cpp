@@ -122,7 +122,12 @@ class Decoder : public torch::CustomClassHolder {
       }
       reusing.give_away(x, sum);
     };
-    plain || x.size(0) <= FEW ? Team::lead(compute) : compute();
+    if (plain || x.size(0) <= FEW) {
+      Team::lead(x.size(0) <= FEWEST && !group, compute);
+    } else {
+      Team::dismiss();
+      compute();
+    }
     return {x, sum};
   }
 
@@ -168,6 +173,7 @@ class Decoder : public torch::CustomClassHolder {
   static constexpr size_t MATRICES = 8;  // of adapters for a layer
 
   std::vector<Layer> layers;
+  static constexpr int64_t FEWEST = 4;  // rows for which reading the weights takes all the time
   bool plain = true;  // no quantized_linear, of whose rows torch multiplies many, and needs the threads itself for it
 };
 

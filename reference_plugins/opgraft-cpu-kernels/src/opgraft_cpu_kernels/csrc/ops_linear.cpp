@@ -56,6 +56,7 @@ struct Call {
     linear.rows = rows;
     linear.in_features = x.width;
     linear.out_features = weight.size(0);
+    linear.call = number_of_call();
   }
 };
 

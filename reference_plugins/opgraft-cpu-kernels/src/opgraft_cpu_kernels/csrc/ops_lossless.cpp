@@ -91,6 +91,7 @@ Tensor lossless_linear(const Tensor& x, const Tensor& weight, const Tensor& expo
   linear.rows = rows.rows;
   linear.in_features = rows.width;
   linear.out_features = stored.rows();
+  linear.call = number_of_call();
   share(linear.rows ? linear.out_features : 0, linear.in_features * linear.rows, [&](int64_t begin, int64_t end) {
     path().lossless_linear(linear, stored.weight, begin, end);
   });

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 
 #if defined(__linux__)
@@ -142,6 +143,12 @@ inline Tensor usable(const char* op, const Tensor& weight, const Tensor& x) {
   return contiguous.scalar_type() == x.scalar_type() ? contiguous : contiguous.to(at::kFloat);
 }
 inline int index_of(const Tensor& weight) { return weight.scalar_type() == at::kFloat; }
+
+// Each call of a linear layer has a number, by which a thread knows the rows that it has packed for another piece.
+inline uint64_t number_of_call() {
+  static std::atomic<uint64_t> calls{0};
+  return ++calls;
+}
 
 // Waking a thread takes as long as a kernel on so many elements.
 constexpr int64_t GRAIN = 32768;
