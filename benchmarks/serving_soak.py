@@ -90,6 +90,14 @@ def _chat(**fields: Any) -> Fields:
     return make
 
 
+def _response(**fields: Any) -> Fields:
+    return lambda source: {
+        "input": _text(source),
+        "max_output_tokens": source.randrange(1, 60),
+        **fields,
+    }
+
+
 def _schema(source: random.Random) -> dict[str, Any]:
     """Return a chat with a schema that was never there before."""
     names = {f"f{source.randrange(10**9)}": {"type": "integer", "maximum": source.randrange(10**4)}}
@@ -120,6 +128,7 @@ def _tool(source: random.Random) -> dict[str, Any]:
 
 _UNFIT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 KINDS: Mapping[str, Kind] = {
     "completion": Kind(200, COMPLETIONS, _completion(ignore_eos=True)),
     "completion, streamed": Kind(200, COMPLETIONS, _completion(stream=True, stop=["e"])),
@@ -131,7 +140,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "completion, bad value": Kind(400, COMPLETIONS, _completion(temperature=-1)),
     "completion, too long": Kind(400, COMPLETIONS, _completion(max_tokens=10**9)),
-    "completion, unknown field": Kind(400, COMPLETIONS, _completion(unknown=1)),
+    "completion, unknown field": Kind(200, COMPLETIONS, _completion(unknown=1)),
     "completion, unknown token": Kind(400, COMPLETIONS, _completion(prompt=[10**6])),
     "completion, unknown model": Kind(404, COMPLETIONS, _completion(model="none"), named=False),
     "chat": Kind(200, CHAT, _chat(logprobs=True, top_logprobs=2)),
@@ -146,6 +155,10 @@ KINDS: Mapping[str, Kind] = {
     "chat, new schema": Kind(200, CHAT, _schema),
     "chat, bad schema": Kind(400, CHAT, _chat(response_format=_UNFIT)),
     "chat, tool": Kind(200, CHAT, _tool),
+    "response": Kind(200, RESPONSES, _response()),
+    "response, streamed": Kind(200, RESPONSES, _response(stream=True)),
+    "message": Kind(200, MESSAGES, _chat()),
+    "message, streamed": Kind(200, MESSAGES, _chat(stream=True)),
     "tokenize": Kind(200, "/tokenize", lambda source: {"prompt": _text(source)}),
     "detokenize": Kind(
         200, "/detokenize", lambda source: {"tokens": source.choices(range(200), k=50)}
@@ -168,11 +181,24 @@ ENCODER_KINDS: Mapping[str, Kind] = {
         200, "/v1/embeddings", lambda source: {"input": [_text(source) for _ in range(9)]}
     ),
     "embedding of nothing": Kind(400, "/v1/embeddings", lambda _: {"input": []}),
+    "pooling": Kind(200, "/pooling", lambda source: {"input": _text(source)}),
+    "score": Kind(
+        200, "/score", lambda source: {"text_1": _text(source), "text_2": [_text(source)] * 3}
+    ),
+    "rerank": Kind(
+        200, "/rerank", lambda source: {"query": _text(source), "documents": [_text(source)] * 3}
+    ),
     "completion of an encoder": Kind(400, COMPLETIONS, _completion()),
     "tokenize": Kind(200, "/tokenize", lambda source: {"prompt": _text(source)}),
     "metrics": Kind(200, "/metrics"),
 }
 """For an encoder."""
+
+LAST_EVENTS: Mapping[str, tuple[bytes, ...]] = {
+    RESPONSES: (b"event: response.completed\n", b"event: response.incomplete\n"),
+    MESSAGES: (b"event: message_stop\n",),
+}
+"""How the last event of a stream begins, by path; other streams end with ``[DONE]``."""
 
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 SENT: Mapping[str, tuple[bytes, str]] = {
@@ -273,8 +299,15 @@ async def _request(
     if response.status not in (200, kind.expected):
         return f"{response.status} {printable(content[:200].decode(errors='replace'))}"  # why is what one wants to know
     streamed = response.content_type == "text/event-stream"
-    whole = not streamed or (content.endswith(b"data: [DONE]\n\n") and b'"error"' not in content)
-    return str(response.status) if whole else "broken"
+    return "broken" if streamed and not _is_whole(kind.path, content) else str(response.status)
+
+
+def _is_whole(path: str, stream: bytes) -> bool:
+    """Return True if a stream has come to its end without an error."""
+    last = stream.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    if path in LAST_EVENTS:
+        return last.startswith(LAST_EVENTS[path])
+    return last == b"data: [DONE]" and b'"error"' not in stream
 
 
 async def _send(url: str, content: bytes, expected: str) -> str:
