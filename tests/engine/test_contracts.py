@@ -176,5 +176,5 @@ def test_the_toy_npu_is_small() -> None:
     """What it brings, with the glue of a distribution, is what an author reads in one go."""
     files = [*TOY_NPU.rglob("*.py"), TOY_NPU / "pyproject.toml"]
     assert (
-        sum(len(path.read_text().splitlines()) for path in files if "build" not in path.parts) < 420
+        sum(len(path.read_text().splitlines()) for path in files if "build" not in path.parts) < 440
     )

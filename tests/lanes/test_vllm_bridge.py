@@ -50,6 +50,12 @@ OLDER = {
 """Names at which plugins for other versions find them."""
 
 
+@pytest.fixture(autouse=True)
+def _bridge_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests of the same process may have forgotten its modules.
+    monkeypatch.syspath_prepend(str(BRIDGE / "src"))
+
+
 def in_vllm(module: str, name: str) -> ast.stmt | None:
     found = definition(module, name)
     return found[1] if found else None

@@ -204,7 +204,7 @@ def test_a_model_that_is_gone_stays_gone(tmp_path: Path, tensors: dict[str, torc
     """Its memory may belong to others when the thread begins."""
     path = tmp_path / "model.safetensors"
     model = loaded(path, tensors)
-    thread = leave_files(model, wait=0.5)
+    thread = leave_files(model, wait=3)
     assert thread is not None
     del model
     gc.collect()

@@ -30,7 +30,7 @@ USER = {"role": "user", "content": "the cat"}
             "max_tokens",
             "older name of max_completion_tokens, and they differ",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "the request does not have"),
+        ({"tool_choice": "required"}, "tool_choice", "the request has no tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"priority": 1}, "priority", "set scheduler.policy to priority"),
         ({"metadata": {"a": 1}}, "metadata.a", "expected text"),
