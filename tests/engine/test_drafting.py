@@ -344,7 +344,9 @@ def test_a_proposer_that_fails_is_asked_no_more(caplog: pytest.LogCaptureFixture
 
 def test_bits_are_promised_or_given_up() -> None:
     """Drafts need kernels that compute rows alike, unless the settings say that bits may differ."""
-    with pytest.raises(ConfigError, match=r"model\.batch_invariant to true, and tokens have the same"):
+    with pytest.raises(
+        ConfigError, match=r"model\.batch_invariant to true, and tokens have the same"
+    ):
         OpgraftConfig(speculation=SpeculationConfig(method="ngram")).resolved()
     for model in ({"batch_invariant": True}, {}):
         speculation = SpeculationConfig(method="suffix", exact=bool(model))
