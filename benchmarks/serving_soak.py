@@ -198,7 +198,7 @@ LAST_EVENTS: Mapping[str, tuple[bytes, ...]] = {
     RESPONSES: (b"event: response.completed\n", b"event: response.incomplete\n"),
     MESSAGES: (b"event: message_stop\n",),
 }
-"""How the last event of a stream begins, by path; other streams end with ``[DONE]``."""
+"""Path → possible beginnings of the last event of a stream; other streams end with ``[DONE]``."""
 
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 SENT: Mapping[str, tuple[bytes, str]] = {
