@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -117,13 +117,16 @@ class LocalProcess(WorkerLink):
             super().__init__(rank, PipeSender(calls, pipe.fileno()), Channel(beside))
             undo.callback(self.calls.close)
             undo.callback(self.beside.close)
-            record = anonymous_file(RECORD_BYTES)
-            there.callback(os.close, record)
+            # A number does not close itself, so no line may end before it is noted.
+            there.callback(os.close, record := anonymous_file(RECORD_BYTES))
             self._record = ProgressRecord(record)
             undo.callback(self._record.close)
             files = (calls_there.fileno(), beside_there.fileno(), pipe_there.fileno(), record)
-            self.process = _start(files, environ)
-            undo.callback(_end_process, self.process)
+            # Nor may one end between the start of the process and the note of it.
+            started: list[subprocess.Popen[bytes]] = []
+            undo.callback(_end_started, started)
+            started.append(_start(files, environ))
+            self.process = started[0]
             self._give_back = weakref.finalize(self, undo.pop_all().close)
 
     def ended(self, patience: float = 0.0) -> str | None:
@@ -168,11 +171,12 @@ def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process at once, and take its exit status, so that no zombie is left."""
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(END_SECONDS)
+def _end_started(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End a process, if it has started, and take its exit status, so that no zombie is left."""
+    for process in started:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
 
 
 def _variables(size: int) -> dict[str, str]:
