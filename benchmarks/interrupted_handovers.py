@@ -22,7 +22,7 @@ import opgraft
 from opgraft import LLM, SamplingParams
 from opgraft.engine.workers.process_executor import LocalProcess
 from support.built_kernels import built
-from support.random_decoders import written
+from support.random_decoders import OF_CPU_KERNELS, written
 from support.warm import interpreter
 
 Answer = tuple[str, list[int]]
@@ -43,15 +43,7 @@ SETTINGS: dict[str, Any] = {
     "load.progress": False,
     "parallel.executor": "processes",
 }
-SHAPE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "vocab_size": 400,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-}
+SHAPE = {**OF_CPU_KERNELS, "num_hidden_layers": 2, "max_position_embeddings": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [random.Random(seed).choices(range(3, 400), k=130 + seed) for seed in range(24)]  # noqa: S311
 SHORT = [5, 6, 7, 8]

@@ -72,8 +72,8 @@ def command(
     The file has the version, the entry points and a hash of the files of every distribution with
     admitted platforms or plugins, and of the distributions that they need. The setting lockfile
     makes the file count. No distribution is imported. Exit code 1: a distribution cannot be locked,
-    and is left out; with --check, the file would change. A file that has a row of a distribution
-    that cannot be locked now stays as it is.
+    and is left out; with --check, the file would change. The file stays as it is if it has a row
+    for a distribution that cannot be locked now.
     """
     if trust_root is not None and identity is None:
         raise click.UsageError("--trust-root needs --identity DIR, the folder of attestations")

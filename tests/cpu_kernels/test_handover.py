@@ -31,17 +31,10 @@ from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prefill_process import config_of_prefill
 from support.engines import prompts
-from support.random_decoders import hybrid, written
+from support.random_decoders import OF_CPU_KERNELS, hybrid, written
 from support.warm import interpreter
 
-SHAPE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "vocab_size": 400,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
+SHAPE = {**OF_CPU_KERNELS, "max_position_embeddings": 512}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Gemma3": {"sliding_window": 40},

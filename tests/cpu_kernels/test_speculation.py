@@ -22,6 +22,7 @@ from opgraft.kernels.engine import Proposer
 from opgraft.serving.llm import LLM
 from support.engines import prompts, replaced, settings
 from support.random_decoders import (
+    OF_CPU_KERNELS,
     THROUGH_TRANSFORMERS,
     hybrid,
     through_transformers,
@@ -29,13 +30,6 @@ from support.random_decoders import (
 )
 from support.small_tokenizers import trained_tokenizer
 
-SHAPE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "vocab_size": 400,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
 FAMILIES = {"Llama": {"tie_word_embeddings": True}, "Gemma3": {"sliding_window": 20}, "smollm3": {}}
 SMALL: dict[str, Any] = {"num_blocks": 34, "max_num_batched_tokens": 23, "max_model_len": 64}
 """Prompts come in chunks, and the cache is too small for all requests that run."""
@@ -82,9 +76,9 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 def folder_of(family: str, folder: Path) -> Path:
     if family in THROUGH_TRANSFORMERS:
-        through_transformers(family, folder, **SHAPE)
+        through_transformers(family, folder, **OF_CPU_KERNELS)
     else:
-        written(family, folder, **SHAPE, **FAMILIES[family])
+        written(family, folder, **OF_CPU_KERNELS, **FAMILIES[family])
     return folder
 
 
@@ -204,7 +198,7 @@ def test_fewer_steps_for_the_same_bits(plugin: Path, tmp_path: Path, method: str
 def test_texts_end_at_their_stop_strings(plugin: Path, tmp_path: Path) -> None:
     """A stop string within the tokens of one step ends the text there, and what came behind it is dropped."""
     folder = tmp_path / "model"
-    written("Llama", folder, **SHAPE, tie_word_embeddings=True)
+    written("Llama", folder, **OF_CPU_KERNELS, tie_word_embeddings=True)
     trained_tokenizer().save(str(folder / "tokenizer.json"))
     common: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 64, "cache.num_blocks": 40, "load.progress": False,

@@ -22,6 +22,15 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+OF_CPU_KERNELS = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "vocab_size": 400,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""Sizes for which the CPU kernels' plan computes all layers."""
+
 GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -493,7 +493,7 @@ class ModelRunner(PluggableClass):
 
     @property
     def _modules(self) -> nn.Module:
-        """The model, and the ops that add adapters, which are no part of it."""
+        """The model, and beside it the ops of adapters."""
         if self.adapters is None:
             return cast(nn.Module, self.model)
         return nn.ModuleList([self.model, *self.adapters.ops.values()])

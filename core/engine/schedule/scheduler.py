@@ -556,8 +556,8 @@ class Scheduler(PluggableClass):
     def _first_waiting(self) -> Request | None:
         """Return the first request that may be admitted.
 
-        Requests before it wait for a running request to compute a prompt that they share. They are
-        parked until then.
+        Requests before that one share a prompt with a running request. They are parked until the
+        prompt is computed.
         """
         while self.waiting and self._awaits_parent(self.waiting[0]):
             request = self.waiting.pop(0)

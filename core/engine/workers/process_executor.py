@@ -172,7 +172,7 @@ def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Pop
 
 
 def _end_started(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End a process, if it has started, and take its exit status, so that no zombie is left."""
+    """End a process, if one has started, and take the exit status, so that no zombie is left."""
     for process in started:
         process.kill()
         with suppress(subprocess.TimeoutExpired):

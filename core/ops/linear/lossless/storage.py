@@ -1,7 +1,7 @@
 """The storage of bfloat16 weights in 12 bits, without loss.
 
 The exponents of a trained weight are few: 16 of them cover all but about one number in 10,000. So
-a number is stored as its sign, its seven bits of mantissa, and four bits for the place of its
+a number is stored in 12 bits: the sign, seven bits of mantissa, and four bits for the place of the
 exponent among these 16.
 
 A row is cut into units of 64 inputs. A unit has 96 bytes:
