@@ -646,9 +646,10 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
     (
         ("handover.tokens", "handover.exact", "model.batch_invariant"),
         _handing_over_changes_no_bits,
-        "a second process computes a prompt in other steps, and kernels may round otherwise for "
-        "them: set model.batch_invariant, so that tokens have the same bits whoever computes the "
-        "prompt, or handover.exact to false, if they may differ where two are nearly as likely",
+        "a second process computes a prompt in other steps, in which kernels may round "
+        "differently: set model.batch_invariant to true, and tokens have the same bits whoever "
+        "computes the prompt; or set handover.exact to false, and a token may differ where two are "
+        "nearly equally likely",
     ),
     (
         ("handover.tokens", "cache.prefix_reuse"),

@@ -28,8 +28,7 @@ def handover_folder(cache: CacheConfig) -> Iterator[CacheConfig]:
     """
     parent = _parent()
     _remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    lock = _locked(folder)
+    folder, lock = _made(parent)
     try:
         key = folder / "key"
         make_key(key)
@@ -47,6 +46,19 @@ def _parent() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def _made(parent: Path) -> tuple[Path, int | None]:
+    """Make a folder and lock it. The lock is ``None`` if the file system has no locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # Another server that starts now may take the new folder for an abandoned one.
+        with suppress(FileNotFoundError):
+            lock = _locked(folder, wait=True)
+            if folder.exists():
+                return folder, lock
+            if lock is not None:
+                os.close(lock)
+
+
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that were killed. The system gives up their locks."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -59,11 +71,11 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path, *, wait: bool = False) -> int | None:
     """Lock a folder, and return the open file; ``None`` if another process has the lock."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(file)
         return None

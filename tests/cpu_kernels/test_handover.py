@@ -372,6 +372,23 @@ def test_the_folder_goes_with_the_processes(folder: Path) -> None:
     assert not store.exists()
 
 
+def test_a_new_folder_that_another_server_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without a lock looks abandoned for a moment; then the next one is taken."""
+    made: list[str] = []
+    make = tempfile.mkdtemp
+
+    def make_and_lose(**options: Any) -> str:
+        made.append(make(**options))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with handover_folder(OpgraftConfig().resolved().cache) as cache:
+        assert cache.store == made[1]
+        assert Path(made[1], "key").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
