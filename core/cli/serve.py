@@ -21,6 +21,7 @@ from opgraft.config.checkpoints import find_checkpoint
 from opgraft.errors import ConfigError, InputError
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
+from opgraft.serving.server.early_answers import EarlyAnswers
 
 if TYPE_CHECKING:
     from opgraft.serving.server.service import Service
@@ -121,17 +122,18 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     if not all(api_keys):
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     find_checkpoint(model)
-    # These import torch, which --help does without.
-    from opgraft.engine.planning.splits import expect_split
-    from opgraft.serving.engine_settings import engine_config
+    with EarlyAnswers(host_state().settings().config.server) as early:
+        # These import torch.
+        from opgraft.engine.planning.splits import expect_split
+        from opgraft.serving.engine_settings import engine_config
 
-    write_json()
-    logging.getLogger("opgraft.serving.server").setLevel(logging.INFO)
-    with _memory_of_a_server():
-        config = engine_config(model, None, _own_process()).resolved()
-        expect_split(config)
-        _expect_adapters(config)
-        _server().serve(model, config, api_keys, _show)
+        write_json()
+        logging.getLogger("opgraft.serving.server").setLevel(logging.INFO)
+        with _memory_of_a_server():
+            config = engine_config(model, None, _own_process()).resolved()
+            expect_split(config)
+            _expect_adapters(config)
+            _server().serve(model, config, api_keys, early, _show)
 
 
 def _expect_adapters(config: OpgraftConfig) -> None:

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
-from opgraft.serving.server import faults
+from opgraft.serving.server.error_bodies import error_body
 from opgraft.serving.server.passing import log
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: HTTPError) -> None:
         """Send an error without the application, and close the connection."""
-        body = json.dumps(faults.content(error)).encode()
+        body = json.dumps(error_body(error)).encode()
         name = uuid4().hex
         headers = {
             "content-type": "application/json",

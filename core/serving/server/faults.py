@@ -1,4 +1,4 @@
-"""Errors as answers, in the form of OpenAI's interface or of Anthropic's."""
+"""Errors as answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from opgraft.errors import (
     RequestError,
     near_matches,
 )
+from opgraft.serving.server.error_bodies import error_body
 from starlette.exceptions import HTTPException
 
 _NOT_HERE = {
@@ -66,19 +67,6 @@ _SHOWN_VALUE = 20
 
 _SHOWN = 80
 """Characters of a field's name in an error."""
-
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-
-MESSAGES_PATH = "/v1/messages"
-"""The beginning of the paths of Anthropic's interface."""
-
-_TYPES_OF_ANTHROPIC = {
-    **_TYPES,
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 def as_http_error(error: Exception) -> HTTPError:
@@ -153,34 +141,9 @@ def renamed(error: HTTPError, names: Mapping[str, str]) -> HTTPError:
     return error
 
 
-def content(error: HTTPError, path: str = "") -> dict[str, Any]:
-    """Return the body of an error's answer.
-
-    Args:
-        error: the fault.
-        path: of the request.
-    """
-    if path.startswith(MESSAGES_PATH):
-        return _content_of_anthropic(error)
-    usual = "invalid_request_error" if error.status < 500 else "server_error"
-    fault = {
-        "message": str(error),
-        "type": _TYPES.get(error.status, usual),
-        "param": error.field,
-        "code": error.code,
-    }
-    return {"error": fault}
-
-
-def _content_of_anthropic(error: HTTPError) -> dict[str, Any]:
-    usual = "invalid_request_error" if error.status < 500 else "api_error"
-    kind = _TYPES_OF_ANTHROPIC.get(error.status, usual)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
-
-
 def response(error: HTTPError, path: str) -> JSONResponse:
     """Return the answer of an error to a request for a path."""
-    return JSONResponse(content(error, path), error.status, headers=error.headers)
+    return JSONResponse(error_body(error, path), error.status, headers=error.headers)
 
 
 def _of_validation(error: RequestValidationError) -> HTTPError:

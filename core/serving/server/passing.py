@@ -17,6 +17,7 @@ from opgraft.engine.lora.held import ADAPTER_UNUSABLE
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.serving.server import faults
 from opgraft.serving.server.admission import Slot
+from opgraft.serving.server.error_bodies import MESSAGES_PATH, error_body
 from opgraft.serving.server.http_metrics import HTTPMetrics
 from opgraft.serving.server.streams import event
 from starlette.datastructures import Headers
@@ -80,7 +81,7 @@ class Passing:
             self.record["status"] = message["status"]
             headers = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
             # Anthropic's clients read this name.
-            if self.record["path"].startswith(faults.MESSAGES_PATH):
+            if self.record["path"].startswith(MESSAGES_PATH):
                 headers.append((b"request-id", self.id.encode()))
             self._streams = any(value.startswith(b"text/event-stream") for _, value in headers)
             message = {**message, "headers": headers}
@@ -113,8 +114,8 @@ class Passing:
         if self.error_event is not None:
             return self.error_event(error)
         path = self.record["path"]
-        name = "error" if path.startswith(faults.MESSAGES_PATH) else ""
-        return event(faults.content(error, path), name)
+        name = "error" if path.startswith(MESSAGES_PATH) else ""
+        return event(error_body(error, path), name)
 
     def finish(self, metrics: HTTPMetrics, admitted: Collection[str]) -> None:
         """Write the line of the request, and count the answer.

@@ -17,14 +17,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
-from opgraft.base.text import described
-from opgraft.base.timeline import phase, recorded
+from opgraft.base.timeline import Timeline, phase, recorded
 from opgraft.config import OpgraftConfig, ServerConfig
-from opgraft.errors import ConfigError, EngineError, HTTPError
+from opgraft.errors import EngineError, HTTPError
 from opgraft.models.extras import import_extra
 from opgraft.serving.server import faults
 from opgraft.serving.server.app import create_app
 from opgraft.serving.server.connection import Connection
+from opgraft.serving.server.early_answers import EarlyAnswers
 from opgraft.serving.server.gate import is_local
 from opgraft.serving.server.keys import read_keys
 from opgraft.serving.server.passing import log
@@ -52,9 +52,16 @@ class HTTPServer(uvicorn.Server):
     itself after the engine has stopped.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        early: EarlyAnswers,
+        ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._service = service
+        self._early = early
         self._ready = ready
         self._failed: EngineError | None = None
         self._failed_at = 0.0
@@ -77,16 +84,18 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen after the model has generated a token."""
+        """Take requests after the model has generated a token."""
         with phase("warm up"):
             await self._service.warm_up()
         # A collection over all imported and loaded objects would hold up every request.
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(_SWITCH_SECONDS)
+        self._early.end()
         await super().startup(sockets)
         if self._service.tracing is not None:
             self._service.tracing.end_start()
+        self._early.timeline.end()
         self._ready()
         log.info("ready")
 
@@ -140,6 +149,7 @@ def serve(
     model: str,
     opgraft_config: OpgraftConfig,
     api_keys: Sequence[str],
+    early: EarlyAnswers,
     ready: Callable[[Service, str], None],
 ) -> None:
     """Serve a model until a signal comes.
@@ -148,10 +158,11 @@ def serve(
         model: a checkpoint's folder or file, or the name of a packaged model.
         opgraft_config: every setting.
         api_keys: keys of clients, besides the keys in ``server.api_key_file``.
-        ready: called with the service and the URL when the server listens.
+        early: listens already, and answers until the model is ready.
+        ready: called with the service and the URL when the server takes requests.
 
     Raises:
-        ConfigError: the server cannot listen at the address, or the file of keys is unusable.
+        ConfigError: the file of keys is unusable.
         EngineError: the engine has stopped.
         ModelError: the model cannot be served.
         CheckpointError: the checkpoint cannot be read.
@@ -167,29 +178,31 @@ def serve(
             "comes",
             settings.host,
         )
-    with _bound(settings) as listener, tracing_of(settings) as tracing:
-        service = Service(model, opgraft_config, tracing)
-        url = f"http://{_host_as_named(settings.host)}:{listener.getsockname()[1]}"
-        # Uvicorn calls ``http`` like a class, and compares the seconds as numbers.
-        config = uvicorn.Config(
-            create_app(service, keys),
-            http=partial(Connection, settings),  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            ws="none",
-            lifespan="off",
-            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
-        )
-        server = HTTPServer(config, service, lambda: ready(service, url))
-        try:
-            server.run([listener])
-        finally:
-            if service.hangs:
-                _exit_at_once(server, service)
-            service.shutdown()
+    with tracing_of(settings) as tracing:
+        early.timeline = Timeline("prepare") if tracing is None else tracing.start
+        with recorded(early.timeline):
+            service = Service(model, opgraft_config, tracing)
+            url = f"http://{_host_as_named(settings.host)}:{early.listener.getsockname()[1]}"
+            # Uvicorn calls ``http`` like a class, and compares the seconds as numbers.
+            config = uvicorn.Config(
+                create_app(service, keys),
+                http=partial(Connection, settings),  # type: ignore[arg-type]
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                lifespan="off",
+                timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
+            )
+            server = HTTPServer(config, service, early, lambda: ready(service, url))
+            try:
+                server.run([early.listener])
+            finally:
+                if service.hangs:
+                    _exit_at_once(server, service)
+                service.shutdown()
     server.expect_no_failure()
 
 
@@ -226,25 +239,6 @@ def _exit_at_once(server: HTTPServer, service: Service) -> None:
         log.critical("%s", error)
     logging.shutdown()
     os._exit(EngineError.exit_code)
-
-
-def _bound(settings: ServerConfig) -> socket.socket:
-    """Return a bound socket. It listens after the model is ready."""
-    host = settings.host
-    port = settings.port
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = addresses[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"the server cannot listen on {host}, port {port} ({described(error)}): set "
-            "server.host and server.port to an address of this machine and a port that is free, or "
-            "the port to 0"
-        ) from error
-    return listener
 
 
 def _host_as_named(host: str) -> str:
