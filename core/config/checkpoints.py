@@ -17,7 +17,9 @@ from opgraft.errors import CheckpointError, near_matches
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?:{_PART}/)?{_PART}")
 _SPELLED = re.compile(
-    rf"(?:[a-z]+://(?:[^/\s]+\.[^/\s]+/)?)?(?P<name>{_PART}/{_PART})(?P<part>[@:][^/\s]+|/(?:(?:tree|blob)/.*)?)?"
+    r"(?:[a-z]+://(?:[^/\s]+\.[^/\s]+/)?)?"
+    rf"(?P<name>{_PART}/{_PART})"
+    r"(?P<part>[@:][^/\s]+|/(?:(?:tree|blob)/.*)?)?"
 )
 """Other spellings of a name: as an address, or with a revision or a file behind it."""
 _LONGEST = 200  # characters of a name: the Hub allows 96 for each of the two parts
@@ -68,6 +70,7 @@ def find_checkpoint(name: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, or the package of the checkpoint is not installed.
     """
+    # A folder of the same name is still found, as ./smollm2.
     if name in BUNDLED:
         return _bundled(str(name))
     if is_there(name):
@@ -82,7 +85,7 @@ def find_checkpoint(name: str | Path) -> Path:
 
 
 def _may_be_in_the_cache(name: str) -> bool:
-    """Return True for a name such as ``org/name``, and for a cached model without an organisation."""
+    """Return True for a name such as ``org/name``, or of a cached model without organisation."""
     if len(name) > _LONGEST or not _NAME.fullmatch(name):
         return False
     return "/" in name or _folder_of(name).is_dir()
@@ -97,7 +100,9 @@ def _hint(name: str) -> str:
     if spelled is None or spelled["name"] == name:
         return ""
     hint = f". If it is a model of the Hub, its name is {spelled['name']!r}"
-    if (spelled["part"] or "/")[0] in "@:":
+    part = spelled["part"] or ""
+    # "@" leads to a revision and ":" to a file, as other programs spell these.
+    if part.startswith(("@", ":")):
         place = _folder_of(spelled["name"])
         hint += f", and a revision or a file of it is given by its path below {place}"
     return hint
@@ -112,6 +117,7 @@ def _from_the_hub(name: str) -> Path:
     main, revisions = _snapshots(name)
     if main is not None:
         return main
+    # A download of a commit leaves no note about the branch.
     if len(revisions) == 1:
         logger.warning_once(
             "%s: the revision %s is used, as no other is in the cache", name, revisions[0].name
@@ -120,8 +126,8 @@ def _from_the_hub(name: str) -> Path:
     if revisions:
         folders = ", ".join(sorted(map(str, revisions)))
         raise CheckpointError(
-            f"{name!r} has {len(revisions)} revisions in the cache, and none is the branch {_MAIN}: "
-            f"give the folder of one, {folders}, or download the branch by 'hf download {name}'"
+            f"{name!r} has {len(revisions)} revisions in the cache, and none is the branch "
+            f"{_MAIN}: give the folder of one, {folders}, or download the branch by 'hf download {name}'"
         )
     raise CheckpointError(
         f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not "

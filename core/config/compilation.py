@@ -33,11 +33,14 @@ class CompilationMode(enum.IntEnum):
 def _mode(value: Any) -> Any:
     """Return the mode of a name or number. Other values stay, and the check of types fails."""
     names = CompilationMode.__members__
+    # Compared as text: True is an integer in Python, and would be the mode 1.
     text = str(value)
     if isinstance(value, str) and text.upper() in names:
         return names[text.upper()]
-    known = re.fullmatch("[0-9]", text) and int(text) in tuple(CompilationMode)
-    return CompilationMode(int(text)) if known else value
+    # One digit: int() takes spaces and digits of other scripts, too.
+    if re.fullmatch("[0-9]", text) and int(text) in tuple(CompilationMode):
+        return CompilationMode(int(text))
+    return value
 
 
 _MODES = f"one of {', '.join(CompilationMode.__members__)} or a number from 0 to 3"
@@ -216,7 +219,9 @@ class CompilationConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.custom_ops is not None:
-            object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
+            # Two spellings of one list, such as ["a,b"] and ["a", "b"], must be equal settings.
+            tokens = CustomOpsSetting.parse(self.custom_ops).tokens
+            object.__setattr__(self, "custom_ops", tokens)
         _expect_sizes("compile_sizes", self.compile_sizes)
         _expect_sizes("capture_sizes", self.capture_sizes)
         _expect_apart(self.ranges)
@@ -225,12 +230,14 @@ class CompilationConfig(Section):
     def ranges(self) -> tuple[range, ...]:
         """The ranges of ``compile_ranges``, ascending, with the last size of each."""
         ranges = [_range(text) for text in self.compile_ranges or ()]
+        # Ascending, so that a comparison of neighbours finds every overlap.
         ranges.sort(key=lambda each: each.start)
         return tuple(ranges)
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The operators to cut the graph at."""
+        # An empty list is a choice, too: pieces without a cut.
         if self.splitting_ops is not None:
             return tuple(self.splitting_ops)
         return ATTENTION if self.graph_mode == "piecewise" else ()
@@ -256,10 +263,11 @@ class CompilationConfig(Section):
                 a ``graph_mode``, or the reverse; or the cache is on, and there is no code for it.
         """
         self._expect_graph_mode_with_sizes()
-        unused = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
-        if unused and self.mode is not CompilationMode.FULL:
+        # These four values are the defaults, which change nothing in any mode.
+        of_full = [name for name in OF_FULL if getattr(self, name) not in (None, "none", (), {})]
+        if of_full and self.mode is not CompilationMode.FULL:
             raise ConfigError(
-                f"compilation_config.{unused[0]} is set, and is for the mode FULL; "
+                f"compilation_config.{of_full[0]} is set, and is for the mode FULL; "
                 f"compilation_config.mode is {CompilationMode(self.mode or 0).name}: set it to "
                 "FULL, as -O1, -O2 and -O3 do, or leave the other out"
             )
@@ -309,6 +317,7 @@ def _range(text: str) -> range:
     Raises:
         ConfigError: the text is no range, or has fewer than two sizes, or begins below 1.
     """
+    # At most 18 digits: Python refuses to read numbers of more than 4,300 digits.
     found = re.fullmatch(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*", text)
     first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first < last:
@@ -403,6 +412,7 @@ class CustomOpsSetting:
                 spellings[token] = token
                 continue
             sign = token[0]
+            # A name that is no class stays: an op of a plugin may be registered later.
             name = names.get(token[1:], token[1:])
             opposite = spellings.get(_OPPOSITE[sign] + name)
             if opposite is not None:

@@ -71,18 +71,19 @@ class Bounds(NamedTuple):
 
     def hold(self, value: Any) -> bool:
         """Return True if a value is one of the choices and within the limits. NaN never is."""
-        return (
-            (not self.choices or value in self.choices)
-            and (self.minimum is None or value >= self.minimum)
-            and (self.above is None or value > self.above)
-            and (self.maximum is None or value <= self.maximum)
-        )
+        if self.choices and value not in self.choices:
+            return False
+        # Each test is negated, as every comparison with NaN is false.
+        if self.minimum is not None and not value >= self.minimum:
+            return False
+        if self.above is not None and not value > self.above:
+            return False
+        return self.maximum is None or value <= self.maximum
 
     def __str__(self) -> str:
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
-        return " and ".join(
-            f"{word} {limit}" for word, limit in limits.items() if limit is not None
-        )
+        words = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
+        return " and ".join(words)
 
 
 class SettingType(NamedTuple):
@@ -149,10 +150,14 @@ class Field(NamedTuple):
             ConfigError: the value has another type, or is outside of the bounds.
         """
         kept = self.kind.prepare(value)
-        if not (self.kind.accepts(kept) and self.bounds.hold(kept)):
-            known = isinstance(value, str) and self.bounds.instead.get(value)
-            raise ConfigError(f"{self.owned_name} is {value!r}: use {known or self.words}")
-        return kept
+        # The type comes first: bounds compare, and a text has no order among numbers.
+        if self.kind.accepts(kept) and self.bounds.hold(kept):
+            return kept
+        advice = self.words
+        # Other values may have no hash, so they cannot be looked up.
+        if isinstance(value, str):
+            advice = self.bounds.instead.get(value, advice)
+        raise ConfigError(f"{self.owned_name} is {value!r}: use {advice}")
 
     def parse(self, text: str, source: str) -> Any:
         """Parse text of a ``source``, such as an option or environment variable, for ``check``.
@@ -193,6 +198,7 @@ class Section:
                 raise ConfigError(f"{attribute} is {value!r}: use a {kind.__name__}")
 
 
+# Kept for good: every config that is made walks its fields, and a class does not change.
 _FIELDS: dict[type, dict[str, Field]] = {}
 _SUBSECTIONS: dict[type, dict[str, type[Section]]] = {}
 
@@ -220,6 +226,7 @@ def subsections(cls: type[Section]) -> Mapping[str, type[Section]]:
     if cls not in _SUBSECTIONS:
         sections = {}
         for attribute in dataclasses.fields(cls):  # type: ignore[arg-type]
+            # The annotation is no help: it is a text in modules with postponed annotations.
             made: Any = attribute.default_factory
             if isinstance(made, type) and issubclass(made, Section):
                 sections[attribute.name] = made
@@ -246,14 +253,15 @@ def values_of(section: Section) -> Iterator[tuple[Field, Any]]:
 
 def made_of(cls: type[_S], values: Mapping[str, Any], classes: Mapping[str, type[Section]]) -> _S:
     """Make a section of checked values by dotted name, with inner sections of some ``classes``."""
-    attributes = {attribute: values.get(field.name) for attribute, field in own_fields(cls).items()}
-    inner = {
-        name: made_of(classes.get(name, kind), values, classes)
-        for name, kind in subsections(cls).items()
-    }
+    attributes: dict[str, Any] = {}
+    for attribute, field in own_fields(cls).items():
+        attributes[attribute] = values.get(field.name)
+    for attribute, kind in subsections(cls).items():
+        inner = classes.get(attribute, kind)
+        attributes[attribute] = made_of(inner, values, classes)
     # Without __init__: each layer has checked its values.
     section = cls.__new__(cls)
-    vars(section).update(attributes | inner)
+    vars(section).update(attributes)
     return section
 
 
@@ -276,6 +284,7 @@ def _parse_number(number: type, words: str, text: str, source: str) -> Any:
 def _parse_json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=without_duplicates)
+    # Deeply nested JSON exceeds the limit of Python's stack.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} {text!r} is not valid JSON: {error}") from error
 
@@ -303,11 +312,13 @@ def _parse_list(text: str, source: str) -> Any:
 
 
 def _parse_numbers(text: str, source: str) -> Any:
-    parts = _parse_list(text, source)
-    return [
-        _parse_number(int, "an integer", each, source) if isinstance(each, str) else each
-        for each in parts
-    ]
+    numbers = []
+    for part in _parse_list(text, source):
+        # A list in JSON has numbers already. The check of types refuses other items.
+        if isinstance(part, str):
+            part = _parse_number(int, "an integer", part, source)
+        numbers.append(part)
+    return numbers
 
 
 def _parse_pairs(text: str, source: str) -> dict[str, str]:
@@ -341,9 +352,11 @@ def _parse_choices(text: str, source: str) -> Any:
     # A list in JSON needs no separator of its own.
     if text.lstrip().startswith("{"):
         return _parse_json(text, source)
-    named = _parse_mapping(text, source)
-    listed = {key: tuple(map(str.strip, names.split("/"))) for key, names in named.items()}
-    return {key: _single(names) for key, names in listed.items()}
+    choices = {}
+    for key, names in _parse_mapping(text, source).items():
+        listed = tuple(name.strip() for name in names.split("/"))
+        choices[key] = _single(listed)
+    return choices
 
 
 def _as_choices(value: Any) -> Any:
@@ -352,19 +365,20 @@ def _as_choices(value: Any) -> Any:
         value = _parse_choices(value, "a mapping")
     if not isinstance(value, Mapping):
         return value
-    listed = {key: _as_tuple(names) for key, names in value.items()}
-    return {key: _single(names) for key, names in listed.items()}
+    return {key: _single(_as_tuple(names)) for key, names in value.items()}
 
 
 def _single(names: Any) -> Any:
+    """Return the name in a tuple with one name: equal choices must be equal values."""
     is_single = isinstance(names, tuple) and len(names) == 1
     return names[0] if is_single else names
 
 
 def _are_choices(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and key and _are_names(names) for key, names in value.items()
-    )
+    if not isinstance(value, dict):
+        return False
+    are_keys = all(isinstance(key, str) and key for key in value)
+    return are_keys and all(map(_are_names, value.values()))
 
 
 def _are_names(names: Any) -> bool:
@@ -406,6 +420,7 @@ def _are_texts(value: Any) -> bool:
 
 def _are_texts_or_objects(value: Any) -> bool:
     """Return True for texts, classes and objects of classes that are no plain data."""
+    # None of these can be a pass, so such an item is a mistake.
     plain = (int, float, bytes, tuple, list, dict, type(None))
     return isinstance(value, tuple) and not any(isinstance(item, plain) for item in value)
 
@@ -415,15 +430,16 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _maps_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(text, str) for pair in value.items() for text in pair
-    )
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(text, str) for text in (*value, *value.values()))
 
 
 def _maps_flags(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(k, str) and isinstance(v, bool) for k, v in value.items()
-    )
+    if not isinstance(value, dict):
+        return False
+    are_texts = all(isinstance(key, str) for key in value)
+    return are_texts and all(isinstance(flag, bool) for flag in value.values())
 
 
 KINDS: dict[str, SettingType] = {

@@ -189,6 +189,7 @@ def advice_about_option(option: str) -> str | None:
         advice = advice and f"{advice} false"
     if advice is None:
         return None
+    # The table advises in names of settings. On the command line each of these is an option.
     words = (f"--{word}" if word in FIELDS else word for word in advice.split(" "))
     return " ".join(words).replace("set --", "use --")
 
@@ -235,9 +236,9 @@ def _known_key(key: str) -> str:
     dotted = f"{COMPILATION}.{key}"
     if dotted in FIELDS:
         return dotted
-    known = [
-        name.removeprefix(f"{COMPILATION}.") for name in FIELDS if name.startswith(COMPILATION)
-    ]
     ours = _OF_COMPILATION.get(key)
-    advice = f"it is {ours!r} here" if ours else close_matches(key, known)
-    raise ConfigError(f"{COMPILATION} has no key {key!r}: {advice}")
+    if ours:
+        raise ConfigError(f"{COMPILATION} has no key {key!r}: it is {ours!r} here")
+    prefix = f"{COMPILATION}."
+    known = [name.removeprefix(prefix) for name in FIELDS if name.startswith(prefix)]
+    raise ConfigError(f"{COMPILATION} has no key {key!r}: {close_matches(key, known)}")

@@ -75,7 +75,9 @@ class SharedDecision:
     @property
     def digest(self) -> str:
         """A digest of the decisions. A variable that was cut does not match it."""
-        return hashlib.sha256(json.dumps(dict(self.rows), sort_keys=True).encode()).hexdigest()[:16]
+        # Sorted, as JSON promises no order.
+        text = json.dumps(dict(self.rows), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_text(self) -> str:
         """Return the text for the variable."""
@@ -129,17 +131,18 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     of_plugins = plugin_fields() if further else {}
     _expect_known(further, of_plugins)
     return Environment(
-        _layers(values, [*FIELDS.values(), *of_plugins.values()]),
-        values.get(CONFIG),
-        _log_level(values.get(LOG)),
-        _read_shared_decision(values.get(DECISION)),
-        values.get(REPORT) or None,
+        layers=_layers(values, [*FIELDS.values(), *of_plugins.values()]),
+        path=values.get(CONFIG),
+        log=_log_level(values.get(LOG)),
+        decision=_read_shared_decision(values.get(DECISION)),
+        report=values.get(REPORT) or None,
     )
 
 
 def known_variables() -> Mapping[str, str]:
     """Return each variable of opgraft and of installed plugins with the meaning."""
-    return {**VARIABLES, **{field.variable: field.help for field in plugin_fields().values()}}
+    of_plugins = {field.variable: field.help for field in plugin_fields().values()}
+    return {**VARIABLES, **of_plugins}
 
 
 def _expect_known(further: Iterable[str], of_plugins: Mapping[str, Field]) -> None:
@@ -152,6 +155,7 @@ def _expect_known(further: Iterable[str], of_plugins: Mapping[str, Field]) -> No
     for variable in sorted(further):
         if variable in owners:
             continue
+        # A name in the section of a plugin is compared with the settings of this plugin alone.
         beside = [field for field in owners.values() if variable.startswith(_prefix(field))]
         owner = f" of {beside[0].provider}" if beside else ""
         known = {field.variable for field in beside} or {*VARIABLES, *owners}
@@ -177,6 +181,7 @@ def _read_shared_decision(text: str | None) -> SharedDecision | None:
         if data["digest"] != shared.digest:
             raise ValueError("its digest is that of other decisions")
         return shared
+    # The text may be any JSON: a number has no rows, and a list has no items().
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{DECISION}={text!r:.80} is nothing that opgraft.share_decisions wrote: unset it"
@@ -189,6 +194,7 @@ def _layers(values: Mapping[str, str], fields: Iterable[Field]) -> Layers:
     for field in fields:
         # An empty text is a value for a list only.
         text = values.get(field.variable)
+        # An empty text, as from a misspelt variable of a script, would drop the lock in silence.
         if text == "" and field.variable == LOCKFILE:
             raise ConfigError(
                 f"{LOCKFILE} is empty, which pins nothing: name one, or unset it to go without"
@@ -206,6 +212,7 @@ def _log_level(value: str | None) -> str | None:
     return value.lower() if value else None
 
 
+# These choose the kernels, and with them the bits of results.
 _DECIDING = (PLATFORM, PLUGINS, PLUGINS_DISABLE, LOCKFILE, PROVIDERS)
 _OF_TORCH = ("ATEN_", "DNNL_", "ONEDNN_", "TORCH_ALLOW_")
 """Beginnings of the names of variables that change computations of torch and its libraries."""
@@ -268,13 +275,16 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
     # A launcher such as srun does not count the processes of a host.
     is_counted = size == 1 or bool(values.get("LOCAL_WORLD_SIZE"))
     rank = _whole_number(values, "RANK", 0)
-    return Launch(size, local_rank, local_size, rank, is_counted and local_size == size)
+    is_on_one_host = is_counted and local_size == size
+    return Launch(size, local_rank, local_size, rank, is_on_one_host)
 
 
 def _whole_number(values: Mapping[str, str], name: str, otherwise: int, least: int = 0) -> int:
+    # A launcher may set a variable to an empty text.
     text = values.get(name) or str(otherwise)
     told = f"{name}={text!r:.80}"
     advice = "unset it, or start with a launcher, such as torchrun"
+    # Not int() alone, which takes signs, spaces and "1_0", too.
     if not text.isdecimal():
         raise ConfigError(f"{told} is no number: {advice}")
     if int(text) < least:
@@ -292,6 +302,7 @@ _OF_COMPILERS = re.compile(
     # Inductor compiles C++ with the compiler and the flags of the user.
     "|CC|CXX|C(XX|PP)?FLAGS|LDFLAGS|CPATH"
 )
+# The place of a cache changes no code, and differs between users and machines.
 _FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -342,21 +353,24 @@ def read_otlp(variables: Mapping[str, str] | None = None) -> OtlpExport:
     compression = text.lower()
     if compression not in _COMPRESSIONS:
         raise ConfigError(f"{variable} is {text!r:.80}: set one of " + ", ".join(_COMPRESSIONS))
+    # OpenTelemetry gives this delay in milliseconds, and the timeout in seconds.
     delay = values.get("OTEL_BSP_SCHEDULE_DELAY") or "5000"
     return OtlpExport(
-        _headers(*_of_export(values, "HEADERS")),
-        _duration(*_of_export(values, "TIMEOUT", "10")),
-        compression,
-        _of_export(values, "CERTIFICATE")[1] or None,
-        _of_export(values, "CLIENT_CERTIFICATE")[1] or None,
-        _of_export(values, "CLIENT_KEY")[1] or None,
-        _duration("OTEL_BSP_SCHEDULE_DELAY", delay) / 1000,
+        headers=_headers(*_of_export(values, "HEADERS")),
+        timeout=_duration(*_of_export(values, "TIMEOUT", "10")),
+        compression=compression,
+        certificate=_of_export(values, "CERTIFICATE")[1] or None,
+        client_certificate=_of_export(values, "CLIENT_CERTIFICATE")[1] or None,
+        client_key=_of_export(values, "CLIENT_KEY")[1] or None,
+        delay=_duration("OTEL_BSP_SCHEDULE_DELAY", delay) / 1000,
     )
 
 
 def _of_export(values: Mapping[str, str], name: str, otherwise: str = "") -> tuple[str, str]:
     """Return the variable that is set, and the text. The variable for spans alone goes first."""
-    of_spans, of_all = f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}"
+    of_spans = f"OTEL_EXPORTER_OTLP_TRACES_{name}"
+    of_all = f"OTEL_EXPORTER_OTLP_{name}"
+    # OpenTelemetry asks programs to treat an empty variable like one that is not set.
     if values.get(of_spans):
         return of_spans, values[of_spans]
     return of_all, values.get(of_all) or otherwise
@@ -375,6 +389,7 @@ def _headers(variable: str, text: str) -> tuple[tuple[str, str], ...]:
             raise ConfigError(
                 f"{variable} is no list such as name=value,other=value, with values as in URLs"
             )
+        # A line break in a header would let the value write headers of its own.
         given = unquote(value).strip()
         if not _HEADER.fullmatch(given):
             raise ConfigError(
@@ -391,6 +406,7 @@ def _duration(variable: str, text: str) -> float:
         duration = float(text)
     except ValueError:
         duration = -1.0
+    # NaN is refused, too. Python's locks and sockets cannot wait any longer than TIMEOUT_MAX.
     if not 0 <= duration < threading.TIMEOUT_MAX:
         raise ConfigError(f"{variable}={text!r:.80} is no duration: give a number of at least 0")
     return duration

@@ -130,10 +130,11 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each setting."""
     sections = _sections()
     for name, value in content.items():
-        if name in sections and isinstance(value, dict):
-            yield from ((f"{name}.{inner}", item) for inner, item in value.items())
-        else:
+        if name not in sections or not isinstance(value, dict):
             yield name, value
+            continue
+        for inner, item in value.items():
+            yield f"{name}.{inner}", item
 
 
 def _line(text: str, name: str) -> int:
@@ -142,6 +143,9 @@ def _line(text: str, name: str) -> int:
     position = 0
     for part in name.split("."):
         spelled = rf"""(?m)^[^#\n]*?(?<![\w-])["']?(?P<key>{re.escape(part)})["']?\s*[=:\].]"""
-        found = re.compile(spelled).search(text, text.rfind("\n", 0, position) + 1)
-        position = found.start("key") if found else position
+        # The section may stand in the same line, as in {"model": {"seed": 1}}.
+        line_start = text.rfind("\n", 0, position) + 1
+        found = re.compile(spelled).search(text, line_start)
+        if found:
+            position = found.start("key")
     return text.count("\n", 0, position) + 1

@@ -63,7 +63,7 @@ def declared_fields(
     _expect_free(section, taken)
     if len(tables) > _MOST:
         raise ConfigError(f"it declares {len(tables)} settings: declare {_MOST} at most")
-    # Two names such as a.b_c and a_b.c would have one variable.
+    # Two names such as a.b_c and a_b.c would have one variable. Some variables are no settings.
     readers = dict.fromkeys(variables, "opgraft")
     for name, field in taken.items():
         readers[field.variable] = name
@@ -122,6 +122,7 @@ def _field(name: str, table: Any, provider: str) -> Field:
     unset = _text_of_key(name, table, "unset")
     variable = f"OPGRAFT_{name.replace('.', '_').upper()}"
     field = Field(name, KINDS[kind], bounds, default, unset, help, variable, provider)
+    # The field itself checks the default, by the rules for values of users.
     return field._replace(default=_default(field))
 
 
@@ -177,6 +178,7 @@ def _limit(name: str, table: Mapping[str, Any], key: str, kind: str) -> Any:
     is_integer = isinstance(limit, int) and not isinstance(limit, bool)
     is_finite = is_integer or (isinstance(limit, float) and math.isfinite(limit))
     fits = {"int": is_integer, "float": is_finite}
+    # Other types have no order, so limits would do nothing.
     if fits.get(kind, False):
         return limit
     raise ConfigError(

@@ -47,8 +47,12 @@ def set_config(
     if not isinstance(config, OpgraftConfig):
         raise ConfigError(f"set_config takes an OpgraftConfig, got {type(config).__name__}")
     outer = CURRENT_SCOPE.get()
-    layers = (*(outer.layers if outer else ()), (origin, config))
-    token = CURRENT_SCOPE.set(Scope(layers, file or (outer.file if outer else None)))
+    if outer is None:
+        scope = Scope(((origin, config),), file)
+    else:
+        # A scope without a file must not hide the file of the scope around.
+        scope = Scope((*outer.layers, (origin, config)), file or outer.file)
+    token = CURRENT_SCOPE.set(scope)
     try:
         yield
     finally:

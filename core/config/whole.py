@@ -144,6 +144,7 @@ class OpgraftConfig(Section):
         for name, value in self.of_plugins.items():
             field = _plugin_field(name)
             checked[name] = None if value is None else field.check(value)
+        # The only way to set a field of a frozen dataclass.
         object.__setattr__(self, "of_plugins", MappingProxyType(checked))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,6 +182,7 @@ class OpgraftConfig(Section):
         # A plugin may have been installed since the config was made.
         if not plugin_fields().keys() <= self.of_plugins.keys():
             return False
+        # A field without a default keeps None in a complete config, too.
         return all(value is not None or field.default is None for field, value in all_values(self))
 
 
@@ -244,7 +246,8 @@ class Settings:
         if name not in self.scoped:
             return ways
         what = f"add {addition}" if addition else "change it"
-        scope, variable = self.scoped[name], known_fields()[name].variable
+        scope = self.scoped[name]
+        variable = known_fields()[name].variable
         return f"{name} is set by {scope}, which outranks {variable}: {what} there"
 
     def handed_down(self, whole: str = "") -> OpgraftConfig:
@@ -273,10 +276,11 @@ class Settings:
         A value of any setting leaves the layer's value out.
         """
 
-        def is_open(*names: str) -> bool:
-            return all(self.origins[f"compilation_config.{name}"] == "default" for name in names)
+        def is_open(name: str) -> bool:
+            return self.origins[f"compilation_config.{name}"] == "default"
 
-        level = DEFAULT_LEVEL if is_open("level", "mode") else None
+        # A level fills in a mode, so a user's mode excludes the default level.
+        level = DEFAULT_LEVEL if is_open("level") and is_open("mode") else None
         chosen = backend if is_open("backend") else None
         return OpgraftConfig(compilation_config=CompilationConfig(level=level, backend=chosen))
 
@@ -288,7 +292,7 @@ class Settings:
     def chosen_provider(self, op_name: str | None) -> str | None:
         """Return the provider in ``providers`` for the registered name of an op or class.
 
-        ``None`` if there is none, or if ``registry.choice.settled`` has yet to choose one of a list.
+        ``None`` if there is none, or if ``registry.choice.settled`` has yet to choose from a list.
         """
         wanted = self.wanted_providers(op_name)
         return wanted[0] if len(wanted) == 1 else None
@@ -454,6 +458,7 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
         return
     choices = values.get("providers", {})
     native = {f"+{op}" for op, choice in choices.items() if choice == NATIVE_CHOICE}
+    # The message about such a value must name the level, which is what the user has written.
     origin = f"{section}.level {level} ({origins[f'{section}.level']})"
     for attribute, value in LEVELS[level].items():
         name = f"{section}.{attribute}"
@@ -473,9 +478,11 @@ def _leave_out_defaults(values: dict[str, Any], origins: dict[str, str]) -> None
     unused = () if mode is CompilationMode.FULL else OF_FULL
     if not is_packaged(mode, values.get("compilation_config.backend", "inductor")):
         unused = (*unused, "cache")
-    for name in (f"compilation_config.{each}" for each in unused):
+    for attribute in unused:
+        name = f"compilation_config.{attribute}"
         if origins.get(name, "").startswith(("plugin ", "platform ")):
-            del values[name], origins[name]
+            del values[name]
+            del origins[name]
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
@@ -511,6 +518,7 @@ def check_known(name: str) -> None:
     Raises:
         ConfigError: no setting has the name. The message has close matches.
     """
+    # Most names need no look at the installed plugins.
     if name in FIELDS:
         return
     fields = known_fields()
@@ -551,6 +559,7 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
     option = f"--{name}"
     value = known_fields()[name].parse(text, source or option)
     try:
+        # Some checks need the whole section, such as those of custom_ops.
         config_from_fields({name: value})
     except ConfigError as error:
         words = str(error)
@@ -561,8 +570,11 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
 
 
 def _long_prompts_fit(config: OpgraftConfig) -> bool:
-    longest, budget = config.model.max_model_len, config.scheduler.max_num_batched_tokens
-    return config.scheduler.chunked_prefill or longest is None or longest <= budget
+    longest = config.model.max_model_len
+    # With chunks, a long prompt takes several steps. The checkpoint's own length is not known here.
+    if config.scheduler.chunked_prefill or longest is None:
+        return True
+    return longest <= config.scheduler.max_num_batched_tokens
 
 
 def _requests_fit(config: OpgraftConfig) -> bool:
@@ -579,8 +591,10 @@ def _choices_agree(config: OpgraftConfig) -> bool:
     plugins = set()
     for op, choice in (config.providers or {}).items():
         names = (choice,) if isinstance(choice, str) else tuple(choice)
+        # The native definition applies everywhere, so at the head of a list nothing else is chosen.
         if names[0] == NATIVE_CHOICE:
             native.add(op)
+        # A list with one of these may end in a definition that a disabled op runs, too.
         if not {NATIVE_CHOICE, "opgraft"} & set(names):
             plugins.add(op)
     return not (native & switched.on or plugins & switched.off)
@@ -713,10 +727,9 @@ def _check_contradictions(
         ConfigError: a rule does not hold.
     """
     for names, holds, reason in _RULES:
-        if not holds(config):
-            stated = ", ".join(
-                f"{name} = {text_of(values[name])} ({origins[name]})" for name in names
-            )
-            raise ConfigError(
-                f"settings contradict each other: {stated}. {reason[0].upper()}{reason[1:]}."
-            )
+        if holds(config):
+            continue
+        stated = [f"{name} = {text_of(values[name])} ({origins[name]})" for name in names]
+        raise ConfigError(
+            f"settings contradict each other: {', '.join(stated)}. {reason[0].upper()}{reason[1:]}."
+        )

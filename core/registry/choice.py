@@ -58,47 +58,54 @@ class ReplacementChoice:
 
     @property
     def decision(self) -> Decision:
-        kept = f"kept, as {self.asked}" if self.asked else "no active replacement applies"
-        own_reason = f"replaced by {self._shown(self.cls)}" if self.winner else kept
-        rows = [
-            Candidate(
-                self._shown(r.cls),
-                r is self.winner,
-                self._verdict(r, against),
-                r.provider,
-                r.location,
-            )
-            for r, against in self.rows
-        ]
-        rows.append(
-            Candidate(
-                self._shown(self.target),
-                self.winner is None,
-                own_reason,
-                self.own,
-                location_of(self.target),
-            )
-        )
         asked = f", as {self.asked}" if self.asked else ""
-        reason = f"provided by {_who(self.winner)}{asked}" if self.winner else own_reason
-        subject = f"class of {self.target.__qualname__}"
-        return Decision(subject, self._shown(self.cls), reason, tuple(rows), self._setting())
+        if self.winner:
+            reason = f"provided by {_who(self.winner)}{asked}"
+            own_reason = f"replaced by {self._shown(self.cls)}"
+        else:
+            reason = f"kept{asked}" if asked else "no active replacement applies"
+            own_reason = reason
+        candidates = [self._candidate(row, against) for row, against in self.rows]
+        # The op's own class is an option too. Only this row shows why it was passed over.
+        own_class = Candidate(
+            name=self._shown(self.target),
+            accepted=self.winner is None,
+            reason=own_reason,
+            provider=self.own,
+            location=location_of(self.target),
+        )
+        return Decision(
+            subject=f"class of {self.target.__qualname__}",
+            chosen=self._shown(self.cls),
+            reason=reason,
+            candidates=(*candidates, own_class),
+            setting=self._setting(),
+        )
+
+    def _candidate(self, row: Replacement, against: str | None) -> Candidate:
+        return Candidate(
+            name=self._shown(row.cls),
+            accepted=row is self.winner,
+            reason=self._verdict(row, against),
+            provider=row.provider,
+            location=row.location,
+        )
 
     def _shown(self, cls: type) -> str:
         return told_apart(cls, (self.target, *(row.cls for row, _ in self.rows)))
 
     def _setting(self) -> str:
         """Return the setting to choose another class, in words; empty if none does."""
-        free = [
-            choice_name(r)
-            for r, no in self.rows
-            if r is not self.winner and (no is None or isinstance(no, NotAskedFor))
-        ]
+        free = []
+        for row, against in self.rows:
+            # Any other objection holds whatever the settings say.
+            settings_decide = against is None or isinstance(against, NotAskedFor)
+            if row is not self.winner and settings_decide:
+                free.append(choice_name(row))
         if self.winner is None:
             return choosing(self.settings, self.op_name, free)
-        return choosing(
-            self.settings, self.op_name, [self.own.name, *free], choice_name(self.winner)
-        )
+        names = [self.own.name, *free]
+        return choosing(self.settings, self.op_name, names, choice_name(self.winner))
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
@@ -139,6 +146,7 @@ def settled(
     of_target = [each for each in active if each.target is target]
 
     def applies(name: str) -> bool:
+        # Both run the op's own class, so they need no replacement.
         if name in (own.name, NATIVE_CHOICE):
             return True
         return any(objection_to(each, platform, name) is None for each in of_target)
@@ -291,10 +299,12 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
         platform: the current platform.
         wanted: the provider that settings ask for, or ``None``.
     """
+    # First the platform: a decision advises to ask for replacements with the objection NotAskedFor.
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and not _is_of(wanted, replacement):
         return NotAskedFor(f"{_ASKS_FOR} {wanted}")
+    # Last the condition, which may be slow or faulty code of a plugin that the user avoids.
     return replacement.objection_on(platform)
 
 
@@ -311,6 +321,7 @@ def choosing(
     """
     ways = []
     if op_name and names:
+        # One plugin may have several replacements of the op. Its name is enough once.
         first, *others = dict.fromkeys(names)
         python = f"OpgraftConfig(providers={{{op_name!r}: {first!r}}})"
         likewise = f", likewise {' and '.join(others)}" if others else ""

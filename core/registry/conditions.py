@@ -40,27 +40,25 @@ class When:
     package: str = ""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in self._fields().items():
             if not isinstance(value, str):
                 raise RegistrationError(
-                    f"When({field.name}={value!r:.80}): use text, several joined by commas"
+                    f"When({name}={value!r:.80}): use text, several joined by commas"
                 )
-        if not any(getattr(self, field.name) for field in fields(self)):
+        given = self._given()
+        if not given:
             raise RegistrationError(
                 "When() states no condition: give platform, capability, dtype or package"
             )
-        empty = [
-            field.name
-            for field in fields(self)
-            if getattr(self, field.name) and not _terms(getattr(self, field.name))
-        ]
-        if empty:
-            raise RegistrationError(
-                f"{self} has no term in {empty[0]}: give one, or leave the field out"
-            )
+        for name, value in given.items():
+            # Without this error, a field such as "," would hold everywhere.
+            if not _terms(value):
+                raise RegistrationError(
+                    f"{self} has no term in {name}: give one, or leave the field out"
+                )
         _check_dtypes(_terms(self.dtype))
         try:
+            # Any version serves: the parser alone finds malformed bounds.
             _within("1.0", ",".join(_bounds(self.capability)))
             for line in _requirements(self.package):
                 _name_and_bounds(line)
@@ -89,26 +87,35 @@ class When:
         if lacking:
             return f"dtype {lacking[0]} is none of {device.name}: {', '.join(dtypes)}"
         bounds = _bounds(self.capability)
-        missing = [
-            term for term in _terms(self.capability) if term not in (*bounds, *device.features)
-        ]
-        if missing:
-            return f"capability {missing[0]} is none of {device.name}"
-        level = next((f"{m[1]}.{m[2]}" for m in map(_LEVEL.fullmatch, device.features) if m), None)
-        if bounds and (level is None or not _within(level, ",".join(bounds))):
-            return (
-                f"compute level of {device.name} is {level or 'not known'}, wanted "
-                f"{','.join(bounds)}"
-            )
+        for term in _terms(self.capability):
+            if term not in bounds and term not in device.features:
+                return f"capability {term} is none of {device.name}"
+        if not bounds:
+            return None
+        level = _level_of(device)
+        wanted = ",".join(bounds)
+        if level is None or not _within(level, wanted):
+            return f"compute level of {device.name} is {level or 'not known'}, wanted {wanted}"
         return None
 
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _given(self) -> dict[str, str]:
+        return {name: value for name, value in self._fields().items() if value}
+
     def __str__(self) -> str:
-        given = (
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name)
-        )
+        given = [f"{name}={value!r}" for name, value in self._given().items()]
         return f"When({', '.join(given)})"
+
+
+def _level_of(device: DeviceCapability) -> str | None:
+    """Return the compute level of a device, such as ``9.0``; ``None`` if there is none."""
+    for feature in device.features:
+        match = _LEVEL.fullmatch(feature)
+        if match:
+            return f"{match[1]}.{match[2]}"
+    return None
 
 
 Condition: TypeAlias = Callable[[Platform], Any] | When
@@ -163,14 +170,15 @@ def _check_dtypes(names: list[str]) -> None:
     """
     # Not imported here: to register a replacement needs torch, and a condition alone does not.
     torch = sys.modules.get("torch")
-    if names and torch:
-        dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
-        known = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]
-        unknown = next((name for name in names if name not in known), None)
-        if unknown:
+    if not names or not torch:
+        return
+    # A copy of the values, as another thread may import a part of torch meanwhile.
+    dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
+    known = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]
+    for name in names:
+        if name not in known:
             raise RegistrationError(
-                f"When(dtype={unknown!r:.80}) is no floating-point dtype: "
-                f"{close_matches(unknown, known)}"
+                f"When(dtype={name!r:.80}) is no floating-point dtype: {close_matches(name, known)}"
             )
 
 

@@ -51,6 +51,7 @@ def check_contracts(stated: object) -> None:
                 f"{close_matches(part, CONTRACTS)}"
             )
         if number != CONTRACTS[part]:
+            # The side with the smaller number is behind, so a new version of that side helps.
             older = "opgraft" if number > CONTRACTS[part] else "the plugin"
             raise PluginError(
                 f"it was written for contract {number} of {part!r}, and this opgraft has contract "
@@ -64,10 +65,11 @@ def _rows(stated: object) -> list[tuple[str, int]]:
     Raises:
         PluginError: the attribute has another form.
     """
-    items: list[Any] = list(stated.items()) if isinstance(stated, Mapping) else [("", None)]
-    # True is an integer in Python.
-    if all(isinstance(part, str) and type(number) is int for part, number in items):
-        return items
+    if isinstance(stated, Mapping):
+        items: list[Any] = list(stated.items())
+        # No isinstance for numbers: True is an integer in Python.
+        if all(isinstance(part, str) and type(number) is int for part, number in items):
+            return items
     raise PluginError(
         "contracts must name parts with the numbers that the plugin was written for, such as "
         f"contracts = {{'kernel': {CONTRACTS['kernel']}}} (it has {reprlib.repr(stated)})"

@@ -34,11 +34,9 @@ class Provider:
     def attributes(self) -> dict[str, str]:
         """Return attributes for log lines about the provider, without an unknown version."""
         found = {"opgraft.provider.name": printable(self.name)}
-        return (
-            found
-            if self.version is None
-            else {**found, "opgraft.provider.version": printable(self.version)}
-        )
+        if self.version is not None:
+            found["opgraft.provider.version"] = printable(self.version)
+        return found
 
     def __str__(self) -> str:
         return printable(f"{self.name} {self.version}" if self.version else self.name)
@@ -130,19 +128,16 @@ class Decision:
             by = f" [{candidate.provider}]" if candidate.provider else ""
             at = f" at {candidate.location}" if candidate.location else ""
             yield printable(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
-            yield from (
-                f"      {line}"
-                for line in (candidate.evidence.lines() if candidate.evidence else ())
-            )
+            if candidate.evidence:
+                for line in candidate.evidence.lines():
+                    yield f"      {line}"
         if self.setting:
             yield printable(f"  to change it: {self.setting}")
         for part in self.parts:
-            asked = [
-                candidate
-                for candidate in part.candidates
-                if not candidate.reason.startswith(NOT_PROBED)
-            ]
-            yield from (f"  {line}" for line in part._lines(asked))
+            # Below another decision, a list of platforms without a finding would only distract.
+            asked = [row for row in part.candidates if not row.reason.startswith(NOT_PROBED)]
+            for line in part._lines(asked):
+                yield f"  {line}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

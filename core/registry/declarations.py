@@ -64,9 +64,11 @@ class Replacement:
         """
         if self.when is None:
             return None
+        # Kept per platform object, not for good: reset() may bring another platform.
         if self._judged is None or self._judged[0] is not platform:
             what = f"the when= condition of {self.cls.__qualname__} of {self.provider}"
-            self._judged = (platform, objection_of(self.when, platform, what, self.provider))
+            objection = objection_of(self.when, platform, what, self.provider)
+            self._judged = (platform, objection)
         return self._judged[1]
 
     @property
@@ -80,8 +82,11 @@ class Replacement:
         it: within one activation, the function may define several classes with different
         conditions.
         """
-        again = self.activation is not None and known.activation is not self.activation
-        return redefines(known.cls, self.cls) and (again or not _is_local(self.cls))
+        if not redefines(known.cls, self.cls):
+            return False
+        if not _is_local(self.cls):
+            return True
+        return self.activation is not None and known.activation is not self.activation
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,9 @@ class Registry:
     ) -> Callable[[], None]:
         # Ops and classes share one space of names: ``providers`` may name both.
         known = self.ops.get(name) or self.classes.get(name)
-        if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
+        # The same module may come from another distribution. Its class must not take over unseen.
+        is_again = known and redefines(known.cls, cls) and known.provider == provider
+        if known is not None and not is_again:
             kind = "op" if records is self.ops else "class"
             raise ConflictError(
                 f"{kind} name {name!r} is registered twice: by {qualified(known.cls)} at "
@@ -183,7 +190,8 @@ class Registry:
                 f"decorate with @{known.cls.__name__}.register_oot{_import_of(known.cls)} instead; "
                 "otherwise rename one of them."
             )
-        record = records[name] = OpRecord(name, cls, provider)
+        record = OpRecord(name, cls, provider)
+        records[name] = record
 
         def remove() -> None:
             # A reloaded definition may hold the name by now.
@@ -204,6 +212,7 @@ class Registry:
         """
         if field == "providers":
             return self.records()
+        # Registered names come last, as they win over the same name of a class.
         return {**self.ops_by_class(), **self.ops}
 
     def ops_by_class(self) -> dict[str, OpRecord]:
@@ -260,18 +269,20 @@ class Registry:
             UnknownTargetError: no class has the name.
             RegistrationError: the replacement does not fit the target.
         """
-        if replacement.target is None:
-            target = self.find_target(replacement.asked_for)
-            if target is None:
-                raise UnknownTargetError(
-                    f"{qualified(replacement.cls)} at {replacement.location} "
-                    f"({replacement.provider}) replaces {replacement.asked_for!r}, which no "
-                    "registered op answers to: "
-                    f"{close_matches(replacement.asked_for, self.target_names())} "
-                    "Name it by op name, class name, 'module:Class' or the class itself."
-                )
-            replacement.findings = self._check(replacement, target)
-            replacement.target = target
+        if replacement.target is not None:
+            return
+        target = self.find_target(replacement.asked_for)
+        if target is None:
+            raise UnknownTargetError(
+                f"{qualified(replacement.cls)} at {replacement.location} "
+                f"({replacement.provider}) replaces {replacement.asked_for!r}, which no "
+                "registered op answers to: "
+                f"{close_matches(replacement.asked_for, self.target_names())} "
+                "Name it by op name, class name, 'module:Class' or the class itself."
+            )
+        replacement.findings = self._check(replacement, target)
+        # Set after the check, which may raise: a refused replacement stays pending.
+        replacement.target = target
 
     def _check(self, replacement: Replacement, target: type) -> tuple[str, ...]:
         for known in self.replacements:
@@ -313,10 +324,11 @@ class Registry:
     def targets(self) -> list[type]:
         """Return the registered classes and their variants, each once."""
         replacements = {replacement.cls for replacement in self.replacements}
-        records = self.records().values()
-        return list(
-            dict.fromkeys(cls for each in records for cls in _with_variants(each.cls, replacements))
-        )
+        found: list[type] = []
+        for record in self.records().values():
+            found += _with_variants(record.cls, replacements)
+        # An op may derive from another op, and is then a variant of this one, too.
+        return list(dict.fromkeys(found))
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
@@ -341,10 +353,12 @@ def _exports(module: str, cls: type) -> bool:
 
 def _import_of(cls: type) -> str:
     """Return the import of a class from the outermost package with the class, or an empty text."""
-    parts = cls.__module__.split(".")
-    packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    found = next((package for package in packages if _exports(package, cls)), None)
-    return f" (from {found} import {cls.__name__})" if found else ""
+    package = ""
+    for part in cls.__module__.split("."):
+        package = f"{package}.{part}" if package else part
+        if _exports(package, cls):
+            return f" (from {package} import {cls.__name__})"
+    return ""
 
 
 def redefines(old: Any, new: Any) -> bool:
@@ -354,11 +368,15 @@ def redefines(old: Any, new: Any) -> bool:
     """
     if old is new:
         return True
+    if qualified(old) != qualified(new):
+        return False
     # During a reload the name still leads to the old class, afterwards to the new one. If it leads
     # to a third class, two different classes share the name.
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
-    same_statement = _is_local(old) and location_of(old) == location_of(new)
-    return qualified(old) == qualified(new) and (bound in (old, new) or same_statement)
+    if bound in (old, new):
+        return True
+    # No module has a local class as an attribute. Two functions may define one of the same name.
+    return _is_local(old) and location_of(old) == location_of(new)
 
 
 def unapplied_at(location: str) -> str:

@@ -28,8 +28,10 @@ class Finding:
     others: tuple[Provider, ...] = ()
 
     def __str__(self) -> str:
-        told = self.location is None or self.location in self.message
-        return self.message if told else f"{self.message} ({self.location})"
+        # Many messages name the place within a sentence. Once is enough.
+        if self.location is None or self.location in self.message:
+            return self.message
+        return f"{self.message} ({self.location})"
 
     def concerns(self, providers: Iterable[Provider]) -> bool:
         """Return True if the finding is about one of the providers."""
@@ -38,9 +40,8 @@ class Finding:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """Undo ``to_dict``."""
-        return cls(
-            **{**data, "provider": Provider(**data["provider"]) if data["provider"] else None}
-        )
+        provider = Provider(**data["provider"]) if data["provider"] else None
+        return cls(**{**data, "provider": provider})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain data, with the names of all JSON of opgraft."""

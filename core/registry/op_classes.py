@@ -66,6 +66,7 @@ def _findings(target: type, cls: type) -> tuple[str, ...]:
     Raises:
         RegistrationError: the subclass overrides nothing, has an async method, or refuses a call.
     """
+    # Mixins of the replacement count too: a kernel may come from one.
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base)}
     methods = [method for method in ("__init__", *called_methods(target)) if method in defined]
@@ -87,6 +88,7 @@ def _expect_plain(cls: type, method: str) -> None:
     if owner is None:
         return
     defined = vars(owner)[method]
+    # A staticmethod or classmethod hides the kind of the function within.
     function = getattr(defined, "__func__", defined)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise RegistrationError(
@@ -111,9 +113,11 @@ def _unserved_forms(target: type, between: Sequence[type]) -> Iterator[str]:
         between: the classes of the replacement, down to the target.
     """
     forms = forms_called(target)
+    if not forms:
+        return
+    # The native definition runs in a form in any case.
     methods = [method for method in kernel_methods() if method != "forward_native"]
-    pairs = itertools.product(between, methods) if forms else ()
-    for base, method in pairs:
+    for base, method in itertools.product(between, methods):
         if method not in vars(base):
             continue
         functions = vars(base).get(f"functional_{method.removeprefix('forward_')}", {})
@@ -152,7 +156,8 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     # A kernel of the replacement is compared with the native definition, which every op has.
     native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
-    accepted, offered = method_signature(target, reference), method_signature(cls, method)
+    accepted = method_signature(target, reference)
+    offered = method_signature(cls, method)
     # Models give the only argument of opgraft's ops by position, under any name.
     if method in kernel_methods() and recorded_calls(target, FORWARD):
         accepted = _one_by_position(accepted)
@@ -160,12 +165,14 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
     if not problem:
         return None
     fails = None
+    # A refused call fails only if opgraft may bind the method. Otherwise it is a finding.
     if _may_be_bound(cls, owner, method):
         fails = _failing_call(target, native, accepted, offered)
+    place = location_of(vars(owner)[method])
+    reference_place = _place_of_method(target, reference)
     text = (
-        f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
-        f"{target.__qualname__}.{reference} at {_place_of_method(target, reference)}: "
-        f"{fails or problem}. "
+        f"{owner.__qualname__}.{method} at {place} is narrower than "
+        f"{target.__qualname__}.{reference} at {reference_place}: {fails or problem}. "
         f"Accept every call that {target.__name__} accepts; further parameters must be optional."
     )
     if fails:
@@ -217,8 +224,13 @@ def _failing_call(target: type, method: str, accepted: Signature, offered: Signa
         return _failing_call_of_opgraft(stated.narrowed(accepted), offered)
     if recorded is None:
         return rejected_call(stated.narrowed(accepted), offered)
-    counted = [call for call in recorded if not set(call.keywords) & set(stated.never)]
-    return next(filter(None, (call.failure(accepted, offered) for call in counted)), None)
+    for call in recorded:
+        if set(call.keywords) & set(stated.never):
+            continue
+        failure = call.failure(accepted, offered)
+        if failure:
+            return failure
+    return None
 
 
 def _failing_call_of_opgraft(accepted: Signature, offered: Signature) -> str | None:
@@ -230,6 +242,7 @@ def _failing_call_of_opgraft(accepted: Signature, offered: Signature) -> str | N
     names = [p.name for p in required if p.kind in BY_POSITION]
     keywords = [p.name for p in required if p.kind is Parameter.KEYWORD_ONLY]
     exchanged = bound_call(names, keywords, accepted, offered)
+    # rejected_call() alone ignores names by position, so it misses two that changed places.
     return exchanged or rejected_call(Calls(by_position=names).narrowed(accepted), offered)
 
 
@@ -293,7 +306,7 @@ def _without_effect(target: type, cls: type, defined: Set[str]) -> str | None:
     if defined & has_effect or any(hasattr(target, name) for name in plain):
         return None
     near = {name: _suggestion(name) for name in sorted(plain) if name.startswith("forward_")}
-    hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
+    hint = "".join(f" It defines {name}: {suggestion}" for name, suggestion in near.items())
     text = (
         f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so "
         f"replacing would change nothing.{hint} Define {_meant(target)}; a mixin that brings it "
@@ -319,10 +332,16 @@ def called_methods(target: type) -> Sequence[str]:
     """List the methods that callers may call: an op's kernels; another class's public methods."""
     if _is_op(target):
         return kernel_methods()
-    found = {name: value for base in own_classes(target) for name, value in vars(base).items()}
     functions = (types.FunctionType, classmethod, staticmethod)
-    called = {name for name in found if not name.startswith("_") or name == "__call__"}
-    return sorted(name for name in called if isinstance(found[name], functions))
+    found: dict[str, object] = {}
+    for base in own_classes(target):
+        found.update(vars(base))
+    called = []
+    for name, value in found.items():
+        is_public = not name.startswith("_") or name == "__call__"
+        if is_public and isinstance(value, functions):
+            called.append(name)
+    return sorted(called)
 
 
 def kernel_methods() -> tuple[str, ...]:
@@ -340,9 +359,13 @@ def own_classes(cls: type) -> list[type]:
 
     Only these classes may define kernels.
     """
-    mro = cls.__mro__
-    ends = [index for index, base in enumerate(mro) if "__op_base__" in vars(base)]
-    return list(mro[: min(ends)]) if ends else list(mro)
+    own = []
+    for base in cls.__mro__:
+        # Not getattr: every op inherits the mark.
+        if "__op_base__" in vars(base):
+            break
+        own.append(base)
+    return own
 
 
 def location_of(thing: object) -> str:
@@ -362,12 +385,11 @@ def _location(thing: Any) -> str:
     if isinstance(thing, (staticmethod, classmethod)):
         thing = thing.__func__
     # A decorator that keeps the function as __wrapped__ is no place of interest.
-    code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
+    innermost = inspect.unwrap(thing) if callable(thing) else thing
+    code = getattr(innermost, "__code__", None)
     if code is not None:
-        return (
-            f"{code.co_filename}:"
-            f"{_line_of_name(code.co_filename, code.co_firstlineno, code.co_name)}"
-        )
+        line = _line_of_name(code.co_filename, code.co_firstlineno, code.co_name)
+        return f"{code.co_filename}:{line}"
     try:
         file = inspect.getsourcefile(thing) or ""
         return f"{file}:{_line_of_class(file, thing)}"
@@ -381,17 +403,18 @@ _kept_location = functools.lru_cache(maxsize=1024)(_location)
 
 def _line_of_class(file: str, cls: type) -> int:
     """Return the line of the ``class`` statement."""
-    # Of the functions that the statement has defined, not of those that were put into the class.
-    methods = [value for value in vars(cls).values() if isinstance(value, types.FunctionType)]
-    own = [each for each in methods if each.__qualname__ == f"{cls.__qualname__}.{each.__name__}"]
-    first_lines = [
-        each.__code__.co_firstlineno for each in own if each.__code__.co_filename == file
-    ]
+    first_lines = []
+    for value in vars(cls).values():
+        if not isinstance(value, types.FunctionType) or value.__code__.co_filename != file:
+            continue
+        # A function that was put into the class later may stand above the statement.
+        if value.__qualname__ == f"{cls.__qualname__}.{value.__name__}":
+            first_lines.append(value.__code__.co_firstlineno)
     first = min(first_lines, default=0)
     above = [line for line in _lines_of_name(file, 1, cls.__name__) if line < first]
     if len(above) == 1:
         return above[0]
-    # Python parses the file, which takes milliseconds.
+    # Several statements above have the name. Python parses the file, which takes milliseconds.
     return _line_of_name(file, inspect.getsourcelines(cls)[1], cls.__name__)
 
 

@@ -40,8 +40,10 @@ class RecordedCall:
     def failure(self, target: Signature, replacement: Signature) -> str | None:
         """Return the reason why ``replacement`` refuses this call of ``target``, or ``None``."""
         names = [p.name for p in target.parameters.values() if p.kind in BY_POSITION]
-        others = [f"argument {index}" for index in range(len(names), self.positional)]
-        return bound_call([*names, *others][: self.positional], self.keywords, target, replacement)
+        # Further values go to *args of the target, where they have no names.
+        unnamed = [f"argument {index}" for index in range(len(names), self.positional)]
+        by_position = [*names, *unnamed][: self.positional]
+        return bound_call(by_position, self.keywords, target, replacement)
 
 
 def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
@@ -50,10 +52,14 @@ def recorded_calls(cls: type, method: str) -> Sequence[RecordedCall] | None:
     Calls of a base class count too, since callers do not know variants. A constructor
     has the record of the class that defines the constructor.
     """
+    table = _table()
     if method == "__init__":
         owner = next(base for base in cls.__mro__ if method in vars(base))
-        return _table().get(_key_of_call(owner, method)) or _table().get(_key_of_call(cls, method))
-    found = {call for base in cls.__mro__ for call in _table().get(_key_of_call(base, method), ())}
+        return table.get(_key_of_call(owner, method)) or table.get(_key_of_call(cls, method))
+    found: set[RecordedCall] = set()
+    for base in cls.__mro__:
+        found.update(table.get(_key_of_call(base, method), ()))
+    # None, not an empty list: without a record, callers may make any call.
     return sorted(found) or None
 
 
@@ -71,6 +77,7 @@ def forms_called(cls: type) -> Sequence[str]:
 def written(calls: Mapping[str, Sequence[RecordedCall]]) -> str:
     """Return the text of the file for ``calls``: a line for each constructor and method."""
     rows = []
+    # Sorted, so that a new call changes one line of the file.
     for key in sorted(calls):
         shapes = [[call.positional, list(call.keywords)] for call in sorted(calls[key])]
         rows.append(f"  {json.dumps(key)}: {json.dumps(shapes)}")

@@ -46,6 +46,7 @@ class Calls:
     def _narrowed(self, parameter: Parameter) -> Parameter:
         if parameter.name in self.always:
             parameter = parameter.replace(default=Parameter.empty)
+        # Then the name is free: a replacement may call the parameter by another one.
         if parameter.name in self.by_position:
             parameter = parameter.replace(kind=Parameter.POSITIONAL_ONLY)
         return parameter
@@ -110,6 +111,7 @@ def _of_function(function: FunctionType) -> Signature:
 def _without_self(function: Any) -> Signature:
     """Return the signature of a function without the first parameter."""
     signature = _known(function)
+    # A signature of any call has no parameter for self.
     if signature is _ANY:
         return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -119,6 +121,7 @@ def _known(function: Any) -> Signature:
     """Return the signature of a callable; of compiled code without one, that of any call."""
     try:
         return inspect.signature(function)
+    # Python finds no signature for many functions that were compiled from C or Cython.
     except (ValueError, TypeError):
         return _ANY
 
@@ -225,6 +228,7 @@ def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, st
             landing.update({item: item for item in value})
         elif kind is Parameter.VAR_KEYWORD:
             landing.update({item: key for key, item in value.items()})
+        # The value of an argument is a name of the target's parameter, see the callers.
         else:
             landing[value] = name
     return landing
@@ -233,14 +237,12 @@ def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, st
 def _moved_value(
     target: Signature, wanted: Mapping[str, Any], landing: Mapping[str, str]
 ) -> str | None:
+    # No caller can write the name of a positional-only parameter, so the name may differ.
+    nameable = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     for name, parameter in target.parameters.items():
-        if name not in wanted or parameter.kind in (
-            Parameter.VAR_POSITIONAL,
-            Parameter.VAR_KEYWORD,
-        ):
+        if name not in wanted or parameter.kind not in nameable:
             continue
-        # No caller can write the name of a positional-only parameter, so the name may differ.
-        if parameter.kind is not Parameter.POSITIONAL_ONLY and landing[name] != name:
+        if landing[name] != name:
             return f"the value for {name!r} lands in {landing[name]!r}"
     return None
 

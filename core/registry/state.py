@@ -122,6 +122,7 @@ def activating(transaction: Transaction) -> Iterator[None]:
     loading = _STATE.loading
     outer = loading.transaction
     token = ACTIVATING.set(transaction)
+    # A new thread starts without the context of its starter, so the variable is not enough.
     loading.transaction = transaction
     try:
         yield
@@ -275,12 +276,14 @@ class HostState:
 
     def invalidate(self) -> None:
         """Forget all decisions, since a plugin or a setting has changed."""
+        # A new object: another thread may read the former one at this moment.
         self.caches = Caches()
         self.generation += 1
 
     def activate(self, replacement: Replacement) -> Callable[[], None]:
         """Let a declared replacement take effect, and return the undo."""
         with self.lock:
+            # Whoever activated the replacement first has the undo.
             if replacement in self.active:
                 return lambda: None
             # A new list, as readers iterate without the lock.
@@ -492,6 +495,7 @@ class _Fork(threading.local):
 
     def begins(self) -> None:
         """Take the locks, and wait for a thread that loads plugins: a child could not go on."""
+        # In the order of all threads. Another order could end in a deadlock.
         locks = (_STATE.loading.lock, _STATE.lock)
         self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
 
@@ -508,6 +512,7 @@ class _Fork(threading.local):
         self.ends()
         if not whole:
             _begin_anew()
+        # Both processes have the identity of the parent until here.
         _STATE.identity = _new_identity()
 
 

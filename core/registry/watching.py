@@ -76,6 +76,7 @@ def watching_code(what: str, provider: Provider | None) -> Iterator[None]:
     for listener in LISTENERS:
         listener.begins(printable(what), provider)
     try:
+        # A listener reports to a parent process, which warns and ends slow code itself.
         patience = nullcontext() if LISTENERS else told_when_late(what, provider)
         with patience, own_interrupts_as_errors():
             yield
@@ -211,6 +212,7 @@ class _Step(_WatchedScope):
 
     def look(self, now: float, is_innermost: bool) -> None:
         if now >= self.late_from:
+            # Once is enough: the next looks come every quarter of a second.
             self.late_from = float("inf")
             self._tell()
 
@@ -248,6 +250,7 @@ class _Calls(_WatchedScope):
             self.frame = None
         elif call.frame is not self.frame:
             self.frame = call.frame
+            # The call began after the look before, at the earliest.
             self.since = before
         elif now >= self.since + PATIENCE:
             self.since = float("inf")
@@ -298,6 +301,7 @@ class _Late:
 
     def finish(self, step: _WatchedScope) -> None:
         with self.lock:
+            # A fork within the scope has emptied the list of the child.
             if step in self.steps:
                 self.steps.remove(step)
         step.end()
@@ -314,6 +318,7 @@ class _Late:
                 steps = list(self.steps)
             # The last step of a thread is the innermost.
             innermost = {step.thread: step for step in steps}
+            # Without the lock: a look may log, and a handler of the log may run any code.
             for step in steps:
                 step.look(now, innermost[step.thread] is step)
             with self.lock:
@@ -349,6 +354,7 @@ class _Interrupts:
     def begin(self) -> bool:
         """Take the place of the handler; return True if ``end`` must undo that."""
         before = signal.getsignal(signal.SIGINT)
+        # Python lets only the main thread set handlers. SIG_IGN and SIG_DFL cannot be called.
         if before is self or not callable(before) or not _in_main_thread():
             return False
         self.before = before
