@@ -64,6 +64,7 @@ class Buckets:
         if missing == 0:
             return tensor
         # F.pad takes the numbers of entries before and after, for the last dimension first.
+        # The remainder turns a negative dimension into the same one counted from the front.
         following = tensor.dim() - 1 - dim % tensor.dim()
         return F.pad(tensor, (*(0, 0) * following, 0, missing), value=value)
 
@@ -129,6 +130,7 @@ def no_recompilation(compilations: Callable[[], int], allowed: int = 0) -> Itera
         RecompilationError: the block compiled more programs, and raised nothing itself.
     """
     before = compilations()
+    # No "finally": an error of the block must not be hidden behind the error about compilations.
     yield
     compiled = compilations() - before
     if compiled > allowed:

@@ -59,6 +59,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     """
     resolved = opgraft_config.resolved()
     name = _name_of_model(resolved)
+    # Cheap checks come first: to construct a large model takes minutes.
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
@@ -89,7 +90,9 @@ def describe_model(opgraft_config: OpgraftConfig) -> Model:
     name = _name_of_model(resolved)
     _expect_ranks(resolved.parallel)
     with opened_once(config_only=True):
-        return _constructed(resolved, open_weights(name), torch.device("meta")).eval()
+        weights = open_weights(name)
+        # Tensors on the device "meta" have shapes, and no memory.
+        return _constructed(resolved, weights, torch.device("meta")).eval()
 
 
 def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device) -> Model:
@@ -99,6 +102,7 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
     dtype = dtype_of(resolved, config)
     # A config without a dtype says nothing of the weights.
     is_stated = getattr(config, "dtype", None) is dtype
+    # A dtype that the user asks for stays, even if the device is slow with it.
     if is_stated and resolved.model.dtype in (None, "auto"):
         dtype = _computed_dtype(dtype, device)
     with _default_dtype_and_device(dtype, device):
@@ -106,6 +110,7 @@ def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device
         if is_older(cls):
             others = {"config": config, "quant_config": quantization_config(resolved, cls)}
         model = construct(cls, opgraft_config=resolved, **others)
+    # Only the whole model shows that a pattern of the settings matches no layer.
     expect_patterns_used(model)
     return model
 
@@ -157,6 +162,7 @@ def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], A
         )
     architectures = getattr(config, "architectures", None) or ()
     cls = model_class(architectures, resolved.model.implementation or "auto")
+    # The class is known by the plain config, and may need more than such a config has.
     if plain and not cls.plain_config:
         config = read_config(weights)
     return cls, config
@@ -216,8 +222,10 @@ def _unusable(name: str, error: Exception) -> OpgraftError:
     platform = selection.platform
     provider = selection.provider
     device_type = platform.device_type
+    # The name may have a number, such as "npu:1".
     is_own = name.partition(":")[0] == device_type
     of_plugin = provider is not None and provider.name != HOST_DISTRIBUTION
+    # If the device without a number is usable, the number is wrong, and not the plugin.
     if is_own and of_plugin and why_unusable(device_type) is not None:
         place = location_of(type(platform))
         return PluginError(
@@ -279,22 +287,26 @@ def _computed_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
         ModelError: the platform names no dtype of that size.
     """
     platform = current_platform()
+    # The platform knows its own devices only, and load.device may name another one.
     if device.type != torch.device(platform.device_type).type:
         return dtype
     capability = platform.capability(device.index or 0)
     if dtype in capability.dtypes:
         return dtype
-    usable = [each for each in capability.dtypes if _short(each) in DTYPES]
+    dtypes = ", ".join(map(_short, capability.dtypes))
     told = (
         f"the checkpoint has {_short(dtype)}, and {capability.name} of the platform "
-        f"{platform.name} computes in {', '.join(map(_short, capability.dtypes))}: "
+        f"{platform.name} computes in {dtypes}: "
     )
-    # Such as float16 for bfloat16 on a GPU that computes slowly in bfloat16.
-    same = next((each for each in usable if each.itemsize == dtype.itemsize), None)
-    if same is not None:
-        told += f"model.dtype is {_short(same)} now; model.dtype={_short(dtype)} keeps the other"
-        logger.warning_once("%s", printable(told))
-        return same
+    usable = [each for each in capability.dtypes if _short(each) in DTYPES]
+    for other in usable:
+        # Such as float16 for bfloat16 on a GPU that computes slowly in bfloat16.
+        if other.itemsize == dtype.itemsize:
+            told += f"model.dtype is {_short(other)} now; "
+            told += f"model.dtype={_short(dtype)} keeps the other"
+            logger.warning_once("%s", printable(told))
+            return other
+    # Another size would change the memory of the model, so the user has to choose it.
     example = f", for example model.dtype={_short(usable[0])}" if usable else ""
     raise ModelError(printable(f"{told}set model.dtype{example}"))
 

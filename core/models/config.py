@@ -45,6 +45,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
             implementation of a hub. The architecture of a GGUF file is not known.
         InputError: transformers is not installed.
     """
+    # The values are checked before transformers reads the file, as it may act on some of them.
     if weights.is_gguf:
         file = weights.path
         values = config_values(weights.metadata, weights.stored, file)
@@ -67,6 +68,7 @@ def _config_of_transformers(weights: Weights, values: dict[str, Any], file: Path
     transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
+            # transformers reads only GGUF files of a few families. The values are known already.
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         with _without_warnings(transformers):
             return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
@@ -180,6 +182,7 @@ def check_config(file: Path) -> dict[str, Any]:
                 f"{file}: architectures is {names!r:.200}, expected a list of class names"
             )
     for key, value in _settings_of_config(config):
+        # transformers reads the key without and with "_".
         if key.lstrip("_") in _IMPLEMENTATIONS and value not in _LOCAL:
             raise CheckpointError(
                 f"{file}: {key} is {value!r:.80}, which is refused: transformers may take it from "
@@ -229,6 +232,7 @@ def _settings_of_config(config: object) -> Iterator[tuple[str, object]]:
     Implementations may be given for each part of a model: ``{"attn_implementation": {"text":
     "sdpa"}}``. The values of such an object are yielded with the outer key.
     """
+    # A loop instead of a recursion: the file of a stranger may nest objects deeply.
     left = [("", config)]
     while left:
         key, value = left.pop()

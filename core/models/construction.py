@@ -88,6 +88,7 @@ def _older_arguments(
     resolved = config.resolved()
     arguments = {}
     for parameter in parameters:
+        # *args and **kwargs need nothing, and often pass unknown arguments on to a base class.
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in given:

@@ -142,18 +142,20 @@ class DecoderAttention(nn.Module):
         """Return the norms of query and key."""
         head_size = shape.head_size
         qkv = self.qkv_proj
+        query_norm: nn.Module
+        key_norm: nn.Module
         if family.qk_norm == "each":
-            return (
-                HeadNorms(qkv.num_heads, head_size, shape.eps, qkv.first_head),
-                HeadNorms(qkv.num_kv_heads, head_size, shape.eps, qkv.first_kv_head),
-            )
-        norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+            query_norm = HeadNorms(qkv.num_heads, head_size, shape.eps, qkv.first_head)
+            key_norm = HeadNorms(qkv.num_kv_heads, head_size, shape.eps, qkv.first_kv_head)
+            return query_norm, key_norm
+        query_size = head_size
+        key_size = head_size
         if family.qk_norm == "whole":
-            return (
-                norm(shape.num_heads * head_size, eps=shape.eps),
-                norm(shape.num_kv_heads * head_size, eps=shape.eps),
-            )
-        return norm(head_size, eps=shape.eps), norm(head_size, eps=shape.eps)
+            # The heads of all ranks, as the mean square is over all of them.
+            query_size *= shape.num_heads
+            key_size *= shape.num_kv_heads
+        norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+        return norm(query_size, eps=shape.eps), norm(key_size, eps=shape.eps)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Attend with ``hidden_states`` ``[tokens, hidden_size]`` at ``positions`` ``[tokens]``."""
@@ -178,6 +180,7 @@ class DecoderAttention(nn.Module):
             by_head: Tensor = norm(x.reshape(*x.shape[:-1], heads, self.head_size))
             return by_head.flatten(-2)
         ranks = get_tensor_model_parallel_world_size()
+        # The split of query, key and value has left gaps between the rows of each.
         if ranks == 1:
             whole: Tensor = norm(x.contiguous())
             return whole
@@ -252,10 +255,12 @@ class DecoderLayer(nn.Module):
             return None
         if type(mlp) is not DecoderMLP:
             return None
+        # A plan has no place for further norms and scales.
         if after_attention or after_mlp or attention.qk_norm or self.residual_scale != 1.0:
             return None
         if before_attention is None or before_mlp is None:
             return None
+        # A plan keeps the table of the rope, and a fitted rope changes its table.
         if isinstance(attention.rotary_emb, _FITTED):
             return None
         return DecoderParts(
@@ -302,6 +307,7 @@ class DecoderModel(DecoderStack):
         prefix: str,
         stage: Stage,
     ) -> None:
+        # One rope for all layers of a kind: a table of sines for each layer would take memory.
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
 
         def make_embedding() -> nn.Module:
@@ -373,12 +379,14 @@ class DecoderModel(DecoderStack):
         if computed is None:
             return None
         hidden_states, residual = computed
+        # The caller goes past the compiled code, so nothing would fuse the native norm.
         return self.left(hidden_states, residual, compiled=False)
 
     def _scaled(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         hidden_states, residual = self.entered(input_ids, inputs_embeds)
+        # With a residual stream, a stage before has scaled the embeddings.
         if self.embedding_scale != 1.0 and residual is None:
             hidden_states = hidden_states * self.embedding_scale
         return hidden_states, residual

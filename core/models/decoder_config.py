@@ -18,6 +18,7 @@ ACTIVATIONS = MappingProxyType(
     {
         "silu": "silu",
         "gelu": "gelu",
+        # Both approximate by a hyperbolic tangent.
         "gelu_pytorch_tanh": "gelu_tanh",
         "gelu_new": "gelu_tanh",
     }
@@ -172,6 +173,7 @@ class DecoderShape:
         longest = _longest(given, max_position)
         bias = bool(given("attention_bias", False))
         layers, ropes = _layers(given, family)
+        # A setting that is not followed would give wrong answers without an error.
         _expect_written(given)
         _expect_read(given, family, ropes)
         # Layers with latents have another scale, and other experts.
@@ -239,10 +241,14 @@ def _expect_read(
     found = {name: given(name, None) for name in GRANITE_SCALES | GEMMA_SCALES}
     # A latent head is rotated in a part of its own.
     if not family.latent:
-        shares = [rope.get(PARTIAL_ROPE) for rope in ropes.values()]
-        found[PARTIAL_ROPE] = next((share for share in shares if share not in (None, 1)), None)
+        for rope in ropes.values():
+            share = rope.get(PARTIAL_ROPE)
+            if share not in (None, 1):
+                found[PARTIAL_ROPE] = share
+                break
     for name, value in sorted(found.items()):
-        neutral = (None, 1) if name in _FACTORS | {PARTIAL_ROPE} else (None,)
+        # A factor of 1 changes nothing. For the others, 1 is a number like any other.
+        neutral = (None, 1) if name in _FACTORS or name == PARTIAL_ROPE else (None,)
         if name in family.reads or value in neutral:
             continue
         raise ModelError(
@@ -269,6 +275,7 @@ def _head_size(given: GivenSettings, hidden: int, heads: int, kv_heads: int) -> 
 def _longest(given: GivenSettings, max_position: int | None) -> int:
     if max_position is None:
         max_position = given("max_position_embeddings")
+    # Not isinstance: True is an integer in Python.
     if type(max_position) is not int or not 1 <= max_position <= LARGEST_SIZE:
         raise ModelError(
             f"{given.name}: a context of {max_position!r:.40} tokens (max_position_embeddings, or "
@@ -341,6 +348,7 @@ def _ropes(given: GivenSettings, kinds: Sequence[str]) -> Mapping[str, Mapping[s
         "rope_theta": given("rope_theta", 10000.0),
     }
     by_kind = {"": parameters}
+    # {"full_attention": {...}, "sliding_attention": {...}} has a rope for each kind.
     if all(isinstance(parameters.get(kind), Mapping) for kind in kinds):
         by_kind = parameters
     if by_kind is parameters and given("layer_types", None) is None:
@@ -351,7 +359,12 @@ def _ropes(given: GivenSettings, kinds: Sequence[str]) -> Mapping[str, Mapping[s
     # Phi-3 has the trained context beside the parameters; other families have it among them.
     trained = given("original_max_position_embeddings", None)
     extra = {} if trained is None else {"original_max_position_embeddings": trained}
-    return {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
+    ropes = {}
+    for kind, rope in by_kind.items():
+        # Settings that hold for all kinds may stand beside the kinds.
+        if isinstance(rope, Mapping):
+            ropes[kind] = {**extra, **rope}
+    return ropes
 
 
 def _embedding_scale(given: GivenSettings, family: DecoderFamily, hidden: int) -> Any:
@@ -391,6 +404,7 @@ def _latent_scale(latent: LatentShape, ropes: Mapping[str, Mapping[str, Any]]) -
     YaRN's scale of all dimensions counts twice, once for the query and once for the key.
     """
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
+    # Layers with latents are all of one kind, so they share one rope.
     (rope,) = ropes.values()
     share = rope.get("mscale_all_dim")
     factor = rope.get("factor") or 1.0

@@ -67,6 +67,7 @@ class ExpertsShape:
         renormalize = family.renormalize
         if renormalize is None:
             renormalize = given("norm_topk_prob", False)
+        # Of the families here, only Qwen3 has these two settings.
         step = given.size("decoder_sparse_step", 1)
         dense = given("mlp_only_layers", None) or ()
         layers = []
@@ -111,6 +112,7 @@ class DecoderExperts(nn.Module):
         sharing: ExpertSharing = ALONE,
     ) -> None:
         super().__init__()
+        # Not quantized, as in checkpoints: a small error would send a token to another expert.
         self.gate = ReplicatedLinear(
             shape.hidden_size,
             shape.num_experts,

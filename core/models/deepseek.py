@@ -25,6 +25,7 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        # Without a checkpoint there are no tensors to ignore.
         if self.config is None:
             return
         # Checkpoints have further layers after the last one, which predict more tokens in training.

@@ -68,6 +68,7 @@ class RoutedShape:
                 f"topk_method is {method!r:.40} and moe_layer_freq {step!r:.40}, expected one of "
                 f"{', '.join(METHODS)}, and 1: no others are written"
             )
+        # The plain greedy choice looks at all experts at once.
         grouped = method != "greedy"
         by_sigmoid = method == "noaux_tc"
         # V2 has the setting, and its code never followed the setting.
@@ -120,6 +121,7 @@ class DeepseekExperts(nn.Module):
         bias = nn.Parameter(
             torch.empty(shape.num_experts, dtype=torch.float32), requires_grad=False
         )
+        # Checkpoints have the bias below the gate, though only the choice of experts reads it.
         self.gate.register_parameter("e_score_correction_bias", bias if shape.by_sigmoid else None)
         self.shared_experts = shared
         self.experts = FusedMoE(

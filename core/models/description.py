@@ -90,6 +90,7 @@ def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> Quantizati
         return choose_quantization(settings, {}, merged)
     weights = open_weights(resolved.model.name)
     own = checkpoint_quantization(weights)
+    # The settings of some checkpoints call a layer quantized that is stored plain.
     stored = stored_layers(weights, model.weights_mapper) if own else {}
     return choose_quantization(settings, own, merged, stored)
 
@@ -110,6 +111,7 @@ def stored_layers(weights: Weights, mapper: WeightsMapper) -> dict[str, bool]:
             continue
         for spelled in mapper.spellings(name):
             layer = spelled.rpartition(".")[0]
+            # One quantized tensor of several is enough: plain ones may stand beside it.
             stored[layer] = stored.get(layer, False) or is_quantized
     return stored
 
@@ -125,14 +127,14 @@ def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
         CheckpointError: the checkpoint cannot be read, or the settings name no ``quant_method``.
     """
     if weights.is_gguf:
-        types = {
-            name: tensor.quantization
-            for name, tensor in weights.tensors.items()
-            if tensor.quantization
-        }
+        types = {}
+        for name, tensor in weights.tensors.items():
+            if tensor.quantization:
+                types[name] = tensor.quantization
         return {"quant_method": "gguf", "types": types}
     file = folder_of(weights) / "config.json"
     values = check_config(file)
+    # Older versions of compressed-tensors wrote the second name.
     found = (
         values.get("quantization_config")
         or values.get("compression_config")

@@ -49,9 +49,11 @@ def places_beside_padding(input_ids: Tensor, positions: Tensor, padding: int) ->
         padding: the padding token, which is the row of the padding as well.
     """
     tokens = (input_ids != padding).long()
+    # The texts lie in one row, so the sum runs through all of them.
     counted = tokens.cumsum(0)
     places = torch.arange(tokens.shape[0], device=tokens.device)
     starts = places - positions
+    # The sum before the first token of each text.
     earlier_texts = counted[starts] - tokens[starts]
     number = counted - earlier_texts
     return padding + number * tokens
@@ -181,6 +183,7 @@ class EncoderOutput(nn.Module):
             "prefix": f"{prefix}.dense",
             "return_bias": False,
         }
+        # Without the argument, a replacement that is written for vLLM's signature works, too.
         if shard is not None:
             others["shard"] = shard
         self.dense = RowParallelLinear(input_size, config.hidden_size, **others)
@@ -321,6 +324,7 @@ class BertModel(Model):
         _expect_encoder(config)
         quant_config = quantization_config(opgraft_config, self)
         first_position = self.first_position(config)
+        # RoBERTa's config counts the rows of padding as positions: 514 rows hold 512 tokens.
         rows = config.max_position_embeddings - first_position
         if rows < 1:
             raise ModelError(
@@ -359,6 +363,7 @@ class Labels:
 
     def __init__(self, config: Any) -> None:
         by_number = config.id2label
+        # JSON has no order of keys. The numbers are columns of the classifier.
         self.names = tuple(str(by_number[number]) for number in sorted(by_number))
         self._activation = _ACTIVATIONS_OF_SCORES[_activation(config, len(self.names))]
 
@@ -386,6 +391,7 @@ def _activation(config: Any, labels: int) -> str:
     usual = "Sigmoid" if labels == 1 else "Softmax"
     if config.problem_type == "regression":
         return "Identity"
+    # Each label of several is true or false by itself, so probabilities do not add up to 1.
     if config.problem_type == "multi_label_classification":
         return "Sigmoid"
     settings = getattr(config, "sentence_transformers", None) or {}
@@ -393,6 +399,7 @@ def _activation(config: Any, labels: int) -> str:
     named = settings.get("activation_fn") or older
     if config.problem_type is not None or named is None:
         return usual
+    # The config has the path of a class, such as "torch.nn.modules.linear.Identity".
     name = str(named).rpartition(".")[2]
     if name not in _ACTIVATIONS_OF_SCORES:
         raise ModelError(

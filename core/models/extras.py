@@ -16,6 +16,7 @@ def import_extra(name: str, extra: str = "demo") -> Any:
     """
     try:
         return importlib.import_module(name)
+    # A library may be there and lack one of its own: the message of the error tells.
     except ImportError as error:
         raise InputError(
             f"{name} cannot be imported ({error}): pip install 'opgraft[{extra}]'"

@@ -110,6 +110,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
     """Mixtral (arXiv:2401.04088): Mistral with experts."""
 
     family = DecoderFamily(windowed=True, experts=ExpertsFamily())
+    # Checkpoints have a name of their own for the feed-forward layer.
     weights_mapper = WeightsMapper(substrings={".block_sparse_moe.": ".mlp."}, base="model")
 
 

@@ -181,6 +181,7 @@ def _sentence_module(file: Path, row: Mapping[str, Any]) -> dict[str, str]:
 
 def _gguf_weights(listed: list[Path]) -> Weights:
     opened = {file: open_gguf(file) for file in listed}
+    # Only the first part of a split file has the metadata of the model.
     metadata = opened[listed[0]].metadata
     stored = _merged(listed, lambda file: dict(opened[file].tensors), None)
     return Weights(listed[0], renamed(metadata, stored, listed[0]), metadata, stored)
@@ -239,6 +240,7 @@ def digest_of_checkpoint(name: str) -> str:
     """Return the SHA-256 of a checkpoint: of its weights, and of its files of settings."""
     digest = sha256()
     for file in _read_files(name):
+        # Without name and size, bytes could move from one file to the next unnoticed.
         header = f"{file.name}\0{file.stat().st_size}\0"
         digest.update(header.encode())
         with file.open("rb") as opened:
@@ -270,6 +272,7 @@ def _files_of(file: Path) -> list[Path]:
 
 def _gguf_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.gguf"))
+    # Folders often have one model in several quantizations, and only the user knows the right one.
     if len(found) > 1 and set(found) != set(_splits(found[0])):
         names = ", ".join(file.name for file in found[:5])
         raise CheckpointError(
@@ -348,6 +351,7 @@ def _index_of(path: Path) -> Path | None:
         return index
     try:
         named = set(_weight_map(index).values())
+    # A damaged index beside a whole file is left over as well.
     except CheckpointError:
         return None
     return index if WHOLE in named else None

@@ -59,13 +59,14 @@ def ends_of_answers(metadata: Mapping[str, Any]) -> Iterator[int]:
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
             found.add(int(token))
+    # Last, as a key may name such a token, too.
     for text in _within_answers(known):
         found.discard(known[text])
     yield from sorted(found)
 
 
 def with_control_tokens(metadata: Mapping[str, Any], types: list[int], control: int) -> list[int]:
-    """Return the types of all tokens, with ``control`` for those that llama.cpp knows by their text.
+    """Return the types of all tokens, with ``control`` for tokens that usually end an answer.
 
     Some files call such a token an ordinary one, and a text with it would be cut into letters.
     """
@@ -87,6 +88,7 @@ def _ids_by_text(metadata: Mapping[str, Any]) -> dict[str, int]:
             found[text] = index
     for key, texts in _FILL_IN_TOKENS.items():
         present = [text for text in texts if text in ids]
+        # A key in the file is the word of the model's makers, and no text is searched for then.
         if present and f"tokenizer.ggml.{key}_token_id" not in metadata:
             first = present[0]
             found[first] = ids[first]

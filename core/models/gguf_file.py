@@ -75,6 +75,7 @@ class _MappedFile:
         flat = numpy.frombuffer(self._data, numpy.uint8, row.end - row.begin, row.begin)
         whole = flat.reshape(*row.shape[:-1], width)
         index = tuple(slice(one.start, one.stop) for one in bounds)
+        # A view would keep this mapping alive, with all pages that were read.
         return numpy.array(whole[index], order="C")
 
 
@@ -136,6 +137,7 @@ def _is_readable(name: str) -> bool:
     gguf = import_extra("gguf")
     kind = gguf.GGMLQuantizationType[name]
     _, size = gguf.GGML_QUANT_SIZES[kind]
+    # The library lists more types than it can read, and has no list of the latter.
     block = import_extra("numpy").zeros((1, size), "uint8")
     try:
         _dequantize(block, kind)

@@ -120,6 +120,7 @@ class _Cursor:
             return self._texts(self._plausible(count, 8))
         numbers = array.array(_code(_ARRAYS, kind))
         numbers.frombytes(self.take(numbers.itemsize * count))
+        # GGUF is little-endian, and array has the order of this machine.
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
@@ -141,6 +142,7 @@ class _Cursor:
         return texts
 
     def _plausible(self, count: int, size: int) -> int:
+        # A damaged count of 2**60 would keep a loop busy for years.
         if count * size > len(self.data) - self.place:
             raise ValueError(f"a count of {count} needs more bytes than the file has")
         return count
@@ -199,6 +201,7 @@ def read_header(path: Path, data: memoryview) -> Header:
     # The bytes of tensors begin at the next multiple of the alignment.
     start = -(-cursor.place // alignment) * alignment
     rows, problems = _sound_rows(infos, start)
+    # The size of a tensor of an unknown type is not known, and would look like a gap.
     problems += _misplaced(rows, start, len(data), alignment, complete=not problems)
     if problems:
         raise CheckpointError.listing(
@@ -299,10 +302,12 @@ def _misplaced(
                 f"of {alignment}"
             )
     for one, two in itertools.pairwise(ordered):
-        if two.begin < one.end:
+        gap = two.begin - one.end
+        # A gap below the alignment fills the row up to it.
+        if gap < 0:
             yield f"tensors {one.name!r:.200} and {two.name!r:.200} overlap"
-        elif two.begin - one.end >= alignment and complete:
-            yield f"{two.begin - one.end} bytes before tensor {two.name!r:.200} belong to no tensor"
+        elif gap >= alignment and complete:
+            yield f"{gap} bytes before tensor {two.name!r:.200} belong to no tensor"
     if complete and ordered and ordered[0].begin > start:
         gap = ordered[0].begin - start
         yield f"{gap} bytes before tensor {ordered[0].name!r:.200} belong to no tensor"

@@ -173,6 +173,7 @@ def _expect_model(metadata: Mapping[str, Any], file: object) -> None:
     problems = refusals(GGUF_GENERAL, metadata)
     architecture = metadata.get("general.architecture")
     kinds = {str(metadata.get("general.type")), str(architecture)}
+    # Some files have no general.type, and tell by keys such as adapter.type.
     kinds |= {key.partition(".")[0] for key in metadata}
     known = [row for name, row in GGUF_NO_MODELS.items() if name in kinds]
     if not problems and not known:
@@ -225,6 +226,7 @@ def config_values(
             problems,
             "take the checkpoint as safetensors",
         )
+    # Some files leave the size out, as the list of tokens has it.
     if "vocab_size" not in found and "tokenizer.ggml.tokens" in metadata:
         found["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
     return {
@@ -251,12 +253,13 @@ def _numbers(
     found = {name: given[key] for key, name in names.items() if key in given}
     found |= {name: metadata[key] for key, name in _TOKENS.items() if key in metadata}
     checked = {key: given[key] for key in {*names, *_READ} if key in given}
+    # The only setting that is a text.
     checked.pop("rope.scaling.type", None)
-    wrong = [
-        f"{key} is {value!r:.50}"
-        for key, value in {**checked, **found}.items()
-        if type(value) not in (int, float)
-    ]
+    wrong = []
+    for key, value in {**checked, **found}.items():
+        # Some architectures have a list, with a number for each layer.
+        if type(value) not in (int, float):
+            wrong.append(f"{key} is {value!r:.50}")
     if wrong:
         raise CheckpointError.listing(
             f"{file} has settings that are no numbers", wrong, "take another file"
@@ -282,6 +285,7 @@ def _contradictions(
     if given.get("attention.value_length", head) != head:
         yield f"attention.value_length is {given['attention.value_length']}, and keys have {head}"
     turned = given.get("rope.dimension_count", head)
+    # Of these families, only Phi-3 rotates a part of a head.
     if turned != head and (family.model_type != "phi3" or not 0 < turned < head):
         yield f"rope.dimension_count is {turned}, and heads have {head}"
     kind = given.get("rope.scaling.type", "none")
@@ -311,18 +315,23 @@ def _query_scale(given: Mapping[str, Any], family: GgufFamily) -> dict[str, Any]
     head_size = _head_size(given)
     if family.blocks_of_27b is None or not head_size:
         return {}
-    if given.get("block_count") != family.blocks_of_27b:
-        return {"query_pre_attn_scalar": head_size}
-    return {"query_pre_attn_scalar": given["embedding_length"] // given["attention.head_count"]}
+    scalar = head_size
+    if given.get("block_count") == family.blocks_of_27b:
+        scalar = given["embedding_length"] // given["attention.head_count"]
+    return {"query_pre_attn_scalar": scalar}
 
 
 def _rope(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """Return the scaling of positions and the part of a head that is rotated."""
     head = _head_size(given)
     part = given.get("rope.dimension_count", head)
-    values = {} if part == head else {"partial_rotary_factor": part / head}
+    values: dict[str, Any] = {}
+    if part != head:
+        values["partial_rotary_factor"] = part / head
     scaling = _rope_scaling(given, tensors)
-    return {**values, "rope_scaling": scaling} if scaling else values
+    if scaling:
+        values["rope_scaling"] = scaling
+    return values
 
 
 def _rope_scaling(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
@@ -355,7 +364,8 @@ def _unread_frequencies(
     """
     head = _head_size(given)
     base = given.get("rope.freq_base", 10000.0)
-    is_scaled = given.get("rope.scaling.type", "none") != "none" or "rope.scaling.factor" in given
+    has_type = given.get("rope.scaling.type", "none") != "none"
+    is_scaled = has_type or "rope.scaling.factor" in given
     has_shape = head > 0 and tuple(frequencies.shape) == (head // 2,)
     if family.model_type != "llama" or is_scaled or not has_shape:
         yield (

@@ -77,6 +77,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any:
         tokenizer.add_tokens(added)
         special = special_tokens(metadata)
         known = {token.content for token in added}
+        # Files without types of tokens still name the special ones by their ids.
         unmarked = [text for text in special.values() if text not in known]
         tokenizer.add_special_tokens(unmarked)
         begins, ends = _flags(metadata, surrounds)
@@ -193,6 +194,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: VocabularyCuts) -> Any:
     splits = [
         parts.Split(tokenizers.Regex(split), behavior="isolated") for split in vocabulary.splits
     ]
+    # The expressions have cut the text, so that ByteLevel must not cut by its own.
     bytes_of = parts.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = parts.Sequence([*splits, bytes_of])
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -250,11 +252,14 @@ def _sentence_pieces(metadata: Mapping[str, Any]) -> Any:
     )
     tokenizer = tokenizers.Tokenizer(model)
     prefixed = _prefixes_space(metadata)
-    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    normalizers = tokenizers.normalizers
+    decoders = tokenizers.decoders
+    # SentencePiece writes a space as "▁" within its tokens.
     steps = [normalizers.Replace(" ", "▁")]
     back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefixed:
         steps.insert(0, normalizers.Prepend("▁"))
+        # The space that was put before the text.
         back.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Sequence(back)
@@ -273,7 +278,9 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """Return the pairs of tokens that make a token, the best score first."""
     ranked = []
+    # A file has scores and no merges. The library wants merges, in the order of their ranks.
     for token, index in vocabulary.items():
+        # Merges never make these: they come whole, or as the bytes of an unknown character.
         if types[index] in (_CONTROL, _BYTE):
             continue
         for border in range(1, len(token)):
@@ -291,6 +298,7 @@ def _merges(
 def _added(metadata: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the tokens that are found whole in a text."""
     added_token = import_extra("tokenizers").AddedToken
+    # llama.cpp tells Phi-3 by the name of the model, and not by the architecture.
     name = str(metadata.get("general.name")).lower()
     takes_spaces = any(part in name for part in _PHI3)
     lstrip: tuple[str, ...] = ()

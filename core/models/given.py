@@ -30,9 +30,12 @@ class GivenSettings:
             ModelError: the setting is missing, and no default is given.
         """
         value = self._values.get(name)
-        if value is None and not default:
+        if value is not None:
+            return value
+        # None is a default, too, so the number of arguments tells.
+        if not default:
             raise ModelError(f"{self.name} has no {name}: {close_matches(name, self._values)}")
-        return default[0] if value is None else value
+        return default[0]
 
     def size(self, name: str, *default: Any) -> int:
         """Return a size: an integer from 1 to ``LARGEST_SIZE``.
@@ -41,6 +44,7 @@ class GivenSettings:
             ModelError: the setting is no such integer.
         """
         value = self(name, *default)
+        # Not isinstance: true in JSON is an integer in Python.
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
             raise ModelError(
                 f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to "
@@ -54,7 +58,9 @@ class GivenSettings:
         Raises:
             ModelError: the setting is neither 0 nor a size.
         """
-        return 0 if self(name, None) in (None, 0) else self.size(name)
+        if self(name, None) in (None, 0):
+            return 0
+        return self.size(name)
 
     def epsilon(self, name: str) -> float:
         """Return the number that a norm adds to a variance: finite and not negative.

@@ -20,11 +20,13 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_size: int, eps: float, first: int) -> None:
         super().__init__()
+        # The op has one weight for all rows, so the weights of heads are multiplied here.
         self.norm = RMSNorm(head_size, eps=eps, has_weight=False)
         self.weight = nn.Parameter(torch.ones(heads, head_size), requires_grad=False)
 
         def load(param: Tensor, loaded: LoadedTensor) -> None:
-            copy_weight(param.data, loaded.narrow(0, first, heads), "the weight of norms of heads")
+            own_heads = loaded.narrow(0, first, heads)
+            copy_weight(param.data, own_heads, "the weight of norms of heads")
 
         set_weight_attrs(self.weight, {"weight_loader": load})
 

@@ -196,6 +196,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         GivenSettings(config).size("conv_L_cache")
         family = DecoderFamily(qk_norm="head", qkv_bias=False, output_bias=False)
         longest = self.opgraft_config.model.max_model_len
+        # Attention and feed-forward layers are those of decoders, which read configs by a shape.
         shape = DecoderShape.of(config, family, longest, **_settings_of_decoder(config))
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
@@ -244,6 +245,8 @@ def _intermediate_size(config: Any) -> int:
 
 _BACKBONE = WeightsMapper(
     prefixes={"backbone.embedding.": "model.embed_tokens.", "backbone.": "model."},
+    # In this order, as each change sees the names after those before. ".norm.weight" also ends the
+    # names of a mixer's norm and of the last norm. The two rows after it change these back.
     substrings={
         "model.embeddings.": "model.embed_tokens.",
         "model.norm_f.": "model.norm.",
@@ -351,6 +354,7 @@ def expect_unlimited(config: Any) -> None:
         ModelError: the config has such bounds.
     """
     limits = config.time_step_limit
+    # JSON gives a list, and the default of transformers is a tuple.
     if limits not in ([0.0, math.inf], (0.0, math.inf)):
         raise ModelError(
             f"{type(config).__name__}: time_step_limit is {limits!r:.80}, and step sizes are not "

@@ -42,6 +42,7 @@ def latent_attention(
         LayerError: the ranks do not divide the heads.
     """
     ranks = get_tensor_model_parallel_world_size()
+    # All heads read the same latents, so there are no key heads to share among ranks.
     heads = divide(shape.num_heads, ranks, f"latent attention {prefix!r}: the number of heads")
     linear: dict[str, Any] = {"quant_config": quant_config, "return_bias": False}
     # A key's part without rope and the value are both computed from the latent.

@@ -75,7 +75,9 @@ class LazyTensor:
 
     def __init__(self, stored: StoredTensor, bounds: Bounds | None = None) -> None:
         self._stored = stored
-        self._bounds = tuple(map(range, stored.shape)) if bounds is None else bounds
+        if bounds is None:
+            bounds = tuple(map(range, stored.shape))
+        self._bounds = bounds
 
     def __repr__(self) -> str:
         return f"LazyTensor({tuple(self.shape)}, {self.quantization or self.dtype})"
@@ -166,6 +168,7 @@ class LazyTensor:
         read = part._stored.read(part._bounds)
         if dim == len(items):
             return read
+        # The first dimensions are cut already. An Ellipsis stands for dimensions after these.
         return read[(slice(None),) * dim + items[dim:]]
 
     def copy_to(self, target: torch.Tensor) -> None:
@@ -180,6 +183,7 @@ class LazyTensor:
     def _chunks(self) -> Iterator[tuple[int, int]]:
         """Yield the first row and the number of rows of each chunk."""
         rows = self.shape[0]
+        # A dimension may be 0, and one row may be larger than a chunk.
         row_bytes = self.numel() // max(1, rows) * self.dtype.itemsize
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         for start in range(0, rows, step):
@@ -198,12 +202,14 @@ class LazyTensor:
             target, lazy = arguments[:2]
             lazy.copy_to(target)
             return target
+        read_arguments = [_read_value(value) for value in arguments]
         read_options = {key: _read_value(value) for key, value in (options or {}).items()}
-        return function(*map(_read_value, arguments), **read_options)
+        return function(*read_arguments, **read_options)
 
 
 def _read_value(value: Any) -> Any:
     """Read the lazy tensors in an argument of a function of torch."""
+    # torch.cat and its kin take a list of tensors.
     if isinstance(value, list | tuple):
         return type(value)(map(_read_value, value))
     return value[...] if isinstance(value, LazyTensor) else value

@@ -83,6 +83,7 @@ def load_weights(
     plan = plan_of(targets, weights, mapper, (*IGNORED, *ignored))
     missing = targets.missing([target for target, _ in plan.fills])
     ways_to_tie = _ways_to_tie(model)
+    # Faults are looked for before the model is filled, which may take minutes.
     problems = _problems(plan, targets, weights, missing, ways_to_tie)
     count = len(plan.fills)
     spelled = [targets.spelled(mapper.spellings(name)) or name for name in plan.unexpected]
@@ -154,6 +155,7 @@ def plan_of(
         # Tied parameters are one tensor, which the first name fills.
         plan.left_out.append(name)
         plan.pairs.append((taken[key], name))
+    # In the order of the model, modules are complete early, and their hooks free memory early.
     order = {name: place for place, name in enumerate(targets.tensors)}
     plan.fills.sort(key=lambda item: order[item[0].name])
     return plan
@@ -178,6 +180,7 @@ def _problems(
         if misfit:
             problems.append(misfit)
     for first, second in plan.pairs:
+        # A model that ties two different tensors would lose one of them in silence.
         if not _are_equal(weights[first], weights[second]):
             problems.append(
                 f"{second!r:.200} differs from {first!r:.200}, and the model has one parameter "
@@ -209,6 +212,7 @@ def _adds_nothing(name: str, mapped: str, loaded: LoadedTensor, targets: Targets
     layer, _, last = mapped.rpartition(".")
     if last != "bias" or not targets.has_layer(layer):
         return False
+    # Last, as this reads the tensor.
     return not bool(loaded[...].any())
 
 
@@ -219,9 +223,11 @@ def _is_mask(name: str, loaded: LoadedTensor) -> bool:
         return False
     if last == "masked_bias":
         return True
+    # The mask shares the name of a bias, which has one dimension.
     shape = tuple(loaded.shape)
-    is_square = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
-    return last == "bias" and bool(is_square)
+    if last != "bias" or len(shape) != 4:
+        return False
+    return shape[:2] == (1, 1) and shape[2] == shape[3]
 
 
 def _mismatch(
@@ -298,8 +304,9 @@ def _misfit(target: Target, loaded: LoadedTensor) -> str:
         )
     if _loader_of(target) is not None or target.tensor.shape == loaded.shape:
         return ""
-    shapes = list(loaded.shape), list(target.tensor.shape)
-    return f"{target.source!r:.200} has shape {shapes[0]}, the model has {shapes[1]}"
+    shape = list(loaded.shape)
+    wanted_shape = list(target.tensor.shape)
+    return f"{target.source!r:.200} has shape {shape}, the model has {wanted_shape}"
 
 
 def _are_equal(first: LoadedTensor, second: LoadedTensor) -> bool:
@@ -319,6 +326,7 @@ def _are_equal(first: LoadedTensor, second: LoadedTensor) -> bool:
 
 
 def _have_equal_numbers(first: torch.Tensor, second: torch.Tensor) -> bool:
+    # Not torch.equal: the two may have different dtypes, and NaN equals nothing.
     return torch.allclose(first.double(), second.double(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -341,6 +349,7 @@ def _fill_all(fills: _Fills, hooks: _Hooks, progress: bool) -> list[str]:
     groups = _by_tensor(fills)
     with _bar(progress, len(fills)) as step:
         fills.clear()
+        # Taken from the end: no list holds a weight once its group is done.
         while groups:
             group = groups.pop()
             problems += _fill_group(group, mapped)
@@ -374,6 +383,7 @@ def _fill_group(group: _Fills, mapped: MappedWeights) -> list[str]:
     loader = _loader_of(first) or default_weight_loader
     # A page of a file has several of the smaller tensors.
     if tensor.nbytes >= LEAST_BYTES and is_only_copying(loader):
+        # The first pass copies nothing: it only notes what the loader would copy.
         with noted_copies() as copies:
             problems = _fill_parts(group)
         if problems or mapped.take(tensor, copies):

@@ -85,11 +85,11 @@ def leave_files(model: nn.Module, wait: float) -> Thread | None:
     """
     if not bytes_in_files(addresses_of(model)):
         return None
-    storages = [
-        weakref.ref(parameter.untyped_storage())
-        for parameter in model.parameters()
-        if _has_addresses(parameter)
-    ]
+    storages = []
+    for parameter in model.parameters():
+        if _has_addresses(parameter):
+            # Weak, so that the thread does not keep a model in memory while it waits.
+            storages.append(weakref.ref(parameter.untyped_storage()))
     thread = Thread(target=_leave, args=(storages, wait), name="opgraft-own-pages", daemon=True)
     thread.start()
     return thread
@@ -98,11 +98,14 @@ def leave_files(model: nn.Module, wait: float) -> Thread | None:
 def _leave(storages: Sequence[weakref.ref[torch.UntypedStorage]], wait: float) -> None:
     time.sleep(wait)
     # The files stay mapped as long as one of their storages is held here.
-    held = [storage for each in storages if (storage := each()) is not None]
+    held = []
     blocks = []
-    for storage in held:
-        begin = storage.data_ptr()
-        blocks.append(range(begin, begin + storage.nbytes()))
+    for weak in storages:
+        storage = weak()
+        if storage is not None:
+            held.append(storage)
+            begin = storage.data_ptr()
+            blocks.append(range(begin, begin + storage.nbytes()))
     move_from_files(blocks)
 
 
@@ -120,6 +123,7 @@ def _has_addresses(parameter: Tensor) -> bool:
 
 def _is_plain(parameter: Tensor) -> bool:
     """Return True if a parameter is in memory of the CPU that it shares with no other tensor."""
+    # A subclass may hold its numbers elsewhere.
     if type(parameter) is not nn.Parameter or not parameter.is_cpu:
         return False
     return parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes

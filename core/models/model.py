@@ -72,7 +72,9 @@ class Model(PluggableClass, nn.Module):
             self.config = architecture_config(opgraft_config, plain=self.plain_config)
             text_config = self.config.get_text_config()
             longest = getattr(text_config, "max_position_embeddings", None)
+        # State-space models have no longest context.
         self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
+        # The builder of models has set the default to the dtype of the weights.
         self.dtype = torch.get_default_dtype()
 
 
@@ -182,13 +184,14 @@ def _classes_of_transformers() -> dict[str, str]:
     """Return architecture of transformers → the architecture of our class around such a model."""
     try:
         auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    # Models of opgraft and of plugins run without transformers.
     except ImportError:
         return {}
+    base_models = _all_names(auto.MODEL_MAPPING_NAMES)
+    decoders = _all_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return {
-        **dict.fromkeys(_all_names(auto.MODEL_MAPPING_NAMES), "TransformersModel"),
-        **dict.fromkeys(
-            _all_names(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "TransformersForCausalLM"
-        ),
+        **dict.fromkeys(base_models, "TransformersModel"),
+        **dict.fromkeys(decoders, "TransformersForCausalLM"),
     }
 
 

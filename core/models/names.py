@@ -59,6 +59,7 @@ class WeightsMapper:
             without = name.removeprefix(prefix)
             names.append(without if without != name else prefix + name)
         mapped = [self.map(each) for each in names]
+        # The tables are written for the names of the checkpoint, so the first name decides.
         if mapped[0] is None:
             return ()
         # A dictionary drops a name that occurs twice, and keeps the order.
@@ -141,7 +142,8 @@ class Targets:
                 self._elsewhere.update(prefix + part for part in module.parts_elsewhere())
         self.by_source: dict[str, Target] = {}
         for name in self.tensors:
-            self.by_source.update((target.source, target) for target in self._targets_of(name))
+            for target in self._targets_of(name):
+                self.by_source[target.source] = target
         self._layers = {source.rpartition(".")[0] for source in self.by_source}
 
     def _targets_of(self, name: str) -> Iterator[Target]:
@@ -176,8 +178,14 @@ class Targets:
     def is_elsewhere(self, name: str) -> bool:
         """Return True if a tensor of that name is for other ranks."""
         # Most models have no parts elsewhere, and checkpoints have many thousands of names.
-        parts = name.split(".") if self._elsewhere else ()
-        return any(".".join(parts[:end]) in self._elsewhere for end in range(1, len(parts)))
+        if not self._elsewhere:
+            return False
+        path, _, _ = name.rpartition(".")
+        while path:
+            if path in self._elsewhere:
+                return True
+            path = path.rpartition(".")[0]
+        return False
 
     def missing(self, found: Sequence[Target]) -> list[str]:
         """Return the checkpoint's names of the tensors and parts that ``found`` leaves unfilled.

@@ -120,7 +120,9 @@ def plain_config(given: Mapping[str, Any]) -> PlainConfig | None:
         return None
     values = {**_DEFAULTS[kind], **given}
     rope = _rope_parameters(values)
+    # Newer versions of transformers write "dtype", older ones "torch_dtype".
     dtype = getattr(torch, str(values["dtype"] or values.get("torch_dtype")), None)
+    # A name such as "float32" gives a dtype, and another one may give any object of torch.
     if rope is None or not isinstance(dtype, torch.dtype | None):
         return None
     if not _are_sound(values, _DEFAULTS[kind]):

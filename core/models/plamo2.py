@@ -76,6 +76,7 @@ def _by_heads(load: Callable[..., None], heads: int) -> Callable[..., None]:
 
     def load_by_heads(param: Any, loaded: LoadedTensor) -> None:
         dim = getattr(param, "output_dim", None)
+        # Scales of a whole weight have no rows.
         if dim is None or not len(loaded.shape):
             return load(param, loaded)
         by_head = loaded[...].unflatten(dim, (heads, 2, -1))  # type: ignore[no-untyped-call]

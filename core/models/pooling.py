@@ -17,7 +17,8 @@ def _first(states: Tensor, mask: Tensor) -> Tensor:
 
 def _last(states: Tensor, mask: Tensor) -> Tensor:
     places_from_end = mask.flip(1).argmax(1)
-    return _states_at(states, mask.shape[1] - 1 - places_from_end)
+    last = mask.shape[1] - 1 - places_from_end
+    return _states_at(states, last)
 
 
 def _states_at(states: Tensor, positions: Tensor) -> Tensor:
@@ -27,7 +28,9 @@ def _states_at(states: Tensor, positions: Tensor) -> Tensor:
 
 
 def _max(states: Tensor, mask: Tensor) -> Tensor:
-    return states.masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).amax(1)
+    is_padding = mask.unsqueeze(-1) == 0
+    # Zeros of padding would be above the negative elements of a state.
+    return states.masked_fill(is_padding, -torch.inf).amax(1)
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
@@ -82,7 +85,10 @@ def pooled(states: Tensor, mask: Tensor, modes: Sequence[str]) -> Tensor:
     Returns:
         float32 ``[batch, len(modes) * size]``.
     """
-    vectors = [POOLINGS[mode](states.float(), mask.float()) for mode in modes]
+    # In bfloat16, a sum over many tokens would lose digits.
+    wide_states = states.float()
+    wide_mask = mask.float()
+    vectors = [POOLINGS[mode](wide_states, wide_mask) for mode in modes]
     return torch.cat(vectors, dim=-1)
 
 
@@ -99,10 +105,9 @@ def pooling_modes(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if stated is None:
         stated = [mode for flag, mode in _FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = [stated] if isinstance(stated, str) else stated
-    are_known = isinstance(modes, list) and all(
-        isinstance(mode, str) and mode in POOLINGS for mode in modes
-    )
-    if not are_known or not modes:
+    is_list = isinstance(modes, list) and bool(modes)
+    # An item of JSON may have no hash, so its type comes first.
+    if not is_list or not all(isinstance(mode, str) and mode in POOLINGS for mode in modes):
         raise ValueError(f"the pooling mode {stated!r:.80} is none of {', '.join(POOLINGS)}")
     for name, value in settings.items():
         if name.startswith("pooling_mode_") and value and name not in _FLAGS:

@@ -126,6 +126,7 @@ class SafetensorsFile:
             self._mapped = _mapped(self._path)
         start, end = self._mapped.offsets.get(name, (0, 0))
         memory = self._mapped.memory
+        # The library has checked these bounds. Another process may have cut the file since.
         if memory is None or end > len(memory):
             return None
         if end - start != size:

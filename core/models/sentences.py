@@ -200,6 +200,7 @@ def _transformer_settings(folder: Path, keys: Sequence[SettingsKey]) -> dict[str
 def _prompt(file: Path, general: Mapping[str, Any]) -> str:
     """Return the default prompt, which sentence-transformers puts before a text."""
     name = general.get("default_prompt_name")
+    # sentence-transformers adds the usual ones, so that a checkpoint need not list them.
     prompts = {**_USUAL_PROMPTS, **(general.get("prompts") or {})}
     if name is None:
         return ""

@@ -76,7 +76,8 @@ class DecoderStack(nn.Module):
             ModelError: a later stage has no ``inputs_embeds``.
         """
         if not self.stage.is_first:
-            hidden_states, residual = expect_given(self.stage, inputs_embeds).unbind(0)
+            received = expect_given(self.stage, inputs_embeds)
+            hidden_states, residual = received.unbind(0)
             return hidden_states, residual
         if inputs_embeds is None:
             return self.embed_tokens(input_ids), None

@@ -55,7 +55,7 @@ class Stage:
                 not fit the stages and layers.
         """
         group = get_pp_group()
-        # No checkpoint is opened then.
+        # Early, as a model of one stage need not open a checkpoint.
         if group.world_size == 1:
             return cls(range(num_layers), num_layers)
         if group.world_size > num_layers:
@@ -119,6 +119,7 @@ def evenly(sizes: Sequence[int], stages: int) -> Sequence[int]:
                 if start < end:
                     square = (ends[end] - ends[start]) ** 2
                     choices.append((cost + square, (*counts, end - start)))
+            # Of equal costs, the smaller counts win: every rank must find the same stages.
             best[end] = min(choices)
     return best[len(sizes)][1]
 
@@ -137,6 +138,7 @@ def _bytes_of_layers(
     head_sizes = dict.fromkeys(heads, 0)
     for stored_name, tensor in stored.items():
         size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        # Only one of the spellings is a name of the model.
         for mapped in model.weights_mapper.spellings(stored_name):
             found = numbered.match(mapped)
             number = int(found[1]) if found else num_layers

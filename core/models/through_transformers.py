@@ -141,6 +141,7 @@ def _construct_and_call(cls: type[nn.Module], config: Any, mask: Tensor | None) 
     options = {"position_ids": ids} if _takes_positions(model) else {}
     with torch.no_grad():
         result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
+    # Inner models end before outer ones, so the last one is right below the whole.
     stack = stacks[-1] if stacks else ("", type(result))
     return _CallFindings(model, recorder, experts, layers.chain(), stack)
 
@@ -190,6 +191,7 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
         if call.refused:
             return f"{path}: {call.refused}"
     layers = getattr(config, "num_hidden_layers", None)
+    # A layer without a call attends in code of its own, or mixes tokens in another way.
     if len(calls) != layers:
         return (
             f"{len(calls)} of {layers} layers call their attention through transformers' registry"
@@ -201,7 +203,8 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
         if isinstance(module, nn.Conv1d):
             return f"{path} is a convolution over tokens"
         ropes = getattr(module, "rope_type", None)
-        if _FITTED_ROPES & set(ropes.values() if isinstance(ropes, dict) else [ropes]):
+        kinds = set(ropes.values()) if isinstance(ropes, dict) else {ropes}
+        if kinds & _FITTED_ROPES:
             return f"{path} rotates for the longest sequence of a batch"
     return "" if _takes_positions(model) else "it takes no positions"
 
@@ -258,6 +261,7 @@ class TransformersModel(Model):
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        # Constructors of transformers write into the config.
         config = copy.deepcopy(self.config or architecture_config(opgraft_config))
         cls = transformers_class(config.architectures or ())
         self.config = config
@@ -293,6 +297,7 @@ class TransformersModel(Model):
         whole = {path: "attention has sinks" for path, call in calls.items() if call.sinks}
         quantization = quantization_config(self.opgraft_config, self)
         replacer = Replacer(model, plan, whole, quantization, self.prefix)
+        # Before layers of other stages go: afterwards their paths lead nowhere.
         ranks = {path: self._ranks(replacer, path, call) for path, call in calls.items()}
         replacer.embeddings(*self._cut(model))
         self._replace_experts(model, replacer, quantization)
@@ -301,6 +306,7 @@ class TransformersModel(Model):
         if undefined:
             raise _refusal_of(model, f"nothing computes the buffers {', '.join(undefined[:5])}")
         attached = self._attach(model, ranks)
+        # Last, as graft replaces whatever still is a module of torch or transformers.
         grafted = graft(model)
         kept = (*replacer.left, *self._kept_whole(model, plan))
         return TransformersReport(tuple(replacer.cuts), kept, attached, grafted)
@@ -349,6 +355,7 @@ class TransformersModel(Model):
     def _kept_whole(self, model: Any, plan: Mapping[str, str]) -> Iterator[LeftAlone]:
         """Yield the remarks of the report on the whole model."""
         name = type(model).__name__
+        # On one rank, everything is whole anyway.
         if not plan and get_tensor_model_parallel_world_size() > 1:
             yield LeftAlone("", name, "its config has no plan: whole on every rank")
         if self.examination.uncached:
@@ -368,6 +375,7 @@ class TransformersModel(Model):
         if get_pp_group().world_size == 1:
             return embedding, head
         paths = {module: path for path, module in model.named_modules()}
+        # A model without a head returns None, which has no path.
         heads = [f"{paths[each]}.weight" for each in (head, embedding) if each in paths]
         others = self._cut_layers(model, heads, embedding.weight.shape[1])
         stage = self.stage
@@ -572,9 +580,9 @@ class TransformersForCausalLM(TransformersModel):
         All layers of transformers behind the stack are called, with their scales and caps. Ranks
         that do not gather logits return ``None``.
         """
-        logits: Tensor = self.behind_stack(
-            inputs_embeds=hidden_states[None], use_cache=False
-        ).logits[0]
+        # transformers wants a dimension for the batch.
+        output = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False)
+        logits: Tensor = output.logits[0]
         return logits if logits.shape[-1] else None
 
 

@@ -118,6 +118,7 @@ class Recorder:
     ) -> tuple[Tensor, None]:
         """Note a call, and return a result ``[batch, tokens, heads, head_size]`` without values."""
         batch, heads, tokens, size = query.shape
+        # As functions of transformers do: an argument wins over the module's attribute.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         refused = self._reasons(attention_mask, key, value, size)
         refused += _unserved_arguments(causal, others)
@@ -139,6 +140,7 @@ class Recorder:
     def _reasons(self, mask: Tensor | None, key: Tensor, value: Tensor, size: int) -> list[str]:
         """Return the reasons why the layers cannot compute a call with such tensors."""
         reasons = []
+        # A mask has no numbers here, so nobody can tell which tokens it hides.
         if mask is not None and mask is not self.mask:
             reasons.append("it makes a mask of its own")
         if value.shape[-1] != size or key.shape[1] != value.shape[1]:
@@ -257,6 +259,7 @@ def _attend_one_batch(
     if isinstance(layer, Attention):
         attended = layer(*(x[0] for x in rows))
         return attended[None], None
+    # The other kind of layer takes rows of all heads, and keeps the dimension of the batch.
     flat = [x.flatten(2) for x in rows]
     attended = layer(*flat, current_boundaries())
     return attended.unflatten(-1, rows[0].shape[2:]), None

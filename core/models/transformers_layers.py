@@ -199,10 +199,11 @@ class Replacer:
             return self.kept_whole[parent]
         module = self.model.get_submodule(parent)
         names = [*dict(module.named_children()), *module._parameters]
-        styles = {self.style(joined(parent, name)) for name in names} - {None, *STYLES, *WHOLE}
-        if not styles:
+        styles = {self.style(joined(parent, name)) for name in names}
+        unserved = styles - {None, *STYLES, *WHOLE}
+        if not unserved:
             return None
-        return f"the plan has {', '.join(map(repr, styles))} beside it"
+        return f"the plan has {', '.join(map(repr, unserved))} beside it"
 
     def embeddings(self, embedding: Any, head: Any) -> None:
         """Replace the embedding of ids, and the output layer if it is a child of the model itself.
@@ -213,7 +214,9 @@ class Replacer:
         """
         are_tied = head is not None and embedding is not None and head.weight is embedding.weight
         paths = {module: path for path, module in self.model.named_modules()}
+        # A subclass may scale or normalise.
         is_plain = type(embedding) is nn.Embedding
+        # ``TransformersForCausalLM`` looks for the head among the model's own children.
         is_outer = type(head) is nn.Linear and "." not in paths[head]
         if are_tied and not (is_plain and is_outer):
             self.untouched[head] = _TIED_TO_ANOTHER_KIND

@@ -71,7 +71,8 @@ class TransformersNames(WeightsMapper):
             target: the name of that one tensor, with or without the path of the base model.
         """
         layer = target.rpartition(".")[0]
-        spellings = {layer, f"{self.base}.{layer}", layer.removeprefix(f"{self.base}.")}
+        prefix = f"{self.base}."
+        spellings = {layer, prefix + layer, layer.removeprefix(prefix)}
         return bool(spellings & self.experts) and _stacks(converter)
 
 
@@ -87,6 +88,7 @@ _PARTS = {
 
 def _stacks(converter: Any) -> bool:
     """Return True if a converter stacks the matrices of experts, as ``FusedMoE`` loads them."""
+    # The patterns are regular expressions, with "\." for a dot.
     patterns = [pattern.replace("\\", "") for pattern in converter.source_patterns]
     # A pattern of one part gives an empty name, and no matrix of an expert has that name.
     modules = [pattern.removesuffix("$").rpartition(".")[0] for pattern in patterns]

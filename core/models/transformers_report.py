@@ -53,15 +53,15 @@ class TransformersReport:
         }
 
     def __str__(self) -> str:
-        replaced = [
-            *_counted((row.source, row.layer) for row in self.layers),
-            *_counted((row.source, row.op) for row in self.grafted.replaced),
-        ]
-        lines = [f"{len(self.attention)} modules call our attention layers", ""]
-        lines += table([("count", "module", "became"), *replaced], WIDTH)
+        # A model has dozens of equal layers, so rows are counted instead of listed.
+        layers = _counted((row.source, row.layer) for row in self.layers)
+        ops = _counted((row.source, row.op) for row in self.grafted.replaced)
         stayed = _counted((row.source, row.reason) for row in self.left_alone)
+        lines = [f"{len(self.attention)} modules call our attention layers", ""]
+        lines += table([("count", "module", "became"), *layers, *ops], WIDTH)
         if stayed:
-            lines += ["", *table([("count", "left alone", "reason"), *stayed], WIDTH)]
+            lines.append("")
+            lines += table([("count", "left alone", "reason"), *stayed], WIDTH)
         return "\n".join(lines)
 
 

@@ -62,11 +62,10 @@ class LayerRecorder:
     def __init__(self, model: Any, mask: Tensor | None) -> None:
         self.count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         self.mask = mask
-        self.lists = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == self.count
-        }
+        self.lists: dict[str, nn.ModuleList] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.count:
+                self.lists[path] = module
         self.calls: list[_Call] = []
         for layers in self.lists.values():
             for layer in layers:
@@ -186,6 +185,7 @@ class _Elsewhere(nn.Module):
             self.gate.passed = hidden_states
         if not self.results:
             return hidden_states
+        # The model unpacks as many results as its layers return.
         return (hidden_states, *[None] * (self.results - 1))
 
 
