@@ -419,7 +419,8 @@ GGUF_GENERAL: tuple[SettingsKey, ...] = (
 def row_of(keys: Sequence[SettingsKey], name: str) -> SettingsKey | None:
     """Return the first row for a key; ``None`` if nobody reads the key."""
     for row in keys:
-        if fnmatchcase(name, row.name):
+        # Each pattern has to be compiled, and most rows have plain names.
+        if name == row.name or ("*" in row.name and fnmatchcase(name, row.name)):
             return row
     return None
 

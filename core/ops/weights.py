@@ -41,7 +41,6 @@ class WeightMethod:
     """A module that holds and applies the weights of a layer. Only this layer calls the module."""
 
 
-@runtime_checkable
 class PostLoadHook(Protocol):
     """A module with a hook to change loaded weights."""
 
@@ -59,7 +58,9 @@ class ReleasesWeights(Protocol):
 
 def has_post_load_hook(module: nn.Module) -> TypeGuard[PostLoadHook]:
     """Return True if the hook of a module must run after the loading of weights."""
-    return isinstance(module, PostLoadHook) and not isinstance(module, WeightMethod)
+    # Asking hundreds of modules for a protocol takes a tenth of a second on Python 3.11.
+    has_hook = hasattr(module, "process_weights_after_loading")
+    return has_hook and not isinstance(module, WeightMethod)
 
 
 def process_weights_after_loading(model: nn.Module) -> None:

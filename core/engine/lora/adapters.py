@@ -17,7 +17,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.lora.adapter_file import AdapterFile, Matrices, open_adapter
 from opgraft.engine.lora.request import NO_LORA, LoRARequest
 from opgraft.errors import CheckpointError, EngineError
-from opgraft.models.names import HasPackedModules, ShardId, WeightsMapper
+from opgraft.models.names import ShardId, WeightsMapper, has_packed_modules
 from opgraft.ops.attention.latent.layers import MLAAttention
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.linear.lora import LoRA
@@ -328,7 +328,7 @@ def _targets_of(model: nn.Module) -> dict[str, _Target]:
     """Return the layers that adapters can add to, by their names in the checkpoint."""
     tables = []
     for path, module in model.named_modules():
-        if isinstance(module, HasPackedModules):
+        if has_packed_modules(module):
             tables.append((f"{path}." if path else "", module.packed_modules_mapping))
     bypassed = _bypassed_in(model)
     targets = {}
