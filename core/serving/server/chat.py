@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
-from opgraft.serving.harmony import HarmonyFormat
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.server import sampling
-from opgraft.serving.server.answer_readers import AnswerReader, TextReader
+from opgraft.serving.server.answer_formats import WantedAnswer, answer_format
+from opgraft.serving.server.answer_readers import AnswerReader
 from opgraft.serving.server.call_reader import WrittenCall
 from opgraft.serving.server.chat_messages import (
     THINKING_BUDGET,
@@ -19,10 +19,8 @@ from opgraft.serving.server.chat_messages import (
 )
 from opgraft.serving.server.forms import OF_OPENAI
 from opgraft.serving.server.generating import Generating
-from opgraft.serving.server.harmony_answers import HarmonyReader, harmony_output
 from opgraft.serving.server.passing import Passing
 from opgraft.serving.server.protocol import ChatRequest
-from opgraft.serving.server.reasoning import ReasoningReader, opening_of_template
 from opgraft.serving.server.service import Service
 from opgraft.serving.server.streams import News, finite, likeliest, token_text
 from opgraft.serving.server.tools import NAMES_OF_OLDER_FORM, Tools, with_tools
@@ -45,49 +43,39 @@ class Chat(Generating[ChatRequest]):
         inputs = service.llm.engine.inputs
         tokenizer = inputs.expect_tokenizer()
         # A template of the request takes the place of the library.
-        form = inputs.chat_format if body.chat_template is None else inputs.chat_template
-        self._harmony = form if isinstance(form, HarmonyFormat) else None
-        template = self._template(form.source)
+        written = inputs.chat_format if body.chat_template is None else inputs.chat_template
+        template = self._template(written.source)
         self._expect_budget(template)
         self.tools = Tools(self.body, template)
-        self._held = self._structured_output(tokenizer.special_token)
+        self._expect_effect()
+        self._expect_json_beside_tools()
+        wanted = WantedAnswer(self.tools, self.form, template, tokenizer.special_token)
+        self._format = answer_format(written, wanted)
+        self._held = self._format.structured_output()
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
         elif self.tools.strict:
             self.grammar_field = "tools"
         self._told: dict[int, _SentCharacters] = {}
-        # An answer of a form has no place for reasoning.
-        is_free = self.form is None and self.tools.forced is None
-        self._opening = opening_of_template(template) if is_free else None
-        special = self._opening is not None and tokenizer.special_token(self._opening) is not None
-        self._reasons_in_special_tokens = special
-        self._begins_in_reasoning = False
+        self._prompt_text = ""
 
-    def _structured_output(self, special: Callable[[str], int | None]) -> dict[str, Any] | None:
-        """Return the structured output of an answer, or of a call in place of the answer.
+    def _expect_json_beside_tools(self) -> None:
+        """Refuse a form that is no JSON, if the answer may be a call in place of the form.
 
         Raises:
-            HTTPError: the answer may be a call, and the form is no JSON; or the answer must be a
-                call, and a form of vLLM has no effect.
+            HTTPError: the request has such a form.
         """
-        self._expect_effect()
-        schema = None if self.form is None else self.form.spec.get("json")
         may_call = self.tools.functions is not None and self.tools.forced is None
-        if may_call and self.form is not None and schema is None:
-            field = self.form.field
-            raise HTTPError(
-                400,
-                f"{field} stands beside tools, and an answer that may be a call can be held to "
-                "JSON alone: give a JSON schema, or leave tools out",
-                field=field,
-                code="unsupported_value",
-            )
-        if self._harmony is not None:
-            return harmony_output(self.tools, self.form)
-        held = self.tools.structured_output(special, schema)
-        if held is not None or self.form is None:
-            return held
-        return self.form.spec
+        if not may_call or self.form is None or self.form.spec.get("json") is not None:
+            return
+        field = self.form.field
+        raise HTTPError(
+            400,
+            f"{field} stands beside tools, and an answer that may be a call can be held to JSON "
+            "alone: give a JSON schema, or leave tools out",
+            field=field,
+            code="unsupported_value",
+        )
 
     def _expect_effect(self) -> None:
         """Refuse a form of vLLM beside a forced call.
@@ -140,8 +128,7 @@ class Chat(Generating[ChatRequest]):
         prompt = self._rendered()
         kept = sampling.kept_tokens(self.body, self.service)
         if isinstance(prompt, str):
-            opening = self._opening
-            self._begins_in_reasoning = opening is not None and prompt.rstrip().endswith(opening)
+            self._prompt_text = prompt
             prompt = self.short_text(prompt, kept)
         return inputs.encode(
             prompt,
@@ -191,15 +178,7 @@ class Chat(Generating[ChatRequest]):
         return {**values, **given}
 
     def _reader(self, output: RequestOutput) -> AnswerReader:
-        if self._harmony is not None:
-            parser = self._harmony.parser(output.prompt_token_ids)
-            params = self.params
-            keeps_stop = params.include_stop_str_in_output
-            return HarmonyReader(parser, self.tools, params.stop, keeps_stop)
-        reasoning = None
-        if self._opening is not None:
-            reasoning = ReasoningReader(self._begins_in_reasoning, self._opening)
-        return TextReader(self.tools, reasoning)
+        return self._format.reader(output, self._prompt_text, self.params)
 
     def structured(self) -> dict[str, Any]:
         """Return the sampling of an answer that must or may be a call."""
@@ -207,7 +186,7 @@ class Chat(Generating[ChatRequest]):
         if self._held is not None:
             settled["structured_output"] = self._held
         # Some models write special tokens around calls and reasoning.
-        if self.tools.functions is not None or self._reasons_in_special_tokens:
+        if self._format.shows_special_tokens:
             settled["skip_special_tokens"] = False
         return settled
 
