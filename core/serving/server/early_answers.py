@@ -8,15 +8,14 @@ request with the status 503, and says what the server is waiting for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
+from contextlib import ExitStack, suppress
+from http import HTTPStatus
 from types import TracebackType
-from typing import Any
 
 from opgraft.base.text import described
 from opgraft.base.timeline import Timeline
@@ -24,21 +23,21 @@ from opgraft.config import ServerConfig
 from opgraft.errors import ConfigError, HTTPError
 from opgraft.serving.server.error_bodies import error_body
 
-_PATIENCE = 5.0
-"""Seconds for a client to send a request."""
+_BACKLOG = 2048
+"""Connections that may wait to be accepted, as many as uvicorn allows."""
 
-_MOST_READ = 1 << 20
-"""Bytes of a body that are read. A client may see no answer while its body is unread."""
+_PART = 1 << 16
+"""Bytes of a request that are read at once. A longer line is no request."""
 
-_LOOK_SECONDS = 0.01
-"""Seconds until the thread notices the end."""
+_BEGIN_SECONDS = 0.1
+"""Seconds in which an accepted client surely has its task."""
 
 
 class EarlyAnswers:
     """Listens at the address of a server, and answers until the server is ready.
 
     Args:
-        settings: of the server.
+        settings: of the server, with all defaults.
 
     Attributes:
         listener: the socket, for the server that takes over.
@@ -49,16 +48,18 @@ class EarlyAnswers:
     """
 
     def __init__(self, settings: ServerConfig) -> None:
-        self.listener = _bound(settings)
+        self.listener = _listening(settings)
         self.timeline = Timeline("import torch")
-        self._server = _Server(self)
+        self._seconds = settings.head_seconds + settings.body_seconds
+        self._clients: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        # The listener stays open when asyncio closes its copy.
+        copy = self.listener.dup()
+        accepting = asyncio.start_server(self._take, sock=copy, limit=_PART, backlog=_BACKLOG)
+        self._server = self._loop.run_until_complete(accepting)
         # A daemon, so that a failed start ends the process.
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(_LOOK_SECONDS,),
-            name="opgraft-early-answers",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="opgraft-early-answers", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> EarlyAnswers:
@@ -74,9 +75,12 @@ class EarlyAnswers:
         self.listener.close()
 
     def end(self) -> None:
-        """Take no more requests. The socket goes on listening, and later requests wait there."""
-        self._server.shutdown()
-        self._thread.join()
+        """Take no more clients. The socket goes on listening, and later clients wait there.
+
+        Clients whose requests are still arriving get their answers from the thread.
+        """
+        if not self._ended.is_set():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
 
     def error(self) -> HTTPError:
         """Return the answer of the present moment."""
@@ -85,58 +89,65 @@ class EarlyAnswers:
         message = f"the server is starting ({name}, for {seconds:.1f} s): try again"
         return HTTPError(503, message, code="starting", headers={"retry-after": "1"})
 
+    async def _end(self) -> None:
+        self._server.close()
+        self._ended.set()
 
-class _Server(ThreadingTCPServer):
-    daemon_threads = True
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._answer_all())
+        self._loop.close()
 
-    def __init__(self, early: EarlyAnswers) -> None:
-        super().__init__(early.listener.getsockname(), _Handler, bind_and_activate=False)
-        self.early = early
-        # The class has made a socket of its own.
-        self.socket.close()
-        self.socket = early.listener
-        # A client may leave before it is accepted, and accepting must not wait for the next one.
-        self.socket.setblocking(False)
-        self.server_activate()
+    async def _answer_all(self) -> None:
+        """Answer clients until the end, and then those that were accepted before."""
+        await self._ended.wait()
+        await asyncio.sleep(_BEGIN_SECONDS)
+        while self._clients:
+            await asyncio.wait(self._clients)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        # Clients that leave. The class would write a traceback.
-        pass
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begin with a client."""
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
 
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a client, unless the client leaves or its request takes too long."""
+        try:
+            # A line without an end is a ValueError.
+            with suppress(OSError, ValueError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._answer(reader, writer), self._seconds)
+        finally:
+            writer.close()
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _PATIENCE
-    server: _Server
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a request of any method on any path."""
+        line = await reader.readline()
+        if not line:
+            return
+        writer.write(self._written(line))
+        writer.write_eof()
+        # If a socket closes with unread data, its client may lose the answer.
+        while await reader.read(_PART):
+            pass
 
-    def answer(self) -> None:
-        """Answer any request."""
-        length = self.headers.get("content-length", "0")
-        if length.isdigit():
-            self.rfile.read(min(int(length[:20]), _MOST_READ))
-        error = self.server.early.error()
-        body = json.dumps(error_body(error, self.path)).encode()
+    def _written(self, line: bytes) -> bytes:
+        """Return the answer to the request with this first line."""
+        method, path, *_ = [*line.decode("latin-1").split(" "), ""]
+        error = self.error()
+        body = json.dumps(error_body(error, path))
         headers = {
             "content-type": "application/json",
-            "content-length": str(len(body)),
+            "content-length": len(body),
             "connection": "close",
             **error.headers,
         }
-        self.send_response_only(error.status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    # The class calls a method with the name of the request's method.
-    do_DELETE = do_GET = do_HEAD = do_OPTIONS = do_PATCH = do_POST = do_PUT = answer  # noqa: N815
-
-    def log_message(self, format: str, *args: Any) -> None:  # of the class
-        """Write nothing: polls would fill the log."""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n"
+        return (head if method == "HEAD" else head + body).encode()
 
 
-def _bound(settings: ServerConfig) -> socket.socket:
-    """Return a bound socket."""
+def _listening(settings: ServerConfig) -> socket.socket:
+    """Return a socket that listens."""
     host = settings.host
     port = settings.port
     with ExitStack() as opened:
@@ -146,6 +157,8 @@ def _bound(settings: ServerConfig) -> socket.socket:
             listener = opened.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            # Two servers may bind one port before the first of them listens.
+            listener.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"the server cannot listen on {host}, port {port} ({described(error)}): set "

@@ -29,6 +29,7 @@ from opgraft.serving.server.gate import is_local
 from opgraft.serving.server.keys import read_keys
 from opgraft.serving.server.passing import log
 from opgraft.serving.server.service import Service
+from opgraft.serving.server.signals import end_by_signal
 
 if TYPE_CHECKING:
     # Needs the extra otel.
@@ -48,8 +49,8 @@ _FAILED_SECONDS = 1
 class HTTPServer(uvicorn.Server):
     """A server with the usual signals.
 
-    The first SIGTERM or SIGINT drains the server, the second ends the process. The server ends by
-    itself after the engine has stopped.
+    The first SIGTERM or SIGINT drains the server, the second ends the process. During the start,
+    the first one does. The server ends by itself after the engine has stopped.
     """
 
     def __init__(
@@ -77,10 +78,9 @@ class HTTPServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain the server. At the second signal, end the process."""
-        if self.should_exit:
-            signal.signal(sig, signal.SIG_DFL)
-            os.kill(os.getpid(), sig)
+        """Drain the server. At the second signal, or during the start, end the process."""
+        if self.should_exit or not self.started:
+            end_by_signal(sig)
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from opgraft.config import ServerConfig
+from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError
 from opgraft.serving.server.early_answers import EarlyAnswers
 from support.servers import PYTHON, SETTINGS, WITHOUT_CERTIFICATES, error_of
@@ -21,9 +24,13 @@ from support.servers import PYTHON, SETTINGS, WITHOUT_CERTIFICATES, error_of
 SECONDS = 120
 
 
+def settings(**given: Any) -> ServerConfig:
+    return OpgraftConfig(server=ServerConfig(**given)).resolved().server
+
+
 @pytest.fixture
 def early() -> Iterator[EarlyAnswers]:
-    with EarlyAnswers(ServerConfig(port=0, host="127.0.0.1")) as answers:
+    with EarlyAnswers(settings(port=0, host="127.0.0.1")) as answers:
         yield answers
 
 
@@ -34,7 +41,7 @@ def ask(early: EarlyAnswers, method: str, path: str, **options: Any) -> httpx.Re
 
 
 @pytest.mark.parametrize("path", ["/health", "/", "/v1/chat/completions", "/nowhere"])
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "PROPFIND"])
 def test_any_request_is_told_what_the_server_waits_for(
     early: EarlyAnswers, method: str, path: str
 ) -> None:
@@ -63,16 +70,93 @@ def test_the_head_alone(early: EarlyAnswers) -> None:
     assert int(answer.headers["content-length"]) > 0
 
 
-def test_a_large_body_gets_its_answer(early: EarlyAnswers) -> None:
+@pytest.mark.parametrize("size", [900_000, 8_000_000])
+def test_a_large_body_gets_its_answer(early: EarlyAnswers, size: int) -> None:
     """A client whose body is not read would see a broken connection."""
-    answer = ask(early, "POST", "/v1/completions", content=b"x" * 900_000)
+    answer = ask(early, "POST", "/v1/completions", content=b"x" * size)
     assert answer.status_code == 503
+
+
+def test_a_body_in_chunks_gets_its_answer(early: EarlyAnswers) -> None:
+    answer = ask(early, "POST", "/v1/completions", content=iter([b"x" * 100_000] * 20))
+    assert answer.status_code == 503
+
+
+@pytest.mark.parametrize(
+    "sent", [b"no request\r\n\r\n", b"\x16\x03\x01 hello\n", b"GET / HTTP/9\r\n\r\n"]
+)
+def test_other_bytes_get_the_same_answer(early: EarlyAnswers, sent: bytes) -> None:
+    """The answer tells nothing of Python, as the answer of ``http.server`` would."""
+    with socket.create_connection(early.listener.getsockname(), timeout=60) as client:
+        client.sendall(sent)
+        head, _, body = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body)["error"]["code"] == "starting"
+    assert b"ython" not in head
+
+
+def read_all(client: socket.socket) -> bytes:
+    return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
 def test_a_slow_client_holds_up_nobody(early: EarlyAnswers) -> None:
     with socket.create_connection(early.listener.getsockname()) as slow:
-        slow.sendall(b"POST /health HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
+        slow.sendall(b"POST /hea")
         assert ask(early, "GET", "/health").status_code == 503
+
+
+def test_a_request_that_does_not_come_is_given_up() -> None:
+    impatient = settings(port=0, host="127.0.0.1", head_seconds=0.2, body_seconds=0.2)
+    with (
+        EarlyAnswers(impatient) as early,
+        socket.create_connection(early.listener.getsockname(), timeout=60) as slow,
+    ):
+        slow.sendall(b"POST /hea")
+        assert read_all(slow) == b""
+
+
+def test_a_request_that_arrives_during_the_end_gets_its_answer(early: EarlyAnswers) -> None:
+    with socket.create_connection(early.listener.getsockname(), timeout=60) as slow:
+        slow.sendall(b"POST /hea")
+        # A later client was taken, so the slow one was, too.
+        assert ask(early, "GET", "/health").status_code == 503
+        early.end()
+        slow.sendall(b"lth HTTP/1.1\r\n\r\n")
+        assert read_all(slow).startswith(b"HTTP/1.1 503 ")
+
+
+def test_many_clients_get_their_answers(early: EarlyAnswers) -> None:
+    """Each client has its connection before the first one asks."""
+    with ExitStack() as opened:
+        clients = [
+            opened.enter_context(socket.create_connection(early.listener.getsockname(), timeout=60))
+            for _ in range(200)
+        ]
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        for client in clients:
+            assert read_all(client).startswith(b"HTTP/1.1 503 ")
+
+
+def test_many_clients_wait_for_the_server(early: EarlyAnswers) -> None:
+    """A short queue of the socket would leave later clients without a connection for seconds."""
+    early.end()
+    with ExitStack() as opened:
+        for _ in range(200):
+            opened.enter_context(socket.create_connection(early.listener.getsockname(), timeout=10))
+
+
+@pytest.mark.parametrize(
+    ("host", "asked"),
+    [("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")],  # noqa: S104  # closed in a moment
+)
+def test_addresses(host: str, asked: str) -> None:
+    """An address of IPv6, and all addresses of the machine."""
+    with EarlyAnswers(settings(port=0, host=host)) as early:
+        port = early.listener.getsockname()[1]
+        with socket.create_connection((asked, port), timeout=60) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            assert read_all(client).startswith(b"HTTP/1.1 503 ")
 
 
 def test_a_client_after_the_end_waits_for_the_server(early: EarlyAnswers) -> None:
@@ -91,27 +175,60 @@ def test_a_port_that_is_taken_is_an_error_at_once(early: EarlyAnswers) -> None:
     with pytest.raises(
         ConfigError, match=rf"cannot listen on 127.0.0.1, port {port}.*server\.port"
     ):
-        EarlyAnswers(ServerConfig(port=port, host="127.0.0.1"))
+        EarlyAnswers(settings(port=port, host="127.0.0.1"))
 
 
 def test_a_start_from_its_first_answer_to_the_model(checkpoint: Path) -> None:
     """A poller sees the phases of the start, and no gap between them and the model."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    settings = [part for name, value in SETTINGS.items() for part in (f"--{name}", value)]
-    command = [*PYTHON, "-m", "opgraft", "serve", str(checkpoint), "--port", str(port), *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        try:
-            waits = list(_polled(process, f"http://127.0.0.1:{port}/health"))
-        finally:
-            process.kill()
+    with starting([*PYTHON], checkpoint) as (process, url):
+        waits = list(_polled(process, url))
     assert waits[0] == "import torch"
     assert "load model" in waits
     assert waits[-1] == "ready"
     assert "refused" not in waits
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_start(checkpoint: Path, number: int) -> None:
+    with starting([sys.executable], checkpoint) as (process, url):
+        assert next(_polled(process, url)) == "import torch"
+        process.send_signal(number)
+        code = process.wait(30)
+        assert process.stderr is not None
+        told = process.stderr.read().decode()
+    assert code == (-signal.SIGTERM if number == signal.SIGTERM else 1)
+    assert "Traceback" not in told
+
+
+def test_a_sigterm_ends_the_start_of_a_container(checkpoint: Path) -> None:
+    """The kernel keeps signals without a handler from the first process of a container."""
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets no process be the first of its namespace")
+    with starting([*container, sys.executable], checkpoint) as (process, url):
+        assert next(_polled(process, url)) == "import torch"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children), signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+
+
+@contextmanager
+def starting(
+    interpreter: list[str], checkpoint: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start a server, and yield its process and the URL of its health."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = [part for name, value in SETTINGS.items() for part in (f"--{name}", value)]
+    command = [*interpreter, "-m", "opgraft", "serve", str(checkpoint), "--port", str(port)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            yield process, f"http://127.0.0.1:{port}/health"
+        finally:
+            process.kill()
 
 
 def _polled(process: subprocess.Popen[bytes], url: str) -> Iterator[str]:
