@@ -125,6 +125,7 @@ def _run(arguments: Sequence[str]) -> int:
     """
     words, others = _split(arguments)
     shows_all = _TRACEBACK in words
+    # Taken out here, since click knows the option in front of COMMAND only.
     words = [each for each in words if each != _TRACEBACK]
     try:
         code = _called([*words, *others])
@@ -203,8 +204,10 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return the words with options of opgraft, and the words for a program or behind ``--``."""
     command = next((each for each in arguments if not each.startswith("-")), "")
     ends = {"--", command} if command in _PROGRAMS else {"--"}
-    end = next((at for at, each in enumerate(arguments) if each in ends), len(arguments))
-    return arguments[:end], arguments[end:]
+    for place, word in enumerate(arguments):
+        if word in ends:
+            return arguments[:place], arguments[place:]
+    return arguments, []
 
 
 def _failure(error: Exception, told: Any) -> Exception:

@@ -36,6 +36,7 @@ from opgraft.serving.text_engine import TextEngine
 
 def open_llm(model: str, on_step: OnStep | None = None) -> LLM:
     """Load a model, and print the size of its cache, if any, on stderr."""
+    # A split that cannot fit is refused before minutes are spent on loading.
     expect_split(engine_config(model, None, {}).resolved())
     llm = LLM(model, on_step=on_step)
     if not llm.embeds:
@@ -112,6 +113,7 @@ def answer_prompts(
         click.echo(_speed(outputs, seconds), err=True)
     if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort
+    # Last, so that the answers of other prompts are printed before.
     try:
         expect_answers(llm, outputs)
     except Exception as error:
@@ -160,6 +162,7 @@ def expect_answers(llm: LLM, outputs: Sequence[RequestOutput]) -> None:
         return
     for replica in llm.replicas.each:
         engine = replica.engine
+        # The error itself, so that the command line can name the plugin.
         if isinstance(engine, TextEngine) and engine.core.step_failure is not None:
             raise engine.core.step_failure
     raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
@@ -219,6 +222,7 @@ def _show(piece: str) -> None:
 
 
 def _harmless(text: str) -> str:
+    # A model may write sequences that a terminal obeys.
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -96,6 +96,7 @@ def stdout_for_answers() -> Iterator[None]:
     if not _apart or number is None:
         yield
         return
+    # readline writes to the descriptor, so another stream of Python would not do.
     os.dup2(_apart[-1].fileno(), number)
     try:
         yield

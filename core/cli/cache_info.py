@@ -23,6 +23,7 @@ def command(as_json: bool) -> None:
     """Show the cache of compiled code: its place, its content, a shared folder, and if it is on."""
     resolved = host_state().settings()
     settings = resolved.config.compilation_config
+    # Not set means on.
     enabled = settings.cache is not False
     figures = CompilationCache.of(settings, make=False).figures()
     url = settings.cache_remote

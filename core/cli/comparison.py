@@ -92,6 +92,7 @@ def native_config() -> OpgraftConfig:
     load_plugins()
     state = host_state()
     owners = {}
+    # custom_ops chooses kernels, and a replaced class would still be constructed.
     for replacement in state.active:
         target = replacement.target
         name = None if target is None else op_name_of(target, state)

@@ -102,6 +102,7 @@ def command(
     Exit codes: 1, a check failed; with --baseline, a check failed that passed in the baseline. 2,
     the command was not understood. 4, the plugin ended its process at import.
     """
+    # Files are read first: a wrong name must not cost the hours of a run.
     recorded(shapes)
     before = evidence.read(baseline) if baseline else None
     if docs is not None and not docs.startswith(("http://", "https://", "file://")):
@@ -323,11 +324,13 @@ class Run:
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of a message of the child."""
         if "about" in told:
+            # Of an earlier run, or of a child that a check has ended.
             if self.found.about:
                 file = self.file or evidence.kept_file(self._subject)
                 self.found.expect_same(told["about"], file)
             self.found.about = told["about"]
         if "cases" in told:
+            # Evidence may have answers of the device suite beside those of the kit.
             others = [each for each in self.found.outcomes.values() if not self.asks(each)]
             self.found.cases = told["cases"] + len(others)
         if "asked" in told:
@@ -458,6 +461,7 @@ def examine_device(plugin: str, part: str, level: str, done: str) -> None:
     with conformance.alone(plugin):
         judged = conformance.Conformance(plugin, timed=True)
         tell({"about": _about(judged)})
+        # The first case loads the plugin, and the suite needs its platform.
         loading, *_ = judged.cases
         tell({"outcome": judged.judge(loading).to_dict()})
         if not judged.refused:

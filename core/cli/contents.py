@@ -27,15 +27,18 @@ def contents_of(distribution: Distribution) -> dict[str, Any]:
         paths = hashed_files(distribution)
         found = damage(distribution)
     except (PluginError, ValueError, OSError) as error:
-        paths, found = [], str(error)
+        paths = []
+        found = str(error)
     places = {path: str(distribution.locate_file(path)) for path in paths}
     libraries = []
     for path, place in places.items():
         if _LIBRARY.search(path):
             libraries.append({"file": path, **_links(place)})
+    # A file of RECORD may be missing. The damage tells.
+    present = [place for place in places.values() if os.path.exists(place)]
     return {
         "files": len(places),
-        "bytes": sum(os.path.getsize(place) for place in places.values() if os.path.exists(place)),
+        "bytes": sum(map(os.path.getsize, present)),
         "damage": found,
         "libraries": libraries,
         "publisher": _publisher(distribution),

@@ -45,6 +45,7 @@ def end_in_time(code: int) -> None:
     leave_watchdog()
     # At the very end no thread of Python runs any more. A destructor is shown with its line.
     atexit.register(faulthandler.dump_traceback_later, _LONGEST + PATIENCE, exit=True)
+    # A daemon, as Python waits for all other threads.
     thread = threading.Thread(target=_end, args=(code,), name="opgraft-ending", daemon=True)
     # Some processes may start no thread.
     with contextlib.suppress(RuntimeError):
@@ -74,6 +75,7 @@ def _end_with(lines: Sequence[str], code: int) -> None:
         # A copy of this process may hold the pipe open that the answer was written to.
         if child in STARTED.get():
             child.kill()
+    # sys.exit would end this thread alone.
     os._exit(code)
 
 

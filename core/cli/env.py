@@ -94,6 +94,7 @@ def _read(path: str) -> dict[str, dict[str, str]]:
         for rows in sections.values():
             if not all(isinstance(value, str) for value in rows.values()):
                 raise ValueError("a section has a value that is no text")
+    # The file may hold any JSON.
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path} is no output of 'opgraft env --json': {described(error)}"
@@ -106,12 +107,15 @@ def _changes(
 ) -> list[dict[str, str | None]]:
     """Return the rows that differ between two reports, with ``None`` for a missing row."""
     found = []
+    # Merged mappings have the names of both, in the order of the reports.
     for section in {**before, **after}:
-        old, new = before.get(section, {}), after.get(section, {})
+        old = before.get(section, {})
+        new = after.get(section, {})
         for name in {**old, **new}:
-            if old.get(name) != new.get(name):
-                row = {"section": section, "name": name}
-                found.append({**row, "before": old.get(name), "after": new.get(name)})
+            if old.get(name) == new.get(name):
+                continue
+            row = {"section": section, "name": name}
+            found.append({**row, "before": old.get(name), "after": new.get(name)})
     return found
 
 
@@ -132,6 +136,7 @@ def _bug_report() -> dict[str, dict[str, str]]:
     versions = {"opgraft": __version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
     names = [name for name in (*known_variables(), *_FURTHER_VARIABLES) if name in os.environ]
+    # One object for all sections: an id has the same substitute everywhere.
     scrubber = Scrubber()
     return {
         "Versions": versions,

@@ -63,6 +63,7 @@ def run_program(
     # The program may change the folder.
     report = report_file()
     report = report and report.absolute()
+    # As Python itself does for a file, and for a module.
     sys.argv = [file or program, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(file)) if file else os.getcwd()
     grafting = Grafting()
@@ -77,6 +78,7 @@ def _run_file(file: str) -> Any:
     """Run a file as ``__main__``, and return its exit code."""
     path = os.path.abspath(file)
     main = _new_main(path)
+    # Tracebacks and inspect find the source through the loader.
     main.__loader__ = SourceFileLoader("__main__", path)
     with io.open_code(path) as opened:
         source = opened.read()
@@ -96,11 +98,15 @@ def _run_module(name: str) -> Any:
     except (ImportError, ValueError) as error:
         raise InputError(f"the module {name!r} cannot be found: {described(error)}") from error
     loader: Any = spec and spec.loader
+    # A module of C has no code.
     code = loader.get_code(spec.name) if spec and hasattr(loader, "get_code") else None
     if spec is None or code is None:
         raise InputError(f"there is no module {name!r} of Python that can run: check the name")
     main = _new_main(str(spec.origin))
-    main.__loader__, main.__spec__, main.__package__ = loader, spec, spec.parent
+    # Relative imports of the module need these.
+    main.__loader__ = loader
+    main.__spec__ = spec
+    main.__package__ = spec.parent
     sys.argv[0] = str(spec.origin)
     return _run(code, main)
 
@@ -127,6 +133,7 @@ def _run(source: bytes | CodeType, main: ModuleType) -> Any:
         trace = error.__traceback__
         # The frame of this function is none of the program's.
         trace = trace and trace.tb_next
+        # The program may have set a hook of its own.
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
@@ -145,6 +152,7 @@ def _file_of(program: str) -> str:
         raise InputError(f"there is no file and no command {program!r}: give the path of a file")
     with open(found, "rb") as opened:
         first = opened.readline(256)
+    # pip writes scripts with the path of the interpreter in the first line.
     if not (first.startswith(b"#!") and b"python" in first):
         raise InputError(f"{found} is no Python program: give one, or a module with -m")
     return found

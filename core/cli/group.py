@@ -40,6 +40,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        # click would say the same without close matches. A shell that completes wants no error.
         if name not in self.table and not name.startswith("-") and not ctx.resilient_parsing:
             ctx.fail(f"No such command {name!r}: {close_matches(name, self.table)}")
         return super().resolve_command(ctx, args)

@@ -116,6 +116,7 @@ def _tried(outcome: ProcessOutcome, crash: Finding, limits: Limits) -> Finding:
     """Return the finding about the plugin that ended a child. Put a guilty one in quarantine."""
     if not outcome.guilty:
         return _advised(crash)
+    # The code that does not come back is known. No trial has to find the plugin.
     if outcome.late:
         return _confined(crash)
     linger = str(min(_LINGER, outcome.seconds))
@@ -238,6 +239,7 @@ def isolated(
     """
     limits = limits or Limits()
     above = {}
+    # The child reads the environment and files itself, and does not know the command line.
     for name, text, origin in host_state().settings().rows():
         if origin == COMMAND_LINE:
             above[name] = text
@@ -297,6 +299,7 @@ def _at_exit(ended: ChildRemains, end: str) -> Finding | None:
 def _problem_at_exit(ended: ChildRemains, end: str) -> tuple[str, int]:
     """Return the problem after the answer, or an empty text, and the exit code."""
     dumps = _DUMP.findall(ended.output)
+    # The dump with exit=True ends the process with the status 1.
     if ended.status == 1 and dumps and dumps[-1].startswith("Timeout"):
         late = f"had not ended after {PATIENCE:g} s"
         return f"{late}: each command that loads the plugins ends without it then", 1
@@ -333,6 +336,7 @@ class _Lines:
         self.running.close()
 
     def __call__(self, piece: bytes) -> None:
+        # A piece may end within a line.
         *lines, self.rest = (self.rest + piece).split(b"\n")
         for line in lines:
             said = _last_line(line.decode(errors="replace"))
@@ -451,6 +455,7 @@ class _Reporter:
         self._tell_who()
 
     def _tell_who(self) -> None:
+        # Each step of a plugin has the whole time, so the timer starts anew.
         faulthandler.dump_traceback_later(self.seconds)
         _write(self.reply_to, self.running[-1])
 

@@ -119,6 +119,7 @@ def _described(distribution: Distribution) -> list[Any]:
         ValueError: the files may change without a trace.
     """
     record = text_of(distribution, "RECORD")
+    # RECORD lists no source of an editable install.
     if record is None or is_editable(distribution):
         raise ValueError(f"nothing tells when {distribution.name} changes")
     return [record, states_of(files_of(distribution))]

@@ -177,6 +177,7 @@ def _porter() -> Callable[[Path], Ported]:
 def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
     """Write all files or none, with the modes of their originals."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target: a rename is one step only within one file system.
     with tempfile.TemporaryDirectory(prefix=".opgraft-", dir=folder.parent) as beside:
         made = Path(beside, folder.name)
         for file, content in files.items():

@@ -148,6 +148,7 @@ def _meant(group: str) -> list[str]:
     """Return the groups of opgraft that a misspelt group may stand for; none for other hosts."""
     spelled = group.strip().lower()
     host = re.split(r"\W|_", spelled, maxsplit=1)[0]
+    # Groups of other programs end like opgraft's, such as "pytest.plugins".
     if not near_matches(host, [HOST_DISTRIBUTION]):
         return []
     return near_matches(spelled, [*KINDS, SETTINGS_GROUP])

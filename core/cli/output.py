@@ -120,6 +120,7 @@ class SettingsCommand(click.Command):
             spelled = [each for each in given if each.startswith(error.option_name)]
             option = spelled[0] if spelled else error.option_name
             name = option.partition("=")[0]
+            # A name in the section of a plugin: the error names this plugin and close matches.
             if settings_beside(name.removeprefix("--")):
                 check_known(name.removeprefix("--"))
             advice = advice_about_option(option)

@@ -76,6 +76,7 @@ class Grafting(MetaPathFinder):
         """Patch each library that is imported, and each other one when it is imported."""
         for name in BUILDERS.keys() & sys.modules.keys():
             self._patch_all(sys.modules[name])
+        # First, as the usual finder would answer before a later one is asked.
         sys.meta_path.insert(0, self)
 
     def find_spec(
@@ -110,6 +111,7 @@ class Grafting(MetaPathFinder):
         owner_name, _, attribute = name.rpartition(".")
         owner = getattr(module, owner_name, None) if owner_name else module
         builder = f"{module.__name__}.{name}"
+        # Not getattr, which would bind a class method.
         found = vars(owner).get(attribute) if owner is not None else None
         if found is None:
             self.missing.append(builder)

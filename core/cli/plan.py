@@ -110,6 +110,7 @@ def command(
     wanted = PlanRequest(devices, batch, context, fixed)
     planner = Planner(engine_config(model, None, {}).resolved(), figures)
     fitting, refused = planner.plan(wanted)
+    # A search over many numbers of devices, for advice alone.
     least = None if fitting else planner.least_devices(wanted)
     if as_json:
         _print_as_json(model, figures, wanted, fitting, refused, least)

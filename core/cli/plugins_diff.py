@@ -73,6 +73,7 @@ def changes_since(
     rows, left_out = lock_installed(
         settings, allow_editable=allow_editable, attestations=attestations
     )
+    # Spellings of one name differ between metadata and lockfiles, as in Foo_Bar and foo-bar.
     after = {normalized(row.name): row for row in rows}
     return changes(before, after, left_out, path, signers=signers)
 

@@ -72,6 +72,7 @@ def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_js
     report = {**kept.report} if kept else _report(limits)
     if key and not kept and _exit_code(report) < _FAILED:
         kept_results.keep(key, report)
+    # Not kept: the notes need no load, and the time is that of the kept result.
     report |= {
         "notes": report["notes"] + as_dicts(plugins_of_vllm()),
         "cached": kept and kept.since,
@@ -208,6 +209,7 @@ def _findings_of_lockfile() -> Iterator[Finding]:
             )
     _, left_out = lock_installed(settings, allow_editable=False)
     for problem in left_out:
+        # A locked distribution that has changed has a finding of its own.
         if normalized(problem.provider.name) not in rows:
             message = f"'opgraft plugins lock' leaves {problem.provider} out: {problem.reason}"
             yield Finding(message, problem.provider)

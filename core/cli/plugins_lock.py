@@ -88,6 +88,7 @@ def command(
     rows, left_out = lock_installed(
         settings, allow_editable=allow_editable, attestations=attestations
     )
+    # A file with fewer rows would refuse plugins that work today.
     lost = lost_rows(Path(output), rows, left_out)
     if not lost:
         write_rows(Path(output), rows)

@@ -69,11 +69,11 @@ class Reading:
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of a name that have these labels; 0 without any."""
         wanted = labels.items()
-        return sum(
-            value
-            for found, having, value in self.samples
-            if found == name and wanted <= having.items()
-        )
+        total = 0.0
+        for found, having, value in self.samples:
+            if found == name and wanted <= having.items():
+                total += value
+        return total
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,18 @@ def load_between(former: Reading, present: Reading) -> Load:
         RunningKernel(labels["op"], labels["kernel"], _provider(labels["provider"]))
         for labels in present.labels(_KERNELS)
     ]
+    # Only some steps time their ops, and none of them may be in the interval.
+    shares_of_ops = change.shares(_OP_SECONDS, "op")
+    if not shares_of_ops:
+        shares_of_ops = _Change(None, present).shares(_OP_SECONDS, "op")
     return Load(
-        present.labels(_RUNNING)[0]["model_name"],
-        seconds,
-        [change.of_engine(engine, seconds) for engine in present.engines],
-        {word: change.mean(name) for word, name in _TIMES.items()},
-        change.shares(_STEP_SECONDS, "part"),
-        change.shares(_OP_SECONDS, "op") or _Change(None, present).shares(_OP_SECONDS, "op"),
-        kernels,
+        model=present.labels(_RUNNING)[0]["model_name"],
+        seconds=seconds,
+        engines=[change.of_engine(engine, seconds) for engine in present.engines],
+        mean_seconds={word: change.mean(name) for word, name in _TIMES.items()},
+        shares_of_step=change.shares(_STEP_SECONDS, "part"),
+        shares_of_ops=shares_of_ops,
+        kernels=kernels,
     )
 
 
@@ -210,15 +214,19 @@ class _Change:
 
 def _fell(former: Reading, present: Reading) -> bool:
     """Return True if a counter is lower than before, so that its server was started anew."""
-    counts = {
-        (name, *sorted(labels.items())): value
-        for name, labels, value in former.samples
-        if name.endswith(_COUNTED)
-    }
+    counts = {}
+    for name, labels, value in former.samples:
+        if name.endswith(_COUNTED):
+            counts[_key_of(name, labels)] = value
+    # Gauges are not among the counts, and no value is below 0.
     return any(
-        value < counts.get((name, *sorted(labels.items())), 0)
-        for name, labels, value in present.samples
+        value < counts.get(_key_of(name, labels), 0) for name, labels, value in present.samples
     )
+
+
+def _key_of(name: str, labels: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return a key for a sample. Servers may write labels in any order."""
+    return name, *sorted(labels.items())
 
 
 def _provider(text: str) -> Provider:

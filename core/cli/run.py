@@ -117,6 +117,7 @@ def read_lines(file: Path) -> tuple[str, ...]:
         # A pipe without a writer counts as empty, and holds up nothing.
         with open(file, "rb", opener=without_waiting) as opened:
             os.set_blocking(opened.fileno(), True)
+            # One byte more tells a file that is too large from one of exactly this size.
             content = opened.read(_LARGEST_INPUT + 1)
     except OSError as error:
         raise InputError(f"the input file {file} cannot be read: {error.strerror}") from error

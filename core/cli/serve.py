@@ -183,6 +183,7 @@ def _memory_of_a_server() -> Iterator[None]:
 def _own_process() -> dict[str, str]:
     """Return the setting for workers in processes, unless the operator has chosen an executor."""
     chosen = host_state().settings().origins["parallel.executor"] != "default"
+    # A worker that hangs can be ended, and a crash of a kernel does not end the server.
     return {} if chosen else {"parallel.executor": "processes"}
 
 

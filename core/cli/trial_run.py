@@ -87,6 +87,7 @@ def _measured(llm: LLM, plugins: str, tokens: int, began: float) -> Mapping[str,
     before, _ = _memory()
     rounds = list(_rounds(llm, params))
     after, peak = _memory()
+    # Not the mean: one round beside another program would change it.
     median = statistics.median(seconds for seconds, _ in rounds)
     return {
         **_stage(plugins.split(",")),
@@ -152,12 +153,11 @@ def _by_token(place: Mapping[int, Logprob]) -> dict[str, float]:
 
 
 def _kernels(llm: LLM) -> dict[str, int]:
-    rows = Counter(
-        f"{row.op or row.op_class}: {row.kernel} of {row.provider}"
-        for row in llm.explain().rows
-        if row.runs
-    )
-    return dict(rows)
+    counts: Counter[str] = Counter()
+    for row in llm.explain().rows:
+        if row.runs:
+            counts[f"{row.op or row.op_class}: {row.kernel} of {row.provider}"] += 1
+    return dict(counts)
 
 
 def _memory() -> tuple[int, int]:

@@ -63,6 +63,7 @@ def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
     """
     config = engine_config(name, None, {}).resolved()
     with set_config(native_config()):
+        # The config of an engine holds the settings of its scope, so this model has another one.
         native = load_model(engine_config(name, None, {}).resolved())
     model = load_model(config)
     ids = _token_ids(name, prompt, tokens)
@@ -106,6 +107,7 @@ def made_by(name: str) -> Pair:
         InputError: there is no such function, or the function raises or returns something else.
     """
     module, _, function = name.partition(":")
+    # The console script does not import from the current folder, as python -m does.
     folder = str(Path.cwd())
     sys.path.insert(0, folder)
     try:

@@ -27,6 +27,7 @@ def listed_prompts(given: Any, what: str = "prompts") -> Sequence[Any]:
     """
     if isinstance(given, str | Mapping):
         return [given]
+    # Bytes are a sequence of integers, and would pass for token ids.
     if isinstance(given, bytes) or not isinstance(given, Sequence):
         raise RequestError(f"{what} is {_kind(given)}: give {_PROMPT}, or a list of these", what)
     # A list of integers is a single prompt of token ids.
@@ -80,7 +81,9 @@ def _text_message(message: Any, index: int) -> Any:
                 "{'type': 'text', 'text': '...'}",
                 "messages",
             )
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    # Chat templates expect one text. vLLM joins the parts in the same way.
+    text = "\n".join(part["text"] for part in content)
+    return {**message, "content": text}
 
 
 def _is_text_part(part: Any) -> bool:
@@ -104,6 +107,7 @@ def params_for(given: Any, prompts: int, default: SamplingParams) -> Sequence[Sa
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or default] * prompts
+    # Neither is a list of params, so this raises the error about the type.
     if isinstance(given, str) or not isinstance(given, Sequence):
         expect_params(given)
     each = _as_many(given, prompts, "SamplingParams", "sampling_params")

@@ -76,6 +76,7 @@ class AsyncLLM(FrontEnd):
     ) -> None:
         super().__init__(model, opgraft_config=opgraft_config, on_step=on_step, **settings)
         self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
+        # A pool of its own: a compilation may take seconds, and prompts must not wait for it.
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._pools += self._preparing, self._compiling
         self._mailbox: Mailbox | None = None
@@ -112,6 +113,7 @@ class AsyncLLM(FrontEnd):
             await self.embed([[0]])
             return
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        # Not through the router, which may choose one replica several times.
         for replica in self._replicas.each:
             name = uuid4().hex
             prepare = partial(self.engine.inputs.prepare, name, [0], params)
@@ -272,6 +274,7 @@ class AsyncLLM(FrontEnd):
         finally:
             if timeline is not None and metrics is not None:
                 _note_steps(timeline, metrics)
+            # A reader that leaves early closes the iterator, and this is the only trace of that.
             if not finished:
                 self._leave([stream])
 
@@ -344,6 +347,7 @@ class AsyncLLM(FrontEnd):
                     await stream.next()
                     del waiting[stream]
         finally:
+            # After a cancellation, texts that are still waiting would cost batches for nobody.
             self._leave(waiting)
         return self.encoder.results(requests)
 
@@ -412,6 +416,7 @@ class AsyncLLM(FrontEnd):
             name = self.opgraft_config.model.name
             raise RequestError(f"{name} is an encoder, which takes no adapters", "lora_request")
         calls = map(asyncio.wrap_future, self._replicas.on_engines(function))
+        # All calls end before an error is raised: engines must not differ in their adapters.
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -424,6 +429,7 @@ class AsyncLLM(FrontEnd):
                 self._replicas.close(stream)
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        # Only the latest loop is kept: most programs have one, and streams hold their mailbox.
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
@@ -477,6 +483,7 @@ class AsyncLLM(FrontEnd):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        # The end waits for a running step, and the loop must go on meanwhile.
         await asyncio.to_thread(self.shutdown)
 
 

@@ -103,9 +103,11 @@ def _message(message: object, index: int) -> dict[str, Any]:
             "{'role': 'user', 'content': '...'}"
         )
     copied = as_plain_data(message, f"messages[{index}]")
+    # OpenAI's clients send null for fields without a value, and templates test for presence.
     plain = {key: value for key, value in copied.items() if value is not None}
     for key in _REASONING:
         if key in plain:
+            # Templates of gpt-oss read the first key, and most others the second.
             return {"thinking": plain[key], **plain, "reasoning_content": plain[key]}
     return plain
 
@@ -148,6 +150,7 @@ def arguments_text(call: Mapping[str, Any]) -> str:
         RequestError: the text has half of a surrogate pair.
     """
     given = call["function"].get("arguments")
+    # OpenAI's form has JSON as text. Some clients send the object itself.
     text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
     expect_unicode(text, "the chat")
     return text
@@ -177,6 +180,7 @@ def as_plain_data(value: Any, place: str) -> Any:
     Raises:
         RequestError: there is an object of another type.
     """
+    # The exact types: a subclass may bring methods that a template could call.
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -82,8 +82,10 @@ class ChatTemplate(ChatFormat):
         }
         try:
             kind, text = self._renderer.render(template, known)
+        # Raised while the values are written for the helper.
         except RecursionError:
-            kind, text = AnswerKind.REFUSED, "they are nested too deeply"
+            kind = AnswerKind.REFUSED
+            text = "they are nested too deeply"
         if kind is AnswerKind.TEXT:
             return text if end is None else end.up_to(text)
         if kind is AnswerKind.INVALID:
@@ -165,6 +167,7 @@ class _EndOfMessage:
             RequestError: the template changes the content.
         """
         before, mark, behind = text.rpartition(self._mark)
+        # A template may shorten the content, put it in upper case, or leave it out.
         if not mark or not before.endswith(self._text):
             raise RequestError(
                 "continue_final_message goes on with the last message, and the chat template "

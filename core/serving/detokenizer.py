@@ -81,7 +81,9 @@ class Detokenizer:
             return place
         before = self._decode(self._context)
         held = self._decode([*self._context, *self._waiting]).removeprefix(before)
-        return place + len(held.rstrip(_BROKEN))
+        # The library shows an unfinished character as U+FFFD.
+        whole = held.rstrip(_BROKEN)
+        return place + len(whole)
 
     @property
     def stop_reason(self) -> str | None:
@@ -110,6 +112,7 @@ class Detokenizer:
     def _show(self, piece: str) -> None:
         if self._stops and self._unsearched <= 0:
             piece = self._stops.add(piece)
+        # Called once for each token, even if the token shows no text yet.
         self._unsearched -= 1
         self._written.write(piece)
 
@@ -149,11 +152,13 @@ class Detokenizer:
             return ""
         done = self._waiting[:count]
         waiting = self._waiting[count:]
+        # With the tokens before, as the text of a token may depend on these.
         before = self._decode(self._context)
         text = self._decode([*self._context, *done])
         self._waiting = []
         self._restart(done[-MOST_HELD:])
-        return text.removeprefix(before) + "".join(map(self._decoded, waiting))
+        rest = "".join(map(self._decoded, waiting))
+        return text.removeprefix(before) + rest
 
     def _restart(self, context: list[int]) -> None:
         """Begin a stream after ``context``."""
@@ -170,4 +175,5 @@ class Detokenizer:
             end = list(prompt[-length:])
             if _BROKEN not in self._decode(end):
                 return end
+        # The text of such a prompt is broken itself, and no context helps.
         return []

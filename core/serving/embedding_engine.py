@@ -130,6 +130,7 @@ class EmbeddingEngine(RequestEngine):
         there: int | None = self.executor.call("max_context")
         asked = self.opgraft_config.model.max_model_len
         if asked is None:
+            # Many checkpoints were trained on shorter texts than their positions allow.
             limits = [limit for limit in (there, self.settings.max_tokens) if limit is not None]
             return min(limits, default=_LONGEST)
         if there is not None and there < asked:
@@ -282,8 +283,11 @@ class EmbeddingEngine(RequestEngine):
         # Text 0 has waited longest.
         wants_labels = bool(waiting) and waiting[0].second is not None
         waiting = [each for each in waiting if (each.second is not None) == wants_labels]
-        batches = self._batches([len(request.ids) for request in waiting])
-        chosen = next((batch for batch in batches if 0 in batch), [])
+        chosen: list[int] = []
+        for indices in self._batches([len(request.ids) for request in waiting]):
+            if 0 in indices:
+                chosen = indices
+                break
         batch = [waiting[index] for index in sorted(chosen)]
         for request in batch:
             del self._waiting[request.output.request_id]
@@ -298,6 +302,7 @@ class EmbeddingEngine(RequestEngine):
                 batch[0].error = _raisable(error, batch[0].name)
                 self.counters.finished["error"] += 1
                 return
+            # One bad text must not fail the texts of other callers.
             for request in batch:
                 self._settle([request])
 
@@ -349,7 +354,9 @@ class EmbeddingEngine(RequestEngine):
         """Give each text of a batch the vector, and the fault if the vector has NaN or infinity."""
         wrong = []
         for request, vector in zip(batch, vectors, strict=True):
-            request.vector = vector if request.second is not None else vector[: self.settings.size]
+            has_labels = request.second is not None
+            # The setting shortens embeddings, and every label has a probability.
+            request.vector = vector if has_labels else vector[: self.settings.size]
             if not all(map(math.isfinite, request.vector)):
                 wrong.append(request)
         ids_of_wrong = [request.ids for request in wrong]
@@ -408,6 +415,7 @@ class EmbeddingEngine(RequestEngine):
         limits = self.opgraft_config.scheduler
         batch: list[int] = []
         tokens = 0
+        # Texts of similar length run together, as some kernels fill shorter ones up.
         for index in sorted(range(len(lengths)), key=lengths.__getitem__):
             has_most_texts = len(batch) == limits.max_num_seqs
             has_most_tokens = tokens + lengths[index] > limits.max_num_batched_tokens

@@ -37,6 +37,7 @@ def engine_config(
         _load_plugins_for([(_ARGUMENTS, arguments)])
         with set_config(arguments, origin=_ARGUMENTS):
             return host_state().settings().handed_down()
+    # A given config replaces the process's settings, so the environment does not count.
     whole = "the opgraft_config of LLM"
     layers = [(whole, opgraft_config), (_ARGUMENTS, arguments)]
     _load_plugins_for(layers)
@@ -63,8 +64,8 @@ def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
             if dotted in found:
                 first, _ = found[dotted]
                 raise ConfigError(
-                    f"{first} is {settings[first]!r:.80} and {name} {given!r:.80}, and both stand for "
-                    f"{dotted}: leave one out"
+                    f"{first} is {settings[first]!r:.80} and {name} {given!r:.80}, and both stand "
+                    f"for {dotted}: leave one out"
                 )
             found[dotted] = name, value
     return {dotted: value for dotted, (_, value) in found.items()}
@@ -84,6 +85,7 @@ def _settings_of(name: str, value: Any) -> dict[str, Any]:
         return {name: value}
     if name in SHORT_NAMES:
         return {SHORT_NAMES[name]: value}
+    # A dotted name is meant as a setting, and this error has close matches among settings.
     if "." in name:
         check_known(name)
     advice = advice_about(name)

@@ -214,6 +214,7 @@ class EngineThread:
         self._ended: EngineError | None = None
         self._busy_since: float | None = None
         self._making = _Call(self._make, make)
+        # Settings of the caller's scope decide about the engine. A new thread has no scope.
         run = partial(contextvars.copy_context().run, self._run)
         self._process = os.getpid()
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
@@ -224,6 +225,7 @@ class EngineThread:
         try:
             self._making.future.result()
         except BaseException:
+            # After an interrupt, the thread may still make the engine, which nobody would use.
             self._stopping = True
             raise
 
@@ -259,6 +261,7 @@ class EngineThread:
         since = self._busy_since
         if since is None:
             return 0.0
+        # A restart of workers takes minutes, and is no hanging step.
         begin = max(since, self.engine.executor.ready_since)
         return max(0.0, time.monotonic() - begin)
 
@@ -327,6 +330,7 @@ class EngineThread:
 
     def close(self, stream: NewsReader) -> None:
         """Abort the request of a reader that has left. Only the thread itself calls this."""
+        # A later request may have the same id.
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self.engine.abort(stream.request_id)
@@ -377,6 +381,7 @@ class EngineThread:
         why = "the engine was shut down"
         try:
             self._serve()
+        # Even an exit of a plugin: readers would wait for ever for a thread that is gone.
         except BaseException as error:
             cause = error
             why = f"the thread of the engine has ended by an error ({described(error)})"
@@ -388,6 +393,7 @@ class EngineThread:
                 "the requests of an engine that ends are lost with it: %s", described(error)
             )
         finally:
+            # Before the shutdown, which may wait for workers: readers learn the end at once.
             self._end(f"{why}: make a new one", cause)
             self.engine.shutdown()
 
@@ -437,6 +443,7 @@ class EngineThread:
             self._calls = []
             self._looks = False
         self._busy_since = time.monotonic()
+        # Without the lock, so that other threads can hand over further calls meanwhile.
         for call in calls:
             call.make()
         return not self._stopping
@@ -450,6 +457,7 @@ class EngineThread:
             is_read = stream.put(output)
             if output.finished:
                 del self._streams[output.request_id]
+            # The reader has left, or its event loop was closed and tells nobody.
             elif not is_read:
                 self.close(stream)
 
@@ -470,6 +478,7 @@ class EngineThread:
 
 def _again(error: EngineError) -> EngineError:
     """Return the same error with a traceback of its own."""
+    # Several threads raise it, and each raise adds to the traceback of one object.
     copy = EngineError(*error.args)
     copy.__cause__ = error.__cause__
     return copy

@@ -56,6 +56,7 @@ class FrontEnd:
         self._replicas = Replicas(self.opgraft_config, on_step, template)
         self._first: RequestEngine = self._replicas.first
         self._pools: list[ThreadPoolExecutor] = []
+        # Not a method of this object, which the finalizer would keep alive.
         self._finalizer = weakref.finalize(
             self, _shutdown, self._replicas, self._pools, END_SECONDS
         )
@@ -152,6 +153,7 @@ class FrontEnd:
 
     def _end(self, patience: float | None = None) -> None:
         """Shut down, and wait for a running step, for ``patience`` seconds at most."""
+        # The end of the process would shut down again otherwise.
         self._finalizer.detach()
         _shutdown(self._replicas, self._pools, patience)
 

@@ -83,6 +83,7 @@ class Grammars:
 
     def _compiled(self, params: SamplingParams) -> Grammar:
         grammar = Grammar(params.structured_output, self._tokens)
+        # Workers in other processes need the compiled grammar, too.
         self._share(grammar)
         key, characters = _key_and_size(params.structured_output)
         if not characters:

@@ -71,6 +71,7 @@ class HandoverEngine(TextEngine):
         self._fault = ""
         with ExitStack() as undo:
             part = ""
+            # A store of the user's own serves the handover, too.
             if config.cache.store is None:
                 cache = undo.enter_context(handover_folder(config.cache))
                 config = replace(config, cache=cache)
@@ -89,6 +90,7 @@ class HandoverEngine(TextEngine):
 
     @property
     def has_work(self) -> bool:
+        # Held requests alone are no work: a step would compute nothing.
         return self._has_news() or not self.core.scheduler.only_holds
 
     def _has_news(self) -> bool:
@@ -116,9 +118,11 @@ class HandoverEngine(TextEngine):
         if missing < self._least or missing <= self.core.cache.block_size:
             return
         handovers = self.core.counters.handovers
+        # Blocks have keys and values, and no log-probabilities.
         if any(each.params.prompt_logprobs is not None for each in requests):
             handovers["prompt_logprobs"] += 1
             return
+        # The second process has no adapters.
         if first.lora is not None:
             handovers["lora"] += 1
             return
@@ -143,6 +147,7 @@ class HandoverEngine(TextEngine):
                 self.prefill.ask(name, request)
             except EngineError as error:
                 fault = str(error)
+        # Once for each change, not for each prompt.
         if fault != self._fault:
             logger.warning(
                 "prompts are %s the second process%s",
@@ -155,7 +160,8 @@ class HandoverEngine(TextEngine):
         self._of_prompt[prompt] = name
         if not self._under_way:
             self._share_host(True)
-        self._under_way[name] = _Handover(time.monotonic() + self._seconds)
+        end = time.monotonic() + self._seconds
+        self._under_way[name] = _Handover(end)
         return name
 
     def _share_host(self, shared: bool) -> None:
@@ -167,7 +173,9 @@ class HandoverEngine(TextEngine):
     def _key(self, request: Request) -> bytes:
         """Return the hash of the last full block of a prompt, short of the last token."""
         cache = self.core.cache
-        return cache.hashes(request, (len(request.prompt) - 1) // cache.block_size)[-1]
+        # The engine itself computes the last token: its logits choose the first one of the answer.
+        full_blocks = (len(request.prompt) - 1) // cache.block_size
+        return cache.hashes(request, full_blocks)[-1]
 
     def step(self) -> list[RequestOutput]:
         self._release_all()
@@ -202,11 +210,17 @@ class HandoverEngine(TextEngine):
         left = [each for each in handover.requests if each.status != "finished"]
         if not left:
             return
-        outcome = "late" if late else "failed" if error else "computed"
         stored = self.core.stored
         missing = 0 if stored is None else stored.missing(left[0])
-        if outcome == "computed" and missing > self.core.cache.block_size:
+        if late:
+            outcome = "late"
+        elif error:
+            outcome = "failed"
+        # The last block is not full, and always left to the engine.
+        elif missing > self.core.cache.block_size:
             outcome = "not_stored"
+        else:
+            outcome = "computed"
         self.core.counters.handovers[outcome] += 1
         if outcome != "computed":
             logger.warning(
@@ -225,11 +239,12 @@ class HandoverEngine(TextEngine):
     def _drop(self, name: str) -> _Handover | None:
         """Forget a handover, and let the second process forget the prompt."""
         handover = self._under_way.pop(name, None)
-        if handover is not None:
-            self._of_prompt = {key: each for key, each in self._of_prompt.items() if each != name}
-            self.prefill.forget(name)
-            if not self._under_way:
-                self._share_host(False)
+        if handover is None:
+            return None
+        self._of_prompt = {key: each for key, each in self._of_prompt.items() if each != name}
+        self.prefill.forget(name)
+        if not self._under_way:
+            self._share_host(False)
         return handover
 
     def explain(self) -> Explanation:
@@ -247,5 +262,6 @@ class HandoverEngine(TextEngine):
         return super().surrender()
 
     def shutdown(self) -> None:
+        # First the process that writes to the folder, which the second line removes.
         self.prefill.shutdown(_END_SECONDS)
         self._undo.close()

@@ -32,6 +32,7 @@ def handover_folder(cache: CacheConfig) -> Iterator[CacheConfig]:
     try:
         key = folder / "key"
         make_key(key)
+        # The folder may be in memory, and weights and cache need the rest.
         most = min(cache.store_bytes, shutil.disk_usage(folder).free // 2)
         yield replace(cache, store=str(folder), store_bytes=max(1, most), store_key=str(key))
     finally:
@@ -63,6 +64,7 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that were killed. The system gives up their locks."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
+            # All users share the parent, and one may have put a link there.
             if folder.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
             lock = _locked(folder)

@@ -134,8 +134,9 @@ class HarmonyFormat(ChatFormat):
     ) -> list[int]:
         chat = plain_messages(messages)
         try:
-            expect_quick(texts_of([messages, tools, (values or {}).get("model_identity")]))
-            written = [*self._beginning(chat, tools, values or {}), *self._written(chat)]
+            given = values or {}
+            expect_quick(texts_of([messages, tools, given.get("model_identity")]))
+            written = [*self._beginning(chat, tools, given), *self._written(chat)]
             conversation = self._library.Conversation.from_messages(written)
             if continue_final_message:
                 text_to_continue(chat[-1])
@@ -187,12 +188,13 @@ class HarmonyFormat(ChatFormat):
         developer = library.DeveloperContent.new()
         if written:
             developer = developer.with_instructions(instructions)
-        described_functions = [
-            library.ToolDescription.new(
-                function["name"], function.get("description") or "", function.get("parameters")
-            )
-            for function in functions_of(tools)
-        ]
+        described_functions = []
+        for function in functions_of(tools):
+            # The library takes no None for the description.
+            text = function.get("description") or ""
+            parameters = function.get("parameters")
+            tool = library.ToolDescription.new(function["name"], text, parameters)
+            described_functions.append(tool)
         if described_functions:
             developer = developer.with_function_tools(described_functions)
         if written or described_functions:
@@ -209,6 +211,7 @@ class HarmonyFormat(ChatFormat):
                 content = library.DeveloperContent.new().with_instructions(content_text(message))
                 yield library.Message.from_role_and_content(library.Role.DEVELOPER, content)
             elif role == "tool":
+                # The format names the function of a result, and has no ids of calls.
                 known = names.get(message.get("tool_call_id"), last_called)
                 yield self._result(message.get("name") or known, content_text(message))
             elif role == "assistant":
@@ -296,11 +299,13 @@ class HarmonyParser:
 
         This is the first stop string that ends in the last token.
         """
+        # The stop string may begin before the last token.
         begin = max(self._length_before - len(stop) + 1, 0)
         place = text.find(stop, begin)
         if place < 0:
             return text
-        return text[: place + (len(stop) if keeps_stop else 0)]
+        end = place + len(stop) if keeps_stop else place
+        return text[:end]
 
     def _take(self, token: int) -> None:
         if self._failed:
@@ -378,6 +383,7 @@ def _header(prompt: Sequence[int]) -> list[int] | None:
             return []
         if prompt[place] == START:
             header = list(prompt[place:])
+            # A continued message has text behind its header, which is no part of the answer.
             return header[: header.index(MESSAGE) + 1] if MESSAGE in header else header
     return None
 

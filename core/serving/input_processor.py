@@ -76,6 +76,7 @@ class InputProcessor:
         if self._library_format is not None:
             self.eos |= self._library_format.ends
         self._lock = threading.Lock()
+        # Weak, so that the workers of an engine that is gone are not kept.
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
     def _find_tokenizer(self, weights: Weights) -> Tokenizer | None:
@@ -251,6 +252,7 @@ class InputProcessor:
         )
         outputs: list[CompletionOutput] = []
         growing = {}
+        # The engine knows one request for each of the n answers.
         for index, each in enumerate(request.split()):
             answer = Answer.of(index, each, self._detokenizer(each))
             outputs.append(answer.output)
@@ -266,6 +268,7 @@ class InputProcessor:
         return (*self._suppressed, *words)
 
     def _expect_in_vocabulary(self, params: SamplingParams) -> None:
+        # The params have refused negative ids, and do not know the vocabulary.
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             highest = max(getattr(params, name) or (), default=0)
             if highest >= self.vocab_size:
@@ -293,6 +296,7 @@ class InputProcessor:
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         """Return the text of a request; None without a tokenizer."""
         params = request.params
+        # Stop strings need a text, so that a request with some fails below.
         if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(

@@ -33,6 +33,7 @@ class Interrupts:
         former = signal.getsignal(signal.SIGINT)
 
         def note(number: int, frame: Any) -> None:
+            # A user who interrupts again does not want to wait for the end of a step.
             signal.signal(signal.SIGINT, former)
             self.noted = True
             self.wake()

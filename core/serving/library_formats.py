@@ -92,6 +92,7 @@ def library_format(
         return None
     if model.chat_format != "auto":
         return _of_setting(model, folder, tokenizer)
+    # The operator has chosen how chats are written.
     if model.chat_template is not None:
         return None
     for name, library in LIBRARIES.items():
@@ -153,6 +154,7 @@ def _opened(
 def _expect_same_tokens(name: str, file: Path, found: ChatFormat, tokenizer: Tokenizer) -> None:
     """Check that a vocabulary and the tokenizer of a checkpoint have the same special tokens."""
     known = tokenizer.special_tokens_by_text()
+    # With other ids, the model would read markers as ordinary words, and answer nonsense.
     for text, token in found.special_tokens.items():
         if known.get(text) != token:
             raise ConfigError(

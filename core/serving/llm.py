@@ -240,6 +240,7 @@ class LLM(FrontEnd):
 
         def expect_vector(output: RequestOutput) -> None:
             error = by_id[output.request_id].error
+            # At the first error, the texts that are left are not computed in vain.
             if error is not None:
                 raise error
 
@@ -375,6 +376,7 @@ class LLM(FrontEnd):
         interrupts = Interrupts() if interrupts is None else interrupts
         queue: SimpleQueue[News | None] = SimpleQueue()
         interrupts.wake = partial(queue.put, None)
+        # Before the lock, which would never be free.
         self._expect_free()
         with self._answering:
             self._answering_thread = get_ident()
@@ -393,9 +395,11 @@ class LLM(FrontEnd):
                     output = news()
                     left -= output.finished
                     yield output
+                    # Another thread may have gone on with the iterator.
                     self._answering_thread = get_ident()
                 self._leave_and_wait()
             except KeyboardInterrupt:
+                # A step that hangs would keep the program from ending.
                 if not self._leave_and_wait(_PATIENCE):
                     self._replicas.kill("an interrupt came in the middle of a step")
                 raise

@@ -76,6 +76,7 @@ class MistralFormat(ChatFormat):
             self._tokenizer = tokenizers.MistralTokenizer.from_file(str(file))
             raw = self._tokenizer.instruct_tokenizer.tokenizer
             self._version = int(re.sub(r"v(\d+).*", r"\1", raw.version.value))
+        # The library imports sentencepiece only for a vocabulary of that kind.
         except ImportError as error:
             raise InputError(
                 f"{file} is a vocabulary of sentencepiece, which cannot be imported: pip install "
@@ -111,7 +112,8 @@ class MistralFormat(ChatFormat):
     def user_text(self, prompt: Sequence[int]) -> UserText:
         if not self._thinks:
             return super().user_text(prompt)
-        begin, end = map(self._raw.get_special_token, (_BEGIN_THINK, _END_THINK))
+        begin = self._raw.get_special_token(_BEGIN_THINK)
+        end = self._raw.get_special_token(_END_THINK)
         return _TextWithoutThoughts(begin, end, self._plain_text)
 
     def _plain_text(self, ids: Sequence[int]) -> str:
@@ -138,6 +140,7 @@ class MistralFormat(ChatFormat):
             if tools:
                 given["tools"] = [_tool(function) for function in functions_of(tools)]
             effort = (values or {}).get("reasoning_effort")
+            # Older versions of the format have no efforts.
             if effort is not None and self._version >= _FIRST_WITH_EFFORT:
                 given["reasoning_effort"] = effort
             request = self._request.model_validate(given)
@@ -175,13 +178,14 @@ class MistralFormat(ChatFormat):
     def _answer(self, message: Mapping[str, Any], text: str, place: int) -> dict[str, Any]:
         """Return an answer of the model: reasoning, text and calls."""
         written: dict[str, Any] = {"role": "assistant"}
-        calls = [
-            _call(call, place, number)
-            for number, call in enumerate(message.get("tool_calls") or ())
-        ]
+        calls = []
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            calls.append(_call(call, place, number))
         if calls:
             written["tool_calls"] = calls
-        if text and (not calls or self._version >= _FIRST_WITH_TEXT_BESIDE_CALLS):
+        # Older versions have no way to write both, and calls matter more.
+        takes_text = not calls or self._version >= _FIRST_WITH_TEXT_BESIDE_CALLS
+        if text and takes_text:
             written["content"] = text
         reasoning = message.get("reasoning_content")
         if reasoning and self._thinks:
@@ -213,11 +217,14 @@ class _TextWithoutThoughts(UserText):
         ids = answer.token_ids
         for place in range(self._count, len(ids)):
             is_open = bool(self._thoughts) and self._thoughts[-1][1] is None
+            # Markers are rare, so the text before one is made anew for each.
             if ids[place] == self._begin and not is_open:
-                self._thoughts.append((len(self._text_of(ids[:place])), None))
+                begin = len(self._text_of(ids[:place]))
+                self._thoughts.append((begin, None))
             elif ids[place] == self._end and is_open:
                 first, _ = self._thoughts.pop()
-                self._thoughts.append((first, len(self._text_of(ids[:place]))))
+                end = len(self._text_of(ids[:place]))
+                self._thoughts.append((first, end))
         self._count = len(ids)
         shown = []
         behind: int | None = 0
@@ -250,4 +257,6 @@ def _call_id(given: Any, place: int, number: int) -> str:
     """Return an id that the format can write. Equal ids of a client stay equal."""
     if isinstance(given, str) and _CALL_ID.fullmatch(given):
         return given
-    return sha256(str(given or (place, number)).encode()).hexdigest()[:9]
+    # Without an id of the client, the place of the call makes ids differ.
+    source = str(given or (place, number))
+    return sha256(source.encode()).hexdigest()[:9]

@@ -60,6 +60,7 @@ class OpenRequest:
                 output.stop_reason = answer.detokenizer.stop_reason
                 reason = "stop"
         output.finish_reason = reason
+        # A growing answer holds the detokenizer, which an ended one does not need.
         self.output.outputs[output.index] = output.snapshot()
         del self.growing[child]
         self.output.finished = not self.growing

@@ -150,6 +150,7 @@ class GrowingOutput(CompletionOutput):
         tokens = len(self.token_ids)
         logprobs = self.logprobs
         places = len(logprobs or ())
+        # These are replaced, and do not grow: they are read now.
         ended = (
             self.finish_reason,
             self.stop_reason,

@@ -24,6 +24,7 @@ async def called_in(pool: ThreadPoolExecutor, function: Callable[..., _T], *args
         EngineError: the pool was shut down.
     """
     with phase("wait"):
+        # A pool's thread has no context of its own, and would miss settings and timelines.
         call = partial(contextvars.copy_context().run, _prepared, function, *args)
         try:
             future = asyncio.get_running_loop().run_in_executor(pool, call)

@@ -86,6 +86,7 @@ class PrefillEngine(RequestEngine):
     def step(self) -> list[RequestOutput]:
         ended = []
         for news in self.core.step():
+            # The one sampled token is not used. The engine samples it again, by its own settings.
             if news.finish_reason is not None:
                 opened = self._open.pop(news.request_id)
                 opened.growing[news.request_id].output.error = news.error
@@ -190,7 +191,8 @@ class PrefillProcess:
         answer = Answer.of(0, copy, None)
         output = RequestOutput(name, None, copy.prompt, [answer.output])
         reader = _Reader(name, self._done)
-        opening = self.thread.call(self.thread.open, reader, OpenRequest(output, {name: answer}))
+        opened = OpenRequest(output, {name: answer})
+        opening = self.thread.call(self.thread.open, reader, opened)
         self._readers[name] = reader
 
         def note(_: object) -> None:
@@ -216,5 +218,6 @@ class PrefillProcess:
         """End the process, in the middle of a step or start that takes longer than the patience."""
         self.thread.stop()
         self.thread.join(patience)
+        # Ends the workers, so that a step that still waits for them fails.
         self.thread.engine.executor.shutdown()
         self.thread.join(patience)

@@ -195,10 +195,12 @@ class _UnderFormerName:
         for metric in self._family.collect():
             present = metric.name
             metric.name = self._name
-            metric.samples = [
-                sample._replace(name=sample.name.replace(present, self._name, 1))
-                for sample in metric.samples
-            ]
+            samples = []
+            for sample in metric.samples:
+                # A sample has a suffix behind the name, such as "_bucket".
+                name = sample.name.replace(present, self._name, 1)
+                samples.append(sample._replace(name=name))
+            metric.samples = samples
             yield metric
 
 
@@ -246,12 +248,14 @@ class PrometheusExporter:
         self._engines: dict[int, dict[str, Any]] = {}
         self._ops: dict[tuple[Any, ...], Any] = {}
         self._last_tokens: dict[str, float] = {}
+        # Before the first step, too, a scrape finds all metrics, with zeros.
         self._of_engine(0)
 
     def _of_engine(self, number: int) -> dict[str, Any]:
         """Return the metrics of an engine by name. From now on, the metrics are exported."""
         if number in self._engines:
             return self._engines[number]
+        # The library looks labels up in a dict under a lock. Kept, a step need not do so.
         labels = self._model_name, str(number)
         made = {}
         for name, family in FAMILIES.items():
@@ -315,6 +319,7 @@ class PrometheusExporter:
                 of["inter_token_latency_seconds"].observe(last - former)
             self._last_tokens[name] = last
         if output.finished:
+            # The ids of ended requests would pile up.
             self._last_tokens.pop(name, None)
             for metric, value in _of_finished(output, metrics):
                 of[metric].observe(value)
@@ -333,15 +338,18 @@ class PrometheusExporter:
             cache: resolved settings.
             stats: of the engine with the cache.
         """
-        if stats.num_blocks:
-            self._families["cache_config_info"].labels(
-                self._model_name,
-                str(stats.replica),
-                str(cache.block_size),
-                cache.dtype,
-                str(cache.prefix_reuse),
-                str(stats.num_blocks),
-            ).set(1)
+        if not stats.num_blocks:
+            return
+        info = self._families["cache_config_info"].labels(
+            self._model_name,
+            str(stats.replica),
+            str(cache.block_size),
+            cache.dtype,
+            str(cache.prefix_reuse),
+            str(stats.num_blocks),
+        )
+        # The labels have the content. Prometheus wants a number.
+        info.set(1)
 
 
 def _of_finished(output: RequestOutput, metrics: RequestMetrics) -> Iterator[tuple[str, float]]:

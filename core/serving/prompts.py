@@ -102,6 +102,7 @@ def tokenized(
     if text is None:
         ids = _checked_prompt(prompt, name)
     else:
+        # The library would fail at the text with an error that names no prompt.
         expect_unicode(text, name)
         if truncate:
             ids = tokenizer.encode_truncated(text, max_model_len)
@@ -160,6 +161,7 @@ def _checked_prompt(prompt: object, name: str) -> Sequence[int]:
 
 def _expect_tokens(ids: Sequence[object], vocab_size: int, name: str) -> None:
     for place, token in enumerate(ids):
+        # Not isinstance: True is an integer in Python.
         if type(token) is not int:
             raise RequestError(
                 f"{name} has {token!r:.40} at place {place}, which is no token id: give whole "

@@ -132,6 +132,7 @@ class RequestRouter(PluggableClass):
 def _hashes(tokens: Sequence[int], cache_salt: str | None) -> list[int]:
     """Return a hash of each beginning of a prompt in whole blocks."""
     hashes: list[int] = []
+    # Each hash holds all blocks before, so that equal hashes mean equal beginnings.
     before = hash(cache_salt)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         before = hash((before, *tokens[start : start + BLOCK]))
@@ -229,6 +230,7 @@ class Replica(EngineThread):
         if self._owner is None or not isinstance(self.engine, TextEngine):
             return
         self._owner.forget_cache(self, reason)
+        # Nobody reads these, so they need not move.
         for reader in list(self._streams.values()):
             if reader.left:
                 self.close(reader)
@@ -301,7 +303,9 @@ class Replica(EngineThread):
 
     def load(self) -> int:
         """Return the number of outstanding tokens."""
-        return sum(each.outstanding(_EXPECTED) for each in list(self.requests.values()))
+        # A copy, as other threads take ended requests out.
+        requests = list(self.requests.values())
+        return sum(each.outstanding(_EXPECTED) for each in requests)
 
 
 class Replicas:
@@ -349,6 +353,7 @@ class Replicas:
         else:
             self._start(opgraft_config, watched)
         self._wait()
+        # One replica needs no router, and a router without room remembers no prompts.
         reuse = opgraft_config.resolved().cache.prefix_reuse and len(self.each) > 1
         capacities = [each.engine.cache_tokens if reuse else 0 for each in self.each]
         self.router = RequestRouter(capacities)
@@ -370,6 +375,7 @@ class Replicas:
             self.each.append(Replica(number, make, self, rounds))
 
     def _shared_inputs(self, opgraft_config: OpgraftConfig, max_model_len: int) -> InputProcessor:
+        # A tokenizer takes a second and much memory, and all replicas have the same one.
         with self._making_inputs:
             if self._inputs is None:
                 self._inputs = self._make_inputs(opgraft_config, max_model_len)
@@ -440,13 +446,15 @@ class Replicas:
         """
         self.expect_own_process()
         readers = [reader for reader, _ in asked]
+        opened = []
         with ExitStack() as together:
+            # No engine makes a step before it has all its requests of this call.
             for replica in self.each:
                 together.enter_context(replica.together())
-            return [
-                self._opened(reader, prepared, self._choices(prepared, only), readers)
-                for reader, prepared in asked
-            ]
+            for reader, prepared in asked:
+                choices = self._choices(prepared, only)
+                opened.append(self._opened(reader, prepared, choices, readers))
+        return opened
 
     def _opened(
         self,
@@ -506,6 +514,7 @@ class Replicas:
         """
         tried = set() if lost is None else {lost}
         while True:
+            # Choice and note are one: two threads must not take a request of one id.
             with self._lock:
                 self._expect_new(prepared)
                 allowed = [only] if only else self.each
@@ -545,6 +554,7 @@ class Replicas:
         if len(self.each) == 1:
             return
         for answer in prepared.growing.values():
+            # A request that moves keeps its number, and with it its random numbers.
             if answer.request.arrival < 0:
                 answer.request.arrival = next(self._arrivals)
 
@@ -596,7 +606,9 @@ class Replicas:
             _fail(reader, opened, why)
             return False
         opened.moves += 1
-        opening = self._opened(reader, opened, self._choices(opened, lost=lost.number))
+        choices = self._choices(opened, lost=lost.number)
+        opening = self._opened(reader, opened, choices)
+        # Done already, if no replica was left to ask.
         if opening.done() and opening.exception() is not None:
             _fail(reader, opened, why)
             return False
@@ -790,6 +802,7 @@ class Replicas:
         Args:
             patience: the longest wait for running steps, in seconds.
         """
+        # All are told before the first wait, so that they end side by side.
         self._stop()
         for replica in self.each:
             replica.join(patience)

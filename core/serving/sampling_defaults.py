@@ -31,6 +31,7 @@ def sampling_defaults(weights: Weights) -> dict[str, Any]:
         return {}
     found = read_json(file)
     given = {ours: found[key] for key, ours in _NAMES.items() if found.get(key) is not None}
+    # Made once at the start: a wrong default would fail every request later.
     try:
         SamplingParams(**given)
     except RequestError as error:

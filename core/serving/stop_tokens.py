@@ -29,6 +29,7 @@ def stop_tokens(tokenizer: Any, config: Any, weights: Weights, vocab_size: int) 
     )
     found: set[int] = set()
     for ids in given:
+        # Configs have one id, a list of ids, or none.
         listed = ids if isinstance(ids, list) else [ids]
         found.update(token for token in listed if token is not None)
     return frozenset(found)
@@ -42,11 +43,14 @@ def _ends_of_turns(weights: Weights, vocab_size: int) -> Any:
     file = folder / "generation_config.json"
     found = read_json(file).get("eos_token_id") if file.is_file() else None
     for token in found if isinstance(found, list) else [found]:
-        if token is not None and type(token) is not int:
+        if token is None:
+            continue
+        if type(token) is not int:
             raise CheckpointError(
                 f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them"
             )
-        if token is not None and not 0 <= token < vocab_size:
+        # A file of another model: answers would never end.
+        if not 0 <= token < vocab_size:
             raise CheckpointError(
                 f"{file}: eos_token_id {token!s:.20} is no token of the model, whose vocabulary "
                 f"has {vocab_size}: take the files of one model"

@@ -60,6 +60,7 @@ class TemplateRenderer:
         request = pickle.dumps((source, values, 2 * MOST_SECONDS))
         with self._lock:
             helper = self._running_helper()
+            # A helper answers one request at a time, and answers have no names.
             try:
                 kind, text = helper.ask(request)
             # Also after an interrupt, because nobody would read the answer.

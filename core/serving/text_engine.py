@@ -168,6 +168,7 @@ class TextEngine(RequestEngine):
         self._owner = {}
         for opened in given:
             for answer in opened.growing.values():
+                # The blocks of the cache are lost with the workers.
                 answer.request.start_anew()
         return given
 
@@ -227,6 +228,7 @@ class TextEngine(RequestEngine):
 
     def _show(self, answer: Answer, token: int, reason: str | None) -> bool:
         """Add a token to the text, and return True if the text now has a stop string."""
+        # The engine has found a stop token. Stop strings are found here, in the text.
         if reason == "stop":
             params = answer.request.params
             if token in params.stop_token_ids:

@@ -155,7 +155,8 @@ class Tokenizer:
             end.truncate(max(most - around - len(whole), 0))
             encoding = self.backend.post_process(whole, end)
         types = list(encoding.type_ids)
-        return list(encoding.ids), types.index(1) if 1 in types else len(types)
+        place = types.index(1) if 1 in types else len(types)
+        return list(encoding.ids), place
 
     def lower_case(self) -> None:
         """Put every text in lower case first, unless the tokenizer has such a step."""
@@ -175,6 +176,7 @@ class Tokenizer:
             side: the end to cut off, "right" or "left". None: ``truncation_side``.
         """
         encoding = self._encoding(text, add_special_tokens=False)
+        # Cut first, so that the tokens at the beginning and the end stay.
         room = max(most - self.backend.num_special_tokens_to_add(is_pair=False), 0)
         encoding.truncate(room, direction=side or self.truncation_side)
         return list(self.backend.post_process(encoding).ids)
@@ -210,6 +212,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token in UTF-8. A token may be a part of a character."""
         text = self.decode([token], skip_special_tokens=False)
+        # Only a part of a character needs a look at the vocabulary.
         if _BROKEN not in text:
             return text.encode()
         written = self.backend.id_to_token(token) or ""
@@ -296,6 +299,7 @@ def _from_folder(folder: Path) -> Tokenizer | None:
         settings = {**padding_token(backend, steps), **usual, **stated}
         if adds_more(stated, config) or needs_transformers(backend, settings, steps):
             return None
+        # Some checkpoints have the side in tokenizer.json alone.
         cut = backend.truncation or {}
         side = settings.get("truncation_side") or cut.get("direction") or "right"
         special = add_tokens(backend, settings)
@@ -319,6 +323,7 @@ def _from_tekken(folder: Path) -> Tokenizer:
     try:
         backend = conversion.MistralConverter(str(file)).converted()
         begin = backend.token_to_id(_TEKKEN_TOKENS["bos_token"])
+        # The converter leaves out the token that every text of Mistral's models begins with.
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", begin)]
         )

@@ -89,6 +89,7 @@ def _class_of(settings: Mapping[str, Any], config: Mapping[str, Any], of_bytes: 
     if stated is None or kind in always:
         return registered
     name = str(stated).removesuffix("Fast")
+    # Some checkpoints with a vocabulary of bytes name the class of Llama 2, which has none.
     if registered in _PLAIN or (name == _LLAMA and of_bytes):
         return _PLAIN[0]
     return name

@@ -84,6 +84,7 @@ def tokens_around(backend: Any) -> list[list[str]]:
     if backend.post_processor is None:
         return [[], []]
     library = import_extra("tokenizers")
+    # A vocabulary of one word: any text would do, and its token is found again in the result.
     model = library.models.WordLevel({_TEXT: 0}, unk_token=_TEXT)
     encoding = library.Tokenizer(model).encode(_TEXT)
     tokens = backend.post_processor.process(encoding).tokens

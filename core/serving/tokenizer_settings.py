@@ -125,6 +125,7 @@ def _has_other_tokens(backend: Any, settings: Mapping[str, Any]) -> bool:
     named = {name: _text_of_token(value) for name, value in _named_tokens(settings).items()}
     around = _tokens_around(backend)
     ends = [named[name] for name in ("cls_token", "sep_token") if name in named]
+    # Without tokens around texts, the file says nothing that settings could contradict.
     if around and not around.issuperset(ends):
         return True
     unknown = getattr(backend.model, "unk_token", None)
@@ -262,7 +263,7 @@ def add_tokens(backend: Any, settings: Mapping[str, Any]) -> dict[str, str]:
         if content not in known:
             values.append(value)
     for value in values:
-        # a token without a name may have flags, and one of the flags makes the token special
+        # A token without a name may have flags, and one of the flags makes the token special.
         content = _text_of_token(value)
         is_special = None
         if content in special or not isinstance(value, Mapping):
