@@ -88,6 +88,7 @@ class CacheConfig(Section):
     section: ClassVar[str] = "cache"
 
     block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
+    # Other programs need the memory of a host, and mostly not that of a device.
     memory_share: float | None = setting(
         "share of the free memory that the cache takes",
         above=0,
@@ -328,6 +329,7 @@ class ParallelConfig(Section):
     expert_moves: int = setting(
         "experts that change places between two steps, at most", default=4, minimum=2
     )
+    # Plain fields, as no user may set these.
     data_rank: int | None = field(default=None, repr=False)
     meeting: str | None = field(default=None, repr=False)
 
@@ -373,6 +375,7 @@ class ShadowConfig(Section):
 
     section: ClassVar[str] = "shadow"
 
+    # Off, as a compared call costs the time of both.
     share: float = setting(
         "share of each kernel's calls that also run the op's native definition and compare the "
         "results",
@@ -392,6 +395,7 @@ class ServerConfig(Section):
 
     section: ClassVar[str] = "server"
 
+    # A server without keys must not answer other machines by default.
     host: str = setting(
         "address to listen on; 0.0.0.0 for all addresses of this machine", default="127.0.0.1"
     )
@@ -475,11 +479,13 @@ class ServerConfig(Section):
         "adapters by their names for clients, as in sql=/adapters/sql; needs lora.enabled",
         default={},
     )
+    # Off, as a client could make the server read any folder.
     lora_updates: bool = setting(
         "accept /v1/load_lora_adapter and /v1/unload_lora_adapter, by which clients name folders "
         "of this machine",
         default=False,
     )
+    # Off, as a template is a program of the client.
     request_templates: bool = setting(
         "accept chat templates in requests, and render them in a process with limits",
         default=False,
@@ -490,12 +496,14 @@ class ServerConfig(Section):
         default=64 << 20,
         minimum=0,
     )
+    # Clients that were written for another server send further fields with each request.
     unknown_fields: str = setting(
         "refuse requests with fields that this server does not know, or ignore the fields and "
         "name them in the header x-ignored-fields of the answer",
         default="ignore",
         choices=("ignore", "refuse"),
     )
+    # Without these limits, a client that sends or reads slowly would hold a connection for ever.
     head_seconds: float = setting(
         "seconds for the head of a request to arrive", default=10, above=0
     )
@@ -510,6 +518,7 @@ class ServerConfig(Section):
     request_seconds: float | None = setting(
         "seconds until a request is aborted", above=0, unset="never"
     )
+    # Longer than parallel.step_seconds, so that late ranks are named before the server ends.
     step_seconds: float = setting(
         "seconds for a step; then the engine counts as hanging, and the server ends with the "
         "exit code 5",
@@ -521,6 +530,7 @@ class ServerConfig(Section):
         default=30,
         minimum=0,
     )
+    # If the server closes first, a proxy may send a request into the closed connection.
     keep_alive_seconds: float = setting(
         "seconds until an idle connection is closed; use more than a proxy in front",
         default=75,
@@ -541,4 +551,5 @@ class ServerConfig(Section):
         minimum=0,
         unset="256 in a server, 0 elsewhere",
     )
+    # Prompts may be private, and logs are often kept elsewhere.
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

@@ -55,6 +55,7 @@ class BambaForCausalLM(HybridForCausalLM):
         decoder_kinds = ["full_attention"] * len(kinds)
         shape = DecoderShape.of(config, family, longest, layer_types=decoder_kinds)
         self.max_position = shape.max_position
+        # Only layers of attention rotate, all in one way.
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         layers = []
         for number in self.stage.layers:

@@ -175,6 +175,7 @@ def _expect_ranks(parallel: ParallelConfig) -> None:
         ranks = groups[kind].world_size
         # An engine with its own experts has the size of all engines and one rank.
         is_alone = kind == "data" and parallel.data_rank is not None and ranks == 1
+        # 1 is the default, beside ranks that another program has started.
         if size not in (1, ranks) and not is_alone:
             raise DistributedError(
                 f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: "

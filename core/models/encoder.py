@@ -124,6 +124,7 @@ class SequenceAttention(nn.Module):
         # The lengths of sequences differ from call to call, and would be compiled into the graph.
         if self.is_node and is_compiling():
             return as_node(query, key, value, self.prefix)
+        # The op takes a batch. Here it is one row with all sequences, and their boundaries.
         attended: Tensor = self.inner(query[None], key[None], value[None], current_boundaries())
         return attended[0]
 
@@ -283,6 +284,7 @@ def _expect_encoder(config: Any) -> None:
         "position_embedding_type": "absolute",
     }
     for name, expected in computed.items():
+        # Newer configs of transformers lack some of these settings.
         value = getattr(config, name, None)
         if value not in (expected, None):
             raise ModelError(

@@ -151,6 +151,7 @@ class _Cursor:
         """Read the number of tensors and the number of pairs of metadata."""
         tensors = self.number("Q")
         pairs = self.number("Q")
+        # A pair has at least the length of a key, and a type: half as many bytes as a tensor.
         return self._plausible(tensors, _SMALLEST_ROW), self._plausible(pairs, _SMALLEST_ROW // 2)
 
 

@@ -374,6 +374,7 @@ def _unread_frequencies(
         )
         return
     trained = _LLAMA3["original_max_position_embeddings"]
+    # How often each pair of elements turns within the trained context: seldom for a long wave.
     turns = trained / (2 * math.pi) / base ** (torch.arange(0, head, 2) / head)
     low = _LLAMA3["low_freq_factor"]
     high = _LLAMA3["high_freq_factor"]
@@ -436,6 +437,7 @@ def _converted(
 ) -> LazyTensor:
     """Return a tensor with the numbers and the order of rows in transformers."""
     part = name.rpartition(".")[0].rpartition(".")[2]
+    # The norms of Gemma add 1 themselves.
     if family.norm_offset and part.endswith("norm"):
         return LazyTensor(_ShiftedTensor(tensor))
     if not family.permuted or part not in ("attn_q", "attn_k"):

@@ -29,7 +29,10 @@ class VocabularyCuts:
     lstrip: tuple[str, ...] = ()
 
 
+# The library reads Oniguruma's syntax, which is that of tokenizer.json: \p{L} is a letter, \p{N} a
+# digit, \p{M} a mark, and && the intersection of two classes.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# The lookahead leaves the last of several spaces to the word behind.
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -66,6 +69,7 @@ _YOUTU = rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}|{_SIGNS_AND_SLASHES}|{_SPACES}
 _KIMI_WORD = _cased(_CONTRACTIONS + "?", r"&&[^\p{Han}]")
 _KIMI = rf"\p{{Han}}+|{_KIMI_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _ASCII_SIGNS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+# Chinese characters, and the two Japanese syllabaries.
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK_WORD = rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
 _DEEPSEEK3 = (
@@ -102,6 +106,7 @@ _DEEPSEEK_CODER = (
     r"\p{N}",
 )
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+# Groups of three digits, counted from the right as in a written number.
 _THREES = r"\d{1,3}(?=(?:\d{3})*\b)"
 _TRINITY = (
     r"\p{N}{1,2}(?=(?:\p{N}{3})+(?!\p{N}))|\p{N}{3}|\p{N}{1,2}",
@@ -121,6 +126,7 @@ _JAIS_SPACES = (
 )
 
 _PLAIN = VocabularyCuts((_GPT2,))
+# Each digit is a piece, so that all numbers have the same tokens.
 _DIGITS = VocabularyCuts((r"\p{N}", _GPT2))
 _OF_LLAMA3 = VocabularyCuts((_LLAMA3,), whole_words=True, begins=True)
 _LIKE_LLAMA3 = VocabularyCuts((_LLAMA3,))

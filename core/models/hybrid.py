@@ -129,6 +129,7 @@ class HybridForCausalLM(StagedForCausalLM, ABC):
         tied = config.tie_word_embeddings
         self.stage = self.stage_of_rank(config.num_hidden_layers, prefix)
         layers, eps = self.make_layers(config, quant_config, f"{path}.layers")
+        # The stack asks for each layer by its number in the whole model.
         by_number = dict(zip(self.stage.layers, layers, strict=True))
 
         def make_embedding() -> nn.Module:
@@ -235,6 +236,7 @@ def _intermediate_size(config: Any) -> int:
     size = int(config.intermediate_size)
     if not config.block_auto_adjust_ff_dim:
         return size
+    # A gated layer has three matrices in place of two, and as many numbers with this size.
     size = int(2 * size / 3)
     if config.block_ffn_dim_multiplier is None:
         return size

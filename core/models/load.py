@@ -266,6 +266,7 @@ def _ways_to_tie(model: nn.Module) -> dict[str, str]:
     for path, layer in model.named_modules():
         if not isinstance(layer, VocabParallelEmbedding):
             continue
+        # Heads derive from the class of embeddings, and look no ids up.
         if layer.looks_up:
             embeddings.append(path)
         if isinstance(layer, ParallelLMHead) and not layer.tied:

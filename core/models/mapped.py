@@ -134,6 +134,7 @@ def _part_of(parameter: Tensor, copies: Sequence[WeightCopy]) -> FilePart | None
     parts = []
     place = parameter.data_ptr()
     end = place + parameter.nbytes
+    # The parts of a merged weight may be copied in any order.
     for copy in sorted(copies, key=lambda copy: copy.target.data_ptr()):
         part = _place_of(copy, parameter.dtype)
         if part is None or copy.target.data_ptr() != place:

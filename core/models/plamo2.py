@@ -37,6 +37,7 @@ class Plamo2Layer(HybridLayer):
         super().__init__(mixer, mlp, hidden_size, eps)
         self.after_mixer = RMSNorm(hidden_size, eps=eps)
         self.after_mlp = RMSNorm(hidden_size, eps=eps)
+        # Added once on loading, so that a plain norm computes each call.
         _shift(self.mixer_norm, 1.0)
         _shift(self.mlp_norm, 1.0)
         _shift(self.after_mixer, AFTER_MIXER)
@@ -80,7 +81,9 @@ def _by_heads(load: Callable[..., None], heads: int) -> Callable[..., None]:
         if dim is None or not len(loaded.shape):
             return load(param, loaded)
         by_head = loaded[...].unflatten(dim, (heads, 2, -1))  # type: ignore[no-untyped-call]
-        return load(param, by_head.transpose(dim, dim + 1).flatten(dim, dim + 2))
+        # [heads, 2, size] becomes [2, heads, size].
+        by_kind = by_head.transpose(dim, dim + 1)
+        return load(param, by_kind.flatten(dim, dim + 2))
 
     return load_by_heads
 

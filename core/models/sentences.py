@@ -101,6 +101,7 @@ class SentenceSettings:
             given = _transformer_settings(folder, keys.transformer)
             general = _settings_of_module(general_file, keys.general)
         prompt = _prompt(general_file, general)
+        # A model with labels has a head of its own, and pools nothing.
         if has_labels:
             _expect_transformer_alone(outer)
         elif listed:
@@ -231,6 +232,7 @@ def _pooling(file: Path, prompt: str) -> tuple[str, ...]:
             f"{file} is missing, and {MODULES} names its folder: download the checkpoint again"
         )
     settings = read_json(file)
+    # Such models were trained without the states of the prompt.
     if prompt and settings.get("include_prompt") is False:
         raise CheckpointError(
             f"{file}: include_prompt is false, and the default prompt {prompt!r:.80} would be "

@@ -430,6 +430,7 @@ def refusals(keys: Sequence[SettingsKey], settings: Mapping[str, Any]) -> list[s
     problems = []
     for name, value in settings.items():
         row = row_of(keys, name)
+        # Nobody reads an unknown key, so it changes nothing.
         if row is None or row.fate != "refused" or value in row.harmless:
             continue
         problems.append(f"{name:.80} is {value!r:.80}, and {row.why}")

@@ -50,6 +50,7 @@ class DecoderStack(nn.Module):
 
     def parts_elsewhere(self) -> Collection[str]:
         """Return the names of the parts on other stages."""
+        # Loading would refuse the tensors of these parts as unexpected ones.
         parts = []
         for number in range(self.stage.num_layers):
             if number not in self.stage.layers:
@@ -93,6 +94,7 @@ class DecoderStack(nn.Module):
             residual: the residual stream without that output, ``[tokens, hidden_size]``.
             compiled: False calls the norm's own kernel, even if the op is left to a compiler.
         """
+        # One tensor, so that stages send each other one message.
         if not self.stage.is_last:
             return torch.stack((hidden_states, residual))
         if compiled:

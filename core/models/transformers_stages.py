@@ -110,6 +110,7 @@ class LayerRecorder:
 
 def _follow_each_other(calls: Sequence[_Call]) -> bool:
     """Return True if each layer gets the very tensor that the layer before has returned."""
+    # Not "==", which compares the elements of tensors.
     return all(after.hidden_states is before.states_after for before, after in pairwise(calls))
 
 

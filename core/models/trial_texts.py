@@ -87,7 +87,9 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     The distance is relative to the norm of the expected states.
     """
     apart = (found.float() - expected.float()).norm(dim=-1)
-    norms = expected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    # A state of zeros would be divided by 0.
+    tiny = torch.finfo(torch.float32).tiny
+    norms = expected.float().norm(dim=-1).clamp_min(tiny)
     # If transformers itself computes NaN, a later check names the model.
     is_known = expected.isfinite().all(dim=-1)
     distances = (apart / norms).masked_fill(~is_known, 0.0)
