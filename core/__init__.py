@@ -10,7 +10,9 @@ first use.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # A folder of the repository in front of the path would be a second package with a second state.
@@ -20,6 +22,7 @@ if __name__ != "opgraft":
     )
 
 from opgraft.base import upward
+from opgraft.base.collector import without_collections
 from opgraft.base.version import __version__ as __version__
 
 # Ported plugins import opgraft.custom_op, opgraft.logger and opgraft.torch_library. Type checkers
@@ -194,10 +197,19 @@ upward.declared_settings = _declared_settings
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"opgraft.{name}")
+        return _imported(f"opgraft.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'opgraft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return getattr(_imported(_MODULE_OF[name]), name)
+
+
+def _imported(name: str) -> ModuleType:
+    # Another thread may be importing it at present, so this waits.
+    if name in sys.modules:
+        return importlib.import_module(name)
+    # Torch and opgraft make half a million objects at their first import.
+    with without_collections():
+        return importlib.import_module(name)
 
 
 def __dir__() -> list[str]:

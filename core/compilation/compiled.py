@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from opgraft.base.collector import without_collections
 from opgraft.base.log import logger
 from opgraft.base.text import described
 from opgraft.binding.arguments import expect_module
@@ -33,7 +34,6 @@ from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, se
 from opgraft.config.compilation import PACKAGED
 from opgraft.distributed.groups import get_world_group
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
-from opgraft.machine.memory import without_collections
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.decision import Candidate, Decision

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from opgraft.base.collector import without_collections
 from opgraft.base.version import __version__
 from opgraft.compat.graphs import changed_settings
 from opgraft.compilation.description import Descriptions, held_by, layout, modules_of
@@ -21,7 +22,6 @@ from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
 from opgraft.config.environment import read_compilers
 from opgraft.distributed.groups import get_world_group, parallelism
-from opgraft.machine.memory import without_collections
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.registry.state import host_state

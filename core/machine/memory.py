@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from threading import Thread
@@ -89,22 +87,6 @@ def forget_pages(memory: mmap.mmap, start: int, size: int) -> None:
     length = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0:
         memory.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Hold back Python's garbage collector while many objects are made that stay.
-
-    The collector would look through all of them, for a tenth of a second.
-    """
-    # The program may have switched the collector off for good.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def expect_huge_pages(blocks: Iterable[range]) -> None:

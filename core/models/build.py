@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from opgraft.base.collector import without_collections
 from opgraft.base.log import logger
 from opgraft.base.text import described, printable
 from opgraft.binding.provenance import plugins_named
@@ -22,7 +23,7 @@ from opgraft.errors import (
     OpgraftError,
     PluginError,
 )
-from opgraft.machine.memory import move_to_huge_pages, without_collections
+from opgraft.machine.memory import move_to_huge_pages
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 import re
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 from opgraft.machine import memory
-from opgraft.machine.memory import without_collections
 from opgraft.platforms.cpu import allocator
 
 _GAPS = """
@@ -136,17 +133,3 @@ def test_pages_of_which_half_is_filled_are_moved() -> None:
         range(8 * size, 8 * size + size // 2 - 1),
     ]
     assert memory._mostly_filled(blocks) == [0, size, 3 * size, 5 * size]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collections_wait_for_what_is_made(enabled: bool) -> None:
-    """Also where it fails; a collector that was switched off before stays so."""
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with suppress(KeyError), without_collections():
-            assert not gc.isenabled()
-            raise KeyError
-        assert gc.isenabled() is enabled
-    finally:
-        (gc.enable if before else gc.disable)()
