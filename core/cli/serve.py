@@ -22,7 +22,7 @@ from opgraft.errors import ConfigError, InputError
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 from opgraft.serving.server.early_answers import EarlyAnswers
-from opgraft.serving.server.signals import ended_by_sigterm
+from opgraft.serving.server.signals import ended_by_signals
 
 if TYPE_CHECKING:
     from opgraft.serving.server.service import Service
@@ -124,7 +124,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     find_checkpoint(model)
     settings = host_state().settings().config.server
-    with ended_by_sigterm(), EarlyAnswers(settings) as early:
+    with ended_by_signals(), EarlyAnswers(settings) as early:
         # These import torch.
         from opgraft.engine.planning.splits import expect_split
         from opgraft.serving.engine_settings import engine_config

@@ -29,9 +29,6 @@ _BACKLOG = 2048
 _PART = 1 << 16
 """Bytes of a request that are read at once. A longer line is no request."""
 
-_BEGIN_SECONDS = 0.1
-"""Seconds in which an accepted client surely has its task."""
-
 
 class EarlyAnswers:
     """Listens at the address of a server, and answers until the server is ready.
@@ -54,10 +51,8 @@ class EarlyAnswers:
         self._clients: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        # The listener stays open when asyncio closes its copy.
-        copy = self.listener.dup()
-        accepting = asyncio.start_server(self._take, sock=copy, limit=_PART, backlog=_BACKLOG)
-        self._server = self._loop.run_until_complete(accepting)
+        # A server of asyncio would close the listener, and lose a client that it has just accepted.
+        self._loop.add_reader(self.listener, self._accept)
         # A daemon, so that a failed start ends the process.
         self._thread = threading.Thread(target=self._run, name="opgraft-early-answers", daemon=True)
         self._thread.start()
@@ -90,7 +85,7 @@ class EarlyAnswers:
         return HTTPError(503, message, code="starting", headers={"retry-after": "1"})
 
     async def _end(self) -> None:
-        self._server.close()
+        self._loop.remove_reader(self.listener)
         self._ended.set()
 
     def _run(self) -> None:
@@ -100,24 +95,26 @@ class EarlyAnswers:
     async def _answer_all(self) -> None:
         """Answer clients until the end, and then those that were accepted before."""
         await self._ended.wait()
-        await asyncio.sleep(_BEGIN_SECONDS)
         while self._clients:
             await asyncio.wait(self._clients)
 
-    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Begin with a client."""
-        task = self._loop.create_task(self._serve(reader, writer))
-        self._clients.add(task)
-        task.add_done_callback(self._clients.discard)
+    def _accept(self) -> None:
+        """Begin with a client, unless the client has left."""
+        with suppress(OSError):
+            client, _ = self.listener.accept()
+            task = self._loop.create_task(self._serve(client))
+            self._clients.add(task)
+            task.add_done_callback(self._clients.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, client: socket.socket) -> None:
         """Answer a client, unless the client leaves or its request takes too long."""
-        try:
-            # A line without an end is a ValueError.
-            with suppress(OSError, ValueError, asyncio.TimeoutError):
+        # A line without an end is a ValueError.
+        with suppress(OSError, ValueError, asyncio.TimeoutError):
+            reader, writer = await asyncio.open_connection(sock=client, limit=_PART)
+            try:
                 await asyncio.wait_for(self._answer(reader, writer), self._seconds)
-        finally:
-            writer.close()
+            finally:
+                writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a request of any method on any path."""
@@ -159,6 +156,8 @@ def _listening(settings: ServerConfig) -> socket.socket:
             listener.bind(address)
             # Two servers may bind one port before the first of them listens.
             listener.listen(_BACKLOG)
+            # A client may leave before it is accepted, and accepting must not wait for another.
+            listener.setblocking(False)
         except OSError as error:
             raise ConfigError(
                 f"the server cannot listen on {host}, port {port} ({described(error)}): set "

@@ -29,13 +29,12 @@ from opgraft.serving.server.gate import is_local
 from opgraft.serving.server.keys import read_keys
 from opgraft.serving.server.passing import log
 from opgraft.serving.server.service import Service
-from opgraft.serving.server.signals import end_by_signal
+from opgraft.serving.server.signals import SIGNALS, end_by_signal
 
 if TYPE_CHECKING:
     # Needs the extra otel.
     from opgraft.serving.server.tracing import Tracing
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_SECONDS = 5
 """Seconds for an aborted request to answer."""
 
@@ -70,7 +69,7 @@ class HTTPServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals within the block."""
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
         finally:

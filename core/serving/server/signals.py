@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that end a server."""
+
 FIRST_PROCESS = 1
 """The id of the first process of a container, to which the kernel sends handled signals only."""
 
@@ -24,14 +27,19 @@ def end_by_signal(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """End the process at a SIGTERM within the block, also the first process of a container."""
-    if os.getpid() != FIRST_PROCESS:
-        # The kernel does not wait for Python to call a handler.
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end_by_signal)
+def ended_by_signals() -> Iterator[None]:
+    """End the process at a SIGINT or SIGTERM within the block, also the first of a container.
+
+    Python would raise ``KeyboardInterrupt``, which may be lost in an import of another package.
+    Signals that the process ignores stay ignored.
+    """
+    # The kernel does not wait for Python to call a handler.
+    handler = end_by_signal if os.getpid() == FIRST_PROCESS else signal.SIG_DFL
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    replaced = [number for number in SIGNALS if signal.getsignal(number) in usual]
+    before = {number: signal.signal(number, handler) for number in replaced}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, former in before.items():
+            signal.signal(number, former)
