@@ -18,6 +18,7 @@ from opgraft.config.engine_arguments import (
 from opgraft.config.whole import check_known, config_from_fields, resolve
 from opgraft.errors import ConfigError, close_matches
 from opgraft.plugins.host import load_plugins
+from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
 
 _ARGUMENTS = "the arguments of LLM"
@@ -30,6 +31,7 @@ def engine_config(
 
     Raises:
         ConfigError: a setting is unknown, or has a wrong value.
+        PlatformError: the platform is not available, or the process already uses another one.
     """
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
@@ -46,15 +48,18 @@ def engine_config(
 
 
 def _load_plugins_for(layers: Sequence[tuple[str, OpgraftConfig]]) -> None:
-    """Load the plugins for the model of some layers: defaults of a platform may depend on it.
+    """Load the plugins for the platform and the model of some layers.
 
-    Other settings of one engine must not decide about plugins, which are the whole process's.
+    Defaults of a platform may depend on the model. Other settings of one engine must not decide
+    about plugins, which are the whole process's.
     """
     with ExitStack() as scopes:
         for origin, layer in layers:
-            model = OpgraftConfig(model=layer.model)
-            scopes.enter_context(set_config(model, origin=origin))
+            deciding = OpgraftConfig(platform=layer.platform, model=layer.model)
+            scopes.enter_context(set_config(deciding, origin=origin))
         load_plugins()
+        # An earlier engine may have loaded them, for another platform.
+        current_platform()
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.remarks import PLATFORM_FINDINGS
 from opgraft.plugins.selection import selected_platform
+from opgraft.serving.engine_settings import engine_config
 
 AVAILABLE = "return Evidence(True, 'a device was found')"
 ABSENT = "return Evidence(False, 'no device')"
@@ -61,6 +62,25 @@ def test_two_available_out_of_tree_platforms_are_an_error(site) -> None:
     with set_config(OpgraftConfig(platform="brix")):
         assert current_platform().name == "brix"
         assert rows()["acme"][1] == "not probed: platform 'brix' was asked for"
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["config", "argument"])
+def test_the_platform_of_an_engine_settles_a_choice(site, whole: bool) -> None:
+    """It is the process's from then on."""
+    for name in ("acme", "brix"):
+        site.platform(name, probe="return Evidence(True, '1 device')")
+
+    def settings_for(platform: str) -> OpgraftConfig:
+        if whole:
+            return engine_config("smollm2", OpgraftConfig(platform=platform), {})
+        return engine_config("smollm2", None, {"platform": platform})
+
+    assert settings_for("brix").platform == "brix"
+    assert opgraft.current_platform().name == "brix"
+    with pytest.raises(
+        PlatformError, match=r"of LLM asks for platform 'acme'.*already uses 'brix'"
+    ):
+        settings_for("acme")
 
 
 def test_a_platform_that_nobody_offers(monkeypatch) -> None:
