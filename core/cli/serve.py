@@ -9,15 +9,16 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 from opgraft.base.log import logger, write_json
 from opgraft.base.text import printable
 from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
-from opgraft.config import OpgraftConfig, set_config
+from opgraft.config import OpgraftConfig, ParallelConfig, set_config
 from opgraft.config.checkpoints import find_checkpoint
+from opgraft.engine.workers.started_process import EARLY
 from opgraft.errors import ConfigError, InputError
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.state import host_state
@@ -123,19 +124,23 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     if not all(api_keys):
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     find_checkpoint(model)
-    settings = host_state().settings().config.server
-    with ended_by_signals(), EarlyAnswers(settings) as early:
+    settings = host_state().settings().config
+    with (
+        ended_by_signals(),
+        EarlyAnswers(settings.server) as early,
+        _memory_of_a_server(),
+        _early_worker(settings.parallel),
+    ):
         # These import torch.
         from opgraft.engine.planning.splits import expect_split
         from opgraft.serving.engine_settings import engine_config
 
         write_json()
         logging.getLogger("opgraft.serving.server").setLevel(logging.INFO)
-        with _memory_of_a_server():
-            config = engine_config(model, None, _own_process()).resolved()
-            expect_split(config)
-            _expect_adapters(config)
-            _server().serve(model, config, api_keys, early, _show)
+        config = engine_config(model, None, _own_process()).resolved()
+        expect_split(config)
+        _expect_adapters(config)
+        _server().serve(model, config, api_keys, early, _show)
 
 
 def _expect_adapters(config: OpgraftConfig) -> None:
@@ -178,6 +183,18 @@ def _memory_of_a_server() -> Iterator[None]:
         return
     with set_config(OpgraftConfig(cpu_keep_memory=True), origin="opgraft serve"):
         yield
+
+
+def _early_worker(parallel: ParallelConfig) -> AbstractContextManager[None]:
+    """Start the process of the worker, which imports torch beside this process.
+
+    Several workers share the processors, and others may be on other hosts: they start later.
+    """
+    splits = (parallel.tensor, parallel.pipeline, parallel.data)
+    is_default = host_state().settings().origins["parallel.executor"] == "default"
+    if any(each != 1 for each in splits) or not (is_default or parallel.executor == "processes"):
+        return nullcontext()
+    return EARLY.running()
 
 
 def _own_process() -> dict[str, str]:

@@ -244,7 +244,13 @@ def test_a_worker_that_ends_while_the_others_start_is_named(
 )  # between its making and its first use
 def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
     """Wherever it comes, those that had started are ended, once the executor is shut down."""
-    files = ("process_executor.py", "remote_workers.py", "remote_executor.py", "worker_link.py")
+    files = (
+        "process_executor.py",
+        "started_process.py",
+        "remote_workers.py",
+        "remote_executor.py",
+        "worker_link.py",
+    )
     interrupted = 0
     for number in range(3, 110, 12):
         executor = make(tensor=2)

@@ -22,6 +22,7 @@ from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.workers.executors import executor_of
 from opgraft.engine.workers.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.workers.started_process import EARLY
 from opgraft.engine.workers.worker_process import _answer, portable
 from opgraft.errors import (
     CheckpointError,
@@ -427,3 +428,50 @@ def test_an_interrupt_while_a_grammar_is_shared_ends_the_process(folder: Path, l
         ):
             use()
     assert process_of(process).returncode is not None
+
+
+class TestProcessStartedEarly:
+    """``opgraft serve`` starts the process of the worker before it imports torch."""
+
+    def test_the_first_executor_takes_it(self, folder: Path) -> None:
+        before = set(own_children())
+        with EARLY.running():
+            (early,) = set(own_children()) - before
+            llm = LLM(str(folder), **IN_ITS_PROCESS)
+            assert process_of(executor(llm)).pid == early
+            second = LLM(str(folder), **IN_ITS_PROCESS)
+            assert process_of(executor(second)).pid != early
+        # It is the executor's now.
+        assert process_of(executor(llm)).poll() is None
+        for each in (llm, second):
+            assert each.generate("the cat", SamplingParams(max_tokens=3, ignore_eos=True))
+            each.shutdown()
+
+    @pytest.mark.parametrize("changed", ["variable", "path"])
+    def test_one_that_has_missed_a_change_is_not_taken(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+    ) -> None:
+        before = set(own_children())
+        with EARLY.running():
+            (early,) = set(own_children()) - before
+            if changed == "variable":
+                monkeypatch.setenv("OF_A_PLUGIN", "1")
+            else:
+                monkeypatch.syspath_prepend(str(folder))
+            llm = LLM(str(folder), **IN_ITS_PROCESS)
+            assert process_of(executor(llm)).pid != early
+            assert early not in own_children()
+        llm.shutdown()
+
+    def test_one_that_nobody_takes_ends(self) -> None:
+        before = own_children()
+        with pytest.raises(KeyError), EARLY.running():
+            assert len(own_children()) == len(before) + 1
+            raise KeyError
+        assert own_children() == before
+
+
+def own_children() -> list[int]:
+    """The children of this process that run, or that nobody has waited for."""
+    files = Path("/proc/self/task").glob("*/children")
+    return sorted(int(child) for file in files for child in file.read_text().split())

@@ -135,6 +135,7 @@ BESIDE_THE_ENVIRONMENT = {
     "opgraft.engine.workers.ray_executor": "hands variables on to workers",
     "opgraft.engine.workers.ray_placement": "sets variables of a worker",
     "opgraft.engine.workers.ray_worker": "sets variables of a worker",
+    "opgraft.engine.workers.started_process": "notes the variables of a worker that starts early",
     "opgraft.machine.child": "hands variables on to a process",
     "opgraft.machine.machine": "keeps the environment as a part of the machine",
     "opgraft.platforms.tpu.engine": "sets variables that its libraries read",

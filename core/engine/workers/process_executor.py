@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from opgraft.base.log import logger
 from opgraft.engine.workers.remote_executor import RemoteExecutor
 from opgraft.engine.workers.remote_workers import StartedWorkers
-from opgraft.engine.workers.worker_link import END_SECONDS, WorkerLink, end_workers
-from opgraft.engine.workers.worker_progress import (
-    RECORD_BYTES,
-    Progress,
-    ProgressRecord,
-    anonymous_file,
-    thread_name,
-)
-from opgraft.machine.channel import Channel, PipeSender
-from opgraft.machine.child import child_command
+from opgraft.engine.workers.started_process import EARLY, StartedProcess
+from opgraft.engine.workers.worker_link import WorkerLink, end_workers
+from opgraft.engine.workers.worker_progress import Progress, thread_name
 from opgraft.plugins.selection import current_platform
 
 _STACK_SECONDS = 0.2
@@ -39,11 +29,6 @@ _SIGNALLED = {
     -signal.SIGSEGV: " (SIGSEGV)",
     -signal.SIGABRT: " (SIGABRT)",
 }
-
-_MAIN = """
-from opgraft.engine.workers.worker_process import main
-main(*map(int, sys.argv[2:]))
-"""
 
 
 class ProcessExecutor(RemoteExecutor):
@@ -106,28 +91,9 @@ class LocalProcess(WorkerLink):
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str]) -> None:
-        with ExitStack() as there, ExitStack() as undo:
-            # Objects close themselves if an interrupt comes before the next line.
-            calls, calls_there = socket.socketpair()
-            beside, beside_there = socket.socketpair()
-            pipe_there, pipe = multiprocessing.Pipe(duplex=False)
-            for end in (calls_there, beside_there, pipe_there):
-                there.callback(end.close)
-            undo.callback(pipe.close)
-            super().__init__(rank, PipeSender(calls, pipe.fileno()), Channel(beside))
-            undo.callback(self.calls.close)
-            undo.callback(self.beside.close)
-            # A number does not close itself, so no line may end before it is noted.
-            there.callback(os.close, record := anonymous_file(RECORD_BYTES))
-            self._record = ProgressRecord(record)
-            undo.callback(self._record.close)
-            files = (calls_there.fileno(), beside_there.fileno(), pipe_there.fileno(), record)
-            # Nor may one end between the start of the process and the note of it.
-            started: list[subprocess.Popen[bytes]] = []
-            undo.callback(_end_started, started)
-            started.append(_start(files, environ))
-            self.process = started[0]
-            self._give_back = weakref.finalize(self, undo.pop_all().close)
+        self._started = EARLY.take(environ) or StartedProcess(environ)
+        super().__init__(rank, self._started.calls, self._started.beside)
+        self.process = self._started.process
 
     def ended(self, patience: float = 0.0) -> str | None:
         try:
@@ -140,11 +106,11 @@ class LocalProcess(WorkerLink):
         self.process.kill()
 
     def close(self) -> None:
-        self._give_back()
+        self._started.close()
 
     def progress(self) -> Progress:
         try:
-            return self._record.read()
+            return self._started.record.read()
         # Another thread has closed the record.
         except ValueError:
             return super().progress()
@@ -155,28 +121,7 @@ class LocalProcess(WorkerLink):
             return ""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
-        return f"{thread_name(self.process.pid)}\n{self._record.stack()}"
-
-
-def _start(files: tuple[int, ...], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process of a worker with some of our descriptors."""
-    # With a session of its own, the process gets no interrupt from the terminal.
-    return subprocess.Popen(  # noqa: S603 - our own interpreter
-        child_command(_MAIN, *map(str, files)),
-        pass_fds=files,
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        env=environ,
-        start_new_session=True,
-    )
-
-
-def _end_started(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End a process, if one has started, and take the exit status, so that no zombie is left."""
-    for process in started:
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
+        return f"{thread_name(self.process.pid)}\n{self._started.record.stack()}"
 
 
 def _variables(size: int) -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from opgraft.base.text import printable
 from opgraft.engine.workers.grammar_sharing import GrammarSharing
+from opgraft.engine.workers.started_process import END_SECONDS
 from opgraft.engine.workers.worker_link import (
-    END_SECONDS,
     Meeting,
     WorkerLink,
     end_workers,

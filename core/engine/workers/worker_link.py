@@ -19,6 +19,7 @@ from opgraft.base.version import __version__
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.workers.rank_places import RankPlaces
+from opgraft.engine.workers.started_process import END_SECONDS
 from opgraft.engine.workers.worker_progress import Progress, waits_for_others
 from opgraft.errors import EngineError
 from opgraft.machine.channel import Channel
@@ -28,9 +29,6 @@ PROTOCOL = 3
 
 EXECUTE_PARTS = "execute_parts"
 """The call of ``execute`` with the plain parts of a step instead of the step."""
-
-END_SECONDS = 2.0
-"""Seconds for processes to end after the last call, and again after a kill."""
 
 _MOST_SHOWN = 200
 """Bytes of a greeting in a message."""

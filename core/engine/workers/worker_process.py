@@ -23,9 +23,9 @@ from opgraft.engine.runner.stored_blocks import finish_writing
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.step import step_of
 from opgraft.engine.workers.engine_digest import ENGINE, engine_digest, expect_same_digest
+from opgraft.engine.workers.started_process import END_SECONDS
 from opgraft.engine.workers.worker import Worker
 from opgraft.engine.workers.worker_link import (
-    END_SECONDS,
     EXECUTE_PARTS,
     STAGES_OF_START,
     Meeting,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from opgraft.base.timeline import Timeline, phase, recorded
 from opgraft.config import OpgraftConfig, ServerConfig
+from opgraft.engine.workers.started_process import EARLY
 from opgraft.errors import EngineError, HTTPError
 from opgraft.models.extras import import_extra
 from opgraft.serving.server import faults
@@ -181,6 +182,8 @@ def serve(
         early.timeline = Timeline("prepare") if tracing is None else tracing.start
         with recorded(early.timeline):
             service = Service(model, opgraft_config, tracing)
+            # An executor of a plugin may have started workers of its own.
+            EARLY.discard()
             url = f"http://{_host_as_named(settings.host)}:{early.listener.getsockname()[1]}"
             # Uvicorn calls ``http`` like a class, and compares the seconds as numbers.
             config = uvicorn.Config(

@@ -70,6 +70,8 @@ KEPT: list[Any] = []
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Read a request, and the open files that came with it."""
     head, files, *_ = socket.recv_fds(connection, 8, 250)
+    if not head:
+        raise ConnectionError("the client was killed before it asked")
     size, data = int.from_bytes(head, "little"), b""
     while len(data) < size:
         part = connection.recv(size - len(data))
