@@ -47,10 +47,11 @@ _EXPECTED = {
 
 _OF_PYTHON = {
     r"(?<![\w'\"])None(?![\w'\"])": "null",
+    r", or raise model\.max_model_len as far as the model allows": "",
     r", logits_processors(?= and )": "",
     r"\blogits_processors\b": "logit_bias and penalties",
 }
-"""Patterns of words that only callers from Python know → words for clients."""
+"""Patterns of words for callers from Python and for operators → words for clients."""
 
 _KINDS = {
     bool: "true or false",
@@ -106,7 +107,7 @@ def _unreadable(cause: BaseException | None) -> str:
 
 
 def worded_for_clients(message: str) -> str:
-    """Return a message of the engine without words that only callers from Python know."""
+    """Return a message of the engine without advice for callers from Python and for operators."""
     for pattern, word in _OF_PYTHON.items():
         message = re.sub(pattern, word, message)
     return message

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from opgraft.serving.server.protocol import Body, Items, SamplingFields, Whole, only, told_apart
+from opgraft.serving.server.protocol import (
+    Arguments,
+    Body,
+    Items,
+    SamplingFields,
+    Whole,
+    only,
+    told_apart,
+)
 from pydantic import BaseModel, Field, TypeAdapter
 
 _BLOCKS = "messages[].content[]."
@@ -49,7 +57,7 @@ class CallBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Arguments = None
 
 
 _TEXT: TypeAdapter[Any] = TypeAdapter(str)

@@ -471,16 +471,21 @@ Content: TypeAlias = Annotated[
 """The text of a message, whole or in parts."""
 
 
-class CalledFunction(Body):
-    """A function with its arguments: JSON as text, as a rule.
+def _as_text(given: Any) -> Any:
+    return given if given is None or isinstance(given, str | dict) else json.dumps(given)
 
-    In a history the arguments may be an object, absent, or cut off.
-    """
+
+Arguments: TypeAlias = Annotated[str | dict[str, Any] | None, BeforeValidator(_as_text)]
+"""The arguments of a call in a history: JSON as text, as a rule. They may be anything."""
+
+
+class CalledFunction(Body):
+    """A function with its arguments."""
 
     place = "messages[].tool_calls[].function."
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Arguments = None
 
 
 class ToolCall(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from opgraft.serving.server.protocol import (
+    Arguments,
     Body,
     Items,
     RefusalPart,
@@ -71,7 +72,7 @@ class CallItem(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Arguments = None
 
 
 class CallOutputItem(Body):

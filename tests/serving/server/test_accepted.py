@@ -140,8 +140,16 @@ def test_a_client_of_http_1_0(server: Server, stream: bool) -> None:
             {"tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]},
             {"tool_calls": [{"function": {"name": "f", "arguments": {"invalid_json": '{"a": '}}}]},
         ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": [1, "a"]}}]},
+            {
+                "tool_calls": [
+                    {"function": {"name": "f", "arguments": {"invalid_json": '[1, "a"]'}}}
+                ]
+            },
+        ),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_history_that_clients_send_back(
     server: Server, message: dict[str, Any], like: dict[str, Any] | None
@@ -157,6 +165,24 @@ def test_history_that_clients_send_back(
 
     content = {"content": message.get("content")}
     assert tokens(message) == tokens(content if like is None else like)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": ', "no", None, [1], {"a": 1}], ids=range(6))
+def test_arguments_of_calls_in_other_interfaces(server: Server, arguments: Any) -> None:
+    """Arguments that are empty, cut off, or no JSON end no conversation."""
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+    response = server.post("/v1/responses", input=[USER, call, result], max_output_tokens=1)
+    assert response.status_code == 200, response.text
+    block = {"type": "tool_use", "id": "c1", "name": "f", "input": arguments}
+    done = {"type": "tool_result", "tool_use_id": "c1", "content": "1"}
+    messages = [
+        USER,
+        {"role": "assistant", "content": [block]},
+        {"role": "user", "content": [done]},
+    ]
+    response = server.post("/v1/messages", messages=messages, max_tokens=1)
+    assert response.status_code == 200, response.text
 
 
 def test_results_of_calls(server: Server) -> None:

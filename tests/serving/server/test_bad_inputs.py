@@ -257,9 +257,9 @@ BODIES: list[tuple[bytes, str | None, str]] = [
 
 OWN_WORDS = (
     *("Input should", "Extra inputs", "Field required", "Value error"),
-    *("None", "logits_processors", "SamplingParams"),
+    *("None", "logits_processors", "SamplingParams", "max_model_len"),
 )
-"""Wording of pydantic and of Python, which nobody who sends a request knows."""
+"""Wording of pydantic, of Python and of settings, which nobody who sends a request knows."""
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
