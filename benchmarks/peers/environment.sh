@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Print the Python of an engine that is compared with: benchmarks/peers/environment.sh vllm|llama_cpp
+# Print the Python of an engine that is compared with: benchmarks/peers/environment.sh NAME, of a file NAME.txt beside it
 #
 # Its environment lies in the user's cache, keyed by its pins, because it takes gigabytes or ten minutes to build.
 set -euo pipefail

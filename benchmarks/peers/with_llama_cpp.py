@@ -1,4 +1,7 @@
-"""llama.cpp through the low-level interface of llama-cpp-python: all requests are sequences of one batch."""
+"""llama.cpp, or its fork ik_llama.cpp, through the C interface: all requests are sequences of one batch.
+
+``BINDING`` names the Python module of the fork's C interface.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any
 import numpy
 from protocol import Answer, Generate, serve
 
-llama_cpp: Any = importlib.import_module("llama_cpp")
+PACKAGES = {"llama_cpp": "llama_cpp_python", "ik_llama_cpp._ctypes_api": "ik-llama-cpp-python"}
+BINDING = os.environ.get("BINDING", "llama_cpp")
+IS_FORK = BINDING != "llama_cpp"
+llama_cpp: Any = importlib.import_module(BINDING)
 
 BATCH = 2048
 SEQUENCES = 64
@@ -32,12 +38,19 @@ class Context:
         params.n_threads = params.n_threads_batch = int(
             os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)
         )
-        params.kv_unified = True
+        if IS_FORK:
+            # Its kernels of attention abort where a block of keys has none of a row's own sequence.
+            params.flash_attn = sequences == 1
+        else:
+            params.kv_unified = True  # as the fork's is by itself
         self.context = llama_cpp.llama_init_from_model(model, params)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def forget(self) -> None:
+        if IS_FORK:
+            llama_cpp.llama_kv_cache_clear(self.context)
+            return
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
     def compute(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
@@ -91,4 +104,4 @@ def start(checkpoint: str, dtype: str) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(start, "llama_cpp_python")
+    serve(start, PACKAGES[BINDING])

@@ -324,6 +324,37 @@ def test_every_target_is_measured(load: Load) -> None:
     assert {*rows.STARTS, rows.SUBJECT} <= {*tasks.PARTS["start"].engines}
 
 
+def test_each_environment_has_exact_pins(load: Load) -> None:
+    """A file of pins beside the scripts names each package of an environment with one version."""
+    engines = load("engine_tasks").ENGINES.values()
+    names = {engine.environment for engine in engines if engine.environment}
+    for name in names:
+        lines = (BENCHMARKS / f"peers/{name}.txt").read_text(encoding="utf-8").splitlines()
+        pins = [line for line in lines if not line.startswith("#")]
+        assert pins, name
+        assert all(line.count("==") == 1 for line in pins), name
+
+
+def test_later_peers_are_compared_in_each_dtype_they_compute_in(load: Load) -> None:
+    """CTranslate2 computes in float32 only, so no row of bfloat16 waits for it."""
+    rows, tasks = load("engine_rows"), load("engine_tasks")
+    for (_, dtype), peers in rows.RATIOS.items():
+        able = {name for name in tasks.LATER_PEERS if dtype in tasks.ENGINES[name].dtypes}
+        assert able == {*tasks.LATER_PEERS} & {*peers}
+    assert "ctranslate2" in rows.RATIOS["one request", "float32"]
+
+
+def test_a_conversion_that_fails_leaves_no_checkpoint(load: Load, tmp_path: Path) -> None:
+    """The next run converts again, also if the first left a part of its files."""
+    sides = load("engine_sides")
+    source = tmp_path / "no checkpoint"
+    (tmp_path / "ctranslate2-float32.partial").mkdir()
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError, match=r"convert\.py"):
+            sides.converted("ctranslate2", sys.executable, source, "float32")
+        assert not (tmp_path / "ctranslate2-float32").exists()
+
+
 def test_prompts_differ_by_turn_and_share_their_prefix_within_it(load: Load) -> None:
     """What an engine kept of one round is of no use in the next; two tasks of a round begin alike."""
     tasks = load("engine_tasks").TASKS
