@@ -63,6 +63,7 @@ def smallest_arguments(spec: OpSpec, variant: str) -> Arguments:
     size = min((size for size in spec.sizes if size > 1), default=1)
     leads = [lead for lead in spec.leads if min(lead) > 0]
     smallest = min(leads, key=lambda lead: (len(lead), max(lead)))
+    # At most 4, as some specs have no small size.
     return spec.arguments(variant, torch.float64, smallest, min(size, 4))
 
 
@@ -130,6 +131,7 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
         results = call(**arguments)
     # A form that writes to arguments returns nothing.
     made = [] if spec.functional.mutates else tensors(results)
+    # torch compiles around an op by its declared effects, and would reuse a tensor written to.
     written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
     if written != set(spec.functional.mutates):
         raise AssertionError(

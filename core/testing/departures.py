@@ -121,16 +121,16 @@ class Expected:
                 continue
             # Half types are computed in float32.
             own = self.arguments[name].dtype
-            eps = torch.finfo(own if own == torch.float64 else torch.float32).eps
+            computed = own if own == torch.float64 else torch.float32
+            eps = torch.finfo(computed).eps
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             value = value * (1 + eps * noise)
             # Where all products of a sum have one sign, moves of its numbers cancel, and roundings
             # of the sum do not: they grow like a random walk. So each row moves as a whole, too.
             if value.dim():
                 steps = max(1.0, math.sqrt(value.shape[-1]) / WALK)
-                noise = torch.randn(
-                    (*value.shape[:-1], 1), generator=generator, dtype=torch.float64
-                )
+                rows = (*value.shape[:-1], 1)
+                noise = torch.randn(rows, generator=generator, dtype=torch.float64)
                 value = value * (1 + eps * steps * noise)
             moved[name] = value
         return moved
@@ -271,11 +271,9 @@ def _steps(ours: Tensor, native: Tensor, *, in_pairs: bool) -> Tensor:
     """Return by how many steps codes differ: integers, or pairs of 4-bit numbers."""
     if not in_pairs:
         return (ours.int() - native.int()).abs()
-    ends = (
-        (_ordered(ours & 15) - _ordered(native & 15)).abs(),
-        (_ordered(ours >> 4) - _ordered(native >> 4)).abs(),
-    )
-    return torch.maximum(*ends)
+    low = (_ordered(ours & 15) - _ordered(native & 15)).abs()
+    high = (_ordered(ours >> 4) - _ordered(native >> 4)).abs()
+    return torch.maximum(low, high)
 
 
 def _ordered(codes: Tensor) -> Tensor:
@@ -308,12 +306,15 @@ def _other_numbers(ours: Tensor, place: int, wanted: Expected, dtype: torch.dtyp
     # An overflow of the definition itself proves nothing. NaN is outside.
     is_compared = native.isfinite() & exact.isfinite()
     wrong = is_compared & ~(off <= room * allowed)
-    if not wrong.any():
+    count = int(wrong.sum())
+    if not count:
         return ""
     index = tuple(wrong.nonzero()[0].tolist())
+    first = found[index].item()
+    right = exact[index].item()
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} numbers are off: at {list(index)} it has "
-        f"{found[index].item():.7g}, expected {exact[index].item():.7g}"
+        f"{count} of {wrong.numel()} numbers are off: at {list(index)} it has {first:.7g}, "
+        f"expected {right:.7g}"
     )
 
 
@@ -362,7 +363,9 @@ def _more_rounded(ours: Tensor, place: int, wanted: Expected, least: float) -> s
         steps = ((found - exact).abs() / unit)[counted].clamp(max=4.0)
         return steps.mean().item()
 
-    here, there = mean_of(ours.double()), mean_of(native)
+    here = mean_of(ours.double())
+    there = mean_of(native)
+    # The definition may be exact, and then any error would be a multiple.
     if here <= ROUNDING * there + 0.01:
         return ""
     return (

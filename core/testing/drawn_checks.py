@@ -211,9 +211,12 @@ def _drawn(trial: Trial) -> list[Example]:
     """Return examples that hypothesis draws, each of several corners at once."""
     draw = importlib.import_module("hypothesis.strategies")
     small = draw.sampled_from(SIZES) | draw.integers(1, NARROWEST)
-    wide = draw.sampled_from(TILES).flatmap(
-        lambda tile: draw.integers(NARROWEST // tile, WIDEST // tile).map(lambda n: n * tile)
-    )
+
+    def multiples(tile: int) -> Any:
+        factors = draw.integers(NARROWEST // tile, WIDEST // tile)
+        return factors.map(lambda factor: factor * tile)
+
+    wide = draw.sampled_from(TILES).flatmap(multiples)
     return [
         *_generated(trial, DRAWN, draw.integers(1, 20), small),
         *_generated(trial, DRAWN_WIDE, draw.integers(1, 2), wide),
@@ -231,23 +234,27 @@ def _generated(trial: Trial, count: int, extents: Any, sizes: Any) -> list[Examp
     """
     hypothesis = importlib.import_module("hypothesis")
     draw = importlib.import_module("hypothesis.strategies")
-    leads = draw.sampled_from(trial.spec.leads).flatmap(
-        lambda lead: draw.tuples(*(extents for _ in lead))
-    )
+    spec = trial.spec
+
+    def as_many(lead: tuple[int, ...]) -> Any:
+        return draw.tuples(*[extents] * len(lead))
+
+    settings_of_call = [(), *other_settings(spec, trial.variant)]
     examples = draw.builds(
         Example,
-        draw.just(trial.variant),
-        draw.just(trial.dtype),
-        leads,
-        sizes,
-        draw.sampled_from(layouts_of(trial.spec)),
-        draw.sampled_from(list(VALUES)),
-        draw.sampled_from((1, *THREADS)),
-        draw.sampled_from([(), *other_settings(trial.spec, trial.variant)]),
+        variant=draw.just(trial.variant),
+        dtype=draw.just(trial.dtype),
+        lead=draw.sampled_from(spec.leads).flatmap(as_many),
+        size=sizes,
+        layout=draw.sampled_from(layouts_of(spec)),
+        values=draw.sampled_from(list(VALUES)),
+        threads=draw.sampled_from((1, *THREADS)),
+        settings=draw.sampled_from(settings_of_call),
         seed=draw.integers(0, 2**32 - 1),
     )
     settings = hypothesis.settings(
         max_examples=count,
+        # Only the phase of reuse would read a database.
         database=None,
         deadline=None,
         # ``shrunk`` makes a failed example smaller.

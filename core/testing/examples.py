@@ -61,6 +61,7 @@ def _gaps(values: Tensor, dim: int) -> Tensor:
 def _thirds(values: Tensor) -> Tensor:
     """Return room in the middle third of each row, as of a fused projection of three parts."""
     *lead, size = values.shape
+    # A kernel that reads beyond its third finds NaN.
     memory = values.new_full((*lead, 3 * size), math.nan)
     return memory.narrow(-1, size, size)
 
@@ -149,6 +150,7 @@ class Example:
         draw = _ExampleDraw(self, most)
         found = spec.inputs(draw, self.lead, self.size)
         for name, value in spec.variants[self.variant].items():
+            # A variant may draw tensors, too, such as an optional bias.
             found[name] = value(draw, self.lead, self.size) if callable(value) else value
         found |= dict(self.settings)
         for name, value in found.items():
@@ -318,6 +320,7 @@ def other_settings(spec: OpSpec, variant: str) -> Iterator[tuple[tuple[str, Any]
     own = spec.variants[variant]
     for name, parameter in inspect.signature(spec.functional.native).parameters.items():
         value = own.get(name, parameter.default)
+        # Another seed gives other numbers, as it should.
         if name == spec.functional.random:
             continue
         if type(value) is float:

@@ -449,12 +449,15 @@ class _Operators(TorchFunctionMode):
         given = kwargs or {}
         if not is_operator_of_plugin(func) or str(func) in self.calls:
             return func(*args, **given)
-        former = tuple(map(_copied, args)), {name: _copied(each) for name, each in given.items()}
+        former_args = [_copied(each) for each in args]
+        former_named = {name: _copied(each) for name, each in given.items()}
         result = func(*args, **given)
         # Only an operator that took the arguments is noted. One that writes zeros to its input
         # would change nothing in a second call, so each argument is as it was before the first.
-        before = tuple(map(_unless_equal, args, former[0]))
-        named = {name: _unless_equal(each, former[1][name]) for name, each in given.items()}
+        before = tuple(map(_unless_equal, args, former_args))
+        named = {}
+        for name, each in given.items():
+            named[name] = _unless_equal(each, former_named[name])
         self.calls[str(func)] = (func, before, named)
         return result
 
@@ -477,18 +480,20 @@ def is_operator_of_plugin(func: object) -> bool:
 def speed_of(trial: Trial) -> float:
     """Return the speed on the largest inputs, as a multiple of the native definition's."""
     spec = trial.spec
-    lead, size = spec.large[-1] if spec.large else (spec.leads[1], max(spec.sizes))
+    lead = spec.leads[1]
+    size = max(spec.sizes)
+    if spec.large:
+        lead, size = spec.large[-1]
     arguments = trial.arguments(lead, size)
-    sides = [
-        functools.partial(checks.results_of, spec, call, arguments)
-        for call in (trial.form.native, trial.calls[0])
-    ]
+    run = functools.partial(checks.results_of, spec, arguments=arguments)
+    native = functools.partial(run, trial.form.native)
+    ours = functools.partial(run, trial.calls[0])
     ratios = []
     with torch.no_grad():
         # One after the other, as other processes slow both down.
         for _ in range(ROUNDS):
-            native, ours = map(seconds_of, sides)
-            ratios.append(native / ours)
+            native_seconds = seconds_of(native)
+            ratios.append(native_seconds / seconds_of(ours))
     return round(statistics.median(ratios), 3)
 
 

@@ -108,7 +108,8 @@ def call_of(
         finally:
             torch.set_default_dtype(former)
         for parameter in layer.parameters():
-            # The weights of engine layers are not initialised.
+            # The weights of engine layers are not initialised. With this value, a sum over a row
+            # of ones is 1, in any dtype.
             parameter.data.fill_(1 / _SIZE)
         return layer(*inputs)
 

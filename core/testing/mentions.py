@@ -47,7 +47,9 @@ def may_call(cls: type, name: str) -> bool:
     if any(map(_has_hooks, of_plugin)):
         return True
     packages = {base.__module__.partition(".")[0] for base in of_plugin}
-    files = {file for package in packages for file in _files_of(package)}
+    files: set[Path] = set()
+    for package in packages:
+        files.update(_files_of(package))
     # A session and a compiled module have no source.
     if any(_file_of(base.__module__) not in files for base in of_plugin):
         return True
@@ -259,6 +261,7 @@ def _modules_of_others(nodes: Iterable[ast.AST], packages: Collection[str]) -> s
     """Return the names of imported modules, except those of the plugin and of opgraft."""
     found = set()
     for node in nodes:
+        # "from a import b" may bring anything, and not only a module.
         if not isinstance(node, ast.Import):
             continue
         for alias in node.names:
@@ -285,6 +288,7 @@ def _has_text(call: ast.Call) -> bool:
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
+    # Names, attributes and keyword arguments have these fields.
     for field in ("id", "attr", "arg"):
         value = getattr(node, field, None)
         if isinstance(value, str):

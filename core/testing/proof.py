@@ -99,6 +99,7 @@ def prove(spec: OpSpec, family: ModuleType | str) -> ProofRecord:
             kernel would run instead of the native definition.
     """
     with set_config(SETTINGS):
+        # A proof of a plugin's kernel would say nothing of the definition.
         expect_native(spec)
         names = checks_of(spec)
         for name in names:
@@ -109,6 +110,7 @@ def prove(spec: OpSpec, family: ModuleType | str) -> ProofRecord:
             compared |= set(checks.check_outside(spec, variant, spec.functional))
     outside = tuple(dict.fromkeys(other.name for other in spec.outside))
     missing = sorted(set(outside) - compared)
+    # A library that is not installed must not leave a record that names its comparison.
     if missing:
         raise AssertionError(f"{spec.functional.name}: never compared with {missing}")
     home = family if isinstance(family, str) else family.__name__

@@ -236,6 +236,7 @@ def _model_of(row: Any) -> ModelShapes:
         count = _typed(each, "count", int, where)
         if count < 1:
             raise ValueError(f"{where} has the count {count}, expected at least 1")
+        # A file that was merged by hand may have a call twice.
         counts[call] = counts.get(call, 0) + count
     return ModelShapes(name, counts)
 

@@ -50,13 +50,15 @@ def expect_same(what: str, found: Sequence[Tensor], expected: Sequence[Tensor]) 
         AssertionError: two tensors differ; the message begins with ``what``.
     """
     for ours, theirs in zip(found, expected, strict=True):
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            told = f"{tuple(ours.shape)} {ours.dtype}"
-            wanted = f"{tuple(theirs.shape)} {theirs.dtype}"
-            raise AssertionError(f"{what} is {told}, expected {wanted}")
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise AssertionError(f"{what} is {_form(ours)}, expected {_form(theirs)}")
         if not same(ours, theirs):
             count = int(unequal(ours, theirs).sum())
             raise AssertionError(f"{what} has other values: {count} of {ours.numel()} differ")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def seconds_of(call: Callable[[], object], number: int = 1) -> float:

@@ -70,6 +70,7 @@ class Graph:
             )
         shared = {each.untyped_storage().data_ptr() for each in given}
         fresh = [each.untyped_storage().data_ptr() not in shared for each in results]
+        # A view of an argument computes nothing, and a replay need not make it again.
         if writes or any(fresh):
             self.kernels.append(_Kernel(run, results, fresh))
         for each, is_fresh in zip(results, fresh, strict=True):
@@ -86,6 +87,7 @@ class Graph:
         memory = self._memory.pop(address, None)
         if memory is None:
             return
+        # A program that still reads the memory fails, instead of reading old numbers.
         memory.resize_(0)
         self.kernels.append(functools.partial(memory.resize_, 0))
 
@@ -119,7 +121,9 @@ class _Kernel:
         rows = zip(self._results, computed, self._fresh, self._sizes, strict=True)
         for result, new, is_fresh, size in rows:
             if is_fresh:
+                # The recording may have freed the memory after its last use.
                 result.untyped_storage().resize_(size)
+                # Later kernels of the recording read from this tensor.
                 result.copy_(new)
 
 

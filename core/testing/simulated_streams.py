@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# Work in a queue may wait for another stream, within the same thread.
 _lock = threading.RLock()
 _busy: dict[Stream, None] = {}
 """The streams with queued work. A program may have dropped a stream before the work is done."""
@@ -121,5 +122,6 @@ def stream(stream: Stream) -> Iterator[None]:
 def synchronize() -> None:
     """Wait for the work of every stream."""
     with _lock:
+        # One at a time, as work of one stream may queue work on another one.
         while _busy:
             next(iter(_busy)).synchronize()

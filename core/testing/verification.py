@@ -294,9 +294,9 @@ class _Comparer:
         self.order: list[str] = []
         self._grafted = dict(grafted.named_modules(remove_duplicate=False))
         # Modules among the arguments become those of the grafted model.
-        self._twins = {
-            id(module): self._grafted.get(path, module) for path, module in native.named_modules()
-        }
+        self._twins: dict[int, nn.Module] = {}
+        for path, module in native.named_modules():
+            self._twins[id(module)] = self._grafted.get(path, module)
         # Calls nest: the arguments of the innermost one come last.
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -358,7 +358,9 @@ def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
     """
     ops = [part for part in module.modules() if isinstance(part, CustomOp)]
     targets = [op.binding.replacement.target for op in ops]
-    absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
+    # Specs have no complex dtypes, and both parts of a number round alike.
+    real = dtype.to_real() if dtype.is_complex else dtype
+    absolute, relative = tolerance_of(targets, [real])
     with_specs = sum(bool(specs_of(target)) for target in targets)
     times = math.sqrt(max(with_specs, 1))
     return times * absolute, times * relative
