@@ -98,23 +98,29 @@ def decide_with_plugins(
 def _report(state: HostState) -> None:
     """Log the platform and the plugins, one line at INFO, and each plugin at DEBUG."""
     records = list(state.plugins.values())
-    active = [
-        printable(record.name) for record in records if record.status is PluginStatus.ACTIVATED
-    ]
-    platform, count = printable(selected_platform().platform.name), len(state.active)
+    active = []
+    failed = 0
+    for record in records:
+        failed += record.status is PluginStatus.FAILED
+        if record.status is PluginStatus.ACTIVATED:
+            active.append(printable(record.name))
+    platform = printable(selected_platform().platform.name)
+    installed = len(records)
+    count = len(state.active)
     names = f": {', '.join(active)}" if active else ""
+    # Fields beside the sentence, by which a collector of logs can filter and count.
     attributes = {
         "event.name": "opgraft.started",
         "opgraft.version": __version__,
         "opgraft.platform": platform,
-        "opgraft.plugins.installed": len(records),
+        "opgraft.plugins.installed": installed,
         "opgraft.plugins.active": active,
-        "opgraft.plugins.failed": sum(record.status is PluginStatus.FAILED for record in records),
+        "opgraft.plugins.failed": failed,
         "opgraft.replacements": count,
     }
     words = "opgraft %s on platform %s: %d of %d installed plugins active%s; %d replacements"
     logger.info(
-        words, __version__, platform, len(active), len(records), names, count, extra=attributes
+        words, __version__, platform, len(active), installed, names, count, extra=attributes
     )
     for record in records:
         words = f"plugin {record.name} of {record.provider}: {record.status.value}: {record.reason}"
@@ -128,33 +134,43 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
         PluginError: one of them, ``lockfile``, ``strict`` or ``cpu_keep_memory`` differs from when
             plugins were loaded.
     """
+    loaded_with = state.loading.config
+    if loaded_with is None:
+        return
     for name in ("plugins", "plugins_disable", "lockfile", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
-        if state.loading.config is not None and wanted != getattr(state.loading.config, name):
+        decided = getattr(loaded_with, name)
+        if wanted != decided:
             variable = known_fields()[name].variable
             raise PluginError(
                 f"{settings.origins[name]} sets {name} to {wanted!r}, but plugins were loaded with "
-                f"{getattr(state.loading.config, name)!r}: set {variable}, or begin the scope of "
-                "the setting before the first op or engine, or call opgraft.reset() first"
+                f"{decided!r}: set {variable}, or begin the scope of the setting before the first "
+                "op or engine, or call opgraft.reset() first"
             )
 
 
 def plugins_decision(records: Iterable[PluginRecord], settings: Settings) -> Decision:
     """Explain which installed plugins are active in this process, and why the others are not."""
-    rows = [(record, record.status is PluginStatus.ACTIVATED) for record in records]
-    candidates = tuple(
-        Candidate(
-            r.name,
-            active,
-            f"{r.status.value}: {r.reason}" if r.reason else r.status.value,
-            r.provider,
-            r.value,
-        )
-        for r, active in rows
-    )
-    chosen = ", ".join(record.name for record, active in rows if active) or None
-    reason = f"{sum(active for _, active in rows)} of {len(rows)} installed plugins active"
+    candidates = tuple(map(_candidate, records))
+    active = [candidate.name for candidate in candidates if candidate.accepted]
     ways = f"{PLUGINS}, {PLUGINS_DISABLE} or OpgraftConfig(plugins=...)" if candidates else ""
+    # A scope that sets one of the fields outranks the variables.
     fixed = [settings.to_change(name, "") for name in ("plugins", "plugins_disable")]
-    setting = "; ".join(filter(None, fixed)) or ways
-    return Decision("plugins", chosen, reason, candidates, setting)
+    return Decision(
+        subject="plugins",
+        chosen=", ".join(active) or None,
+        reason=f"{len(active)} of {len(candidates)} installed plugins active",
+        candidates=candidates,
+        setting="; ".join(filter(None, fixed)) or ways,
+    )
+
+
+def _candidate(record: PluginRecord) -> Candidate:
+    status = record.status.value
+    return Candidate(
+        name=record.name,
+        accepted=record.status is PluginStatus.ACTIVATED,
+        reason=f"{status}: {record.reason}" if record.reason else status,
+        provider=record.provider,
+        location=record.value,
+    )

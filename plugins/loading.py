@@ -207,8 +207,9 @@ class PluginPass:
     def _heed_veto(self, name: str, reason: str | None) -> None:
         if reason is not None:
             record = self.state.plugins[name]
+            record.status = PluginStatus.VETOED
             # Plain text: a plugin's own kind of it may raise whenever it is looked at.
-            record.status, record.reason = PluginStatus.VETOED, shortened(str.__str__(reason))
+            record.reason = shortened(str.__str__(reason))
 
     def _add_defaults(self, name: str, config: OpgraftConfig | None) -> None:
         if config is not None:
@@ -250,12 +251,11 @@ class PluginPass:
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):
             registry = self.state.registry
-            unknown = [
-                op
-                for field, ops in config.op_names().items()
-                for op in ops
-                if op not in registry.named_by(field)
-            ]
+            unknown: list[str] = []
+            # Only now: ops are registered after the defaults of plugins are known.
+            for field, ops in config.op_names().items():
+                known = registry.named_by(field)
+                unknown += [op for op in ops if op not in known]
             if unknown:
                 step = partial(_reject_names, unknown, registry.records())
                 self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)

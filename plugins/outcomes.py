@@ -105,7 +105,8 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
             record,
             f"states the platform {name!r}, which nothing installed offers: did you mean {words}?",
         )
-    if unknown and len(unknown) == len(record.platforms) and not any(near.values()):
+    is_for_none = bool(unknown) and len(unknown) == len(record.platforms)
+    if is_for_none and not any(near.values()):
         named = " and ".join(map(repr, unknown))
         yield _finding(
             record,

@@ -235,9 +235,9 @@ def _winner(asked: Sequence[_ProbedPlatform], settings: Settings) -> tuple[_Prob
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
     if not available:
-        raise PlatformError(
-            "no platform is available: " + "; ".join(f"{a.offer.name}: {a.reason}" for a in asked)
-        )
+        reasons = "; ".join(f"{a.offer.name}: {a.reason}" for a in asked)
+        raise PlatformError(f"no platform is available: {reasons}")
+    # Beside a GPU, the CPU is available, too.
     best = max(available, key=lambda a: _priority(a.offer))
     return best, f"no out-of-tree platform available; {best.reason}"
 
@@ -266,11 +266,12 @@ def _priority(built_in: Offer) -> int:
 
 
 def _raise_first_failure(asked: Sequence[_ProbedPlatform]) -> None:
-    failed = next((a for a in asked if a.failed), None)
-    if failed:
-        raise PlatformError(
-            f"strict mode: platform {failed.offer.name} of {failed.offer.provider}: {failed.reason}"
-        )
+    for each in asked:
+        if each.failed:
+            offer = each.offer
+            raise PlatformError(
+                f"strict mode: platform {offer.name} of {offer.provider}: {each.reason}"
+            )
 
 
 def _withdraw_all_but(chosen: str) -> None:
