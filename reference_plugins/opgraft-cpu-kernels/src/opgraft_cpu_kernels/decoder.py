@@ -1,6 +1,7 @@
-"""All layers of a decoder in one call, for batches of as many tokens as linear layers read the weight as it is for.
+"""All layers of a decoder in one call, for batches of few tokens.
 
-The kernels and their order are those that the modules of the layers would call, so that the results are the same bits.
+The limit is that of linear layers: up to so many rows, weights are read as they lie in memory.
+Kernels and their order are those of the modules, so that results have the same bits.
 """
 
 from __future__ import annotations
@@ -50,35 +51,33 @@ FORMS: Mapping[Any, Callable[..., Tensor]] = {
     functional.int8_dynamic_linear: quantized.int8_dynamic_linear,
     functional.lossless_linear: lossless.lossless_linear,
 }
-"""Forms of linear layers that the library calls itself, with the kernels that it then runs."""
+"""Form of a linear layer → this plugin's kernel. The library calls these forms itself."""
 
 LINEAR = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SETTINGS = (
-    *(
-        "eps",
-        "variance_epsilon",
-        "variance_size_override",
-        "head_size",
-        "is_neox_style",
-        "scale",
-        "sliding_window",
-    ),
-    *(
-        "logits_soft_cap",
-        "sinks",
-        "tp_size",
-        "skip_bias_add",
-        "return_bias",
-        "_packed",
-    ),
-    *("gather_output", "input_is_parallel", "reduce_results"),
+    "eps",
+    "variance_epsilon",
+    "variance_size_override",
+    "head_size",
+    "is_neox_style",
+    "scale",
+    "sliding_window",
+    "logits_soft_cap",
+    "sinks",
+    "tp_size",
+    "skip_bias_add",
+    "return_bias",
+    "_packed",
+    "gather_output",
+    "input_is_parallel",
+    "reduce_results",
 )
-"""The attributes of parts that are read when they are bound."""
+"""The attributes of parts that are read when the parts are bound."""
 
 
 class DecoderPlan(Base):
-    """Binds the layers of a decoder to the library when it is called first, and anew when something has changed."""
+    """Binds the layers of a decoder to the library at the first call, and again after a change."""
 
     takes_adapters: ClassVar[bool] = True
     _bound: _Bound | None = None
@@ -87,11 +86,11 @@ class DecoderPlan(Base):
 
     @cached_property
     def _left(self) -> Counter[str]:
-        """Calls that were left to the modules, by reason."""
+        """The number of calls that the modules computed, by reason."""
         return Counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle as one that has bound nothing yet."""
+        """Return nothing: a copy binds its own layers."""
         return {}
 
     def run(
@@ -99,11 +98,13 @@ class DecoderPlan(Base):
     ) -> tuple[Tensor, Tensor] | None:
         if is_dynamo_compiling():
             return None
-        batch, reason = current_batch(), self._reason(layers, hidden_states, hidden_states.dtype)
+        batch = current_batch()
+        reason = self._reason(layers, hidden_states, hidden_states.dtype)
         if batch is not None and self._bound is not None and not reason:
             try:
                 result = self._bound.run(batch, positions, hidden_states)
-            except REFUSED:  # the modules say what is wrong
+            # The modules raise the error that users of opgraft know.
+            except REFUSED:
                 reason = "the library refuses an argument"
             else:
                 self._computed += 1
@@ -118,42 +119,49 @@ class DecoderPlan(Base):
         return bool(reason)
 
     def _reason(self, layers: nn.ModuleList, given: Tensor, dtype: torch.dtype) -> str:
-        """Say what keeps a call from the library, of which ``given`` has the tokens, or return "" and have it bound."""
+        """Return the reason why the modules compute a call, or "" if the library does.
+
+        Args:
+            layers: of the decoder. Without another reason, the layers are bound.
+            given: a tensor with a row for each token.
+            dtype: of the hidden states.
+        """
         batch = current_batch()
         reason = _obstacle(batch, given, dtype)
-        return (
-            reason if batch is None or reason else self._bind(layers, batch).obstacle(batch, dtype)
-        )
+        if batch is None or reason:
+            return reason
+        return self._bind(layers, batch).obstacle(batch, dtype)
 
     def _bind(self, layers: nn.ModuleList, batch: AttentionBatch) -> _Bound:
-        """Return the layers as they are bound, anew where something has changed."""
-        # To look at every module takes a twentieth of a step. Hooks are numbered: the next number tells of new ones.
+        """Return the bound layers, bound again if something has changed."""
+        # A look at every module takes a twentieth of a step. torch numbers hooks: if the next
+        # number is the same, no hook was added.
         unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
-        if (
-            self._bound is None
-            or self._bound.layers is not layers
-            or (unseen and not self._bound.holds())
-        ):
-            self._bound = _Bound(layers)
+        bound = self._bound
+        if bound is None or bound.layers is not layers or (unseen and not bound.holds()):
+            bound = _Bound(layers)
+            self._bound = bound
         if unseen:
-            self._bound.additions.forget()
+            bound.additions.forget()
         self._next_hook = RemovableHandle.next_id
-        return self._bound
+        return bound
 
     def remark(self, owner: object) -> str:
         calls = self._computed + self._left.total()
         if not calls:
             return "not called yet"
-        left = [
-            f"{count} by the modules, as {reason}" for reason, count in self._left.most_common()
-        ]
+        left = []
+        for reason, count in self._left.most_common():
+            left.append(f"{count} by the modules, as {reason}")
         return "; ".join([f"{self._computed} of {calls} calls computed in one", *left])
 
 
 def _obstacle(batch: AttentionBatch | None, given: Tensor, dtype: torch.dtype) -> str:
-    """Say what about a call keeps it from the library, or return ""."""
+    """Return the reason why the modules compute such a call, whatever the layers are, or ""."""
+    # The library computes no gradients.
     if torch.is_grad_enabled():
         return "gradients are recorded"
+    # A subclass of tensors, or a mode, would miss the operators of the modules.
     if type(given) is not Tensor or watched():
         return "something of torch follows the operators that run"
     if hooks_on_every_module():
@@ -182,27 +190,33 @@ class _Additions:
         self.forget()
 
     def forget(self) -> None:
-        """Keep no matrix of an adapter in memory."""
+        """Drop the matrices, so that adapters that have left do not stay in memory."""
         self._ops: Sequence[Any] = []
         self.matrices: Sequence[Tensor | None] = []
 
     def bind(self) -> str:
-        """Note the adapters of this call. Say what keeps them from the library, or return ""."""
+        """Note the adapters of this call.
+
+        Returns:
+            The reason why the library does not add the adapters, or "".
+        """
         self.bounds = adapter_bounds()
         if self.bounds is None:
             return ""
         ops = [layer.quant_method.adapters for layer in self._maps]
+        # Most steps have the ops of the step before.
         if ops != self._ops:
             self._ops = ops
             self._reason = next(filter(None, map(_no_adapters, ops)), "")
-            self.matrices = [
-                matrix for op in ops for matrix in ((None, None) if op is None else (op.a, op.b))
-            ]
+            matrices: list[Tensor | None] = []
+            for op in ops:
+                matrices += (None, None) if op is None else (op.a, op.b)
+            self.matrices = matrices
         return self._reason
 
 
 class _Bound:
-    """The layers as the library holds them, and all that must stay as it was when they were bound."""
+    """The layers of a decoder in the library, with notes of the modules' state at that time."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -210,48 +224,54 @@ class _Bound:
         known = [part for part in parts if part is not None]
         self.prefixes = [part.attn.prefix for part in known]
         self.ropes = [part.rotary_emb._buffers for part in known]
-        leaves = {getattr(part, field.name) for part in known for field in fields(part)}
-        self.modules = list(_reached(layers, leaves))
-        self.types = list(map(type, self.modules))
-        self.attributes = list(map(vars, self.modules))
-        self.lengths = list(map(len, self.attributes))
-        self.places = [
-            place for module in self.modules for place in _places(module, module in leaves)
-        ]
-        self.values = [holder[name] for holder, name in self.places]  # which keeps their ids theirs
-        self.ids = list(map(id, self.values))
+        self._note_modules(known)
         self.hooked = self._has_hooks()
-        self.shared = any(_is_shared(part) for part in known)
+        self.shared = any(map(_is_shared, known))
         self.reason = self._obstacle(parts)
-        self.decoder: Any = None if self.reason else _decoder(known)
-        self.maps = [] if self.reason else [layer for part in known for layer in _maps(part)]
+        self.decoder: Any = None
+        self.maps: list[Any] = []
+        if not self.reason:
+            self.decoder = _decoder(known)
+            for part in known:
+                self.maps += _maps(part)
         self.methods = self._own_methods()
         self.additions = _Additions(self.maps)
         self.pages: Mapping[str, LayerPages] | None = None
-        """Used last, of which the tensors below are."""
+        """The pages of the last call. ``run`` keeps tensors of these pages."""
+
+    def _note_modules(self, parts: Sequence[DecoderParts]) -> None:
+        """Note the modules and the state that ``holds`` compares."""
+        leaves: set[nn.Module] = set()
+        for part in parts:
+            leaves.update(getattr(part, field.name) for field in fields(part))
+        self.modules = list(_reached(self.layers, leaves))
+        self.types = list(map(type, self.modules))
+        self.attributes = list(map(vars, self.modules))
+        self.lengths = list(map(len, self.attributes))
+        self.places: list[tuple[dict[str, Any], str]] = []
+        for module in self.modules:
+            self.places += _places(module, module in leaves)
+        # Held, so that no other object gets the id of one of these.
+        self.values = [holder[name] for holder, name in self.places]
+        self.ids = list(map(id, self.values))
 
     def _own_methods(self) -> Sequence[object]:
-        """Return what computes each map, without adapters."""
+        """Return the weight method of each map, without adapters."""
         return [layer.quant_method.own for layer in self.maps]
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)
 
     def _obstacle(self, parts: Sequence[DecoderParts | None]) -> str:
-        """Say what about the layers keeps them from the library, or return ""."""
+        """Return the reason why the library does not compute the layers, or ""."""
         if self.hooked:
-            hooked = {
-                id(module) for module in self.modules if any(vars(module)[name] for name in HOOKS)
-            }
-            path = next(
-                path for path, module in self.layers.named_modules() if id(module) in hooked
-            )
-            return f"layers.{path} has a hook"
+            return f"layers.{self._path_with_hook()} has a hook"
         for number, part in enumerate(parts):
             if part is None:
                 return f"layers.{number} is made of other parts"
             for name, check in CHECKS.items():
-                if reason := check(getattr(part, name)):
+                reason = check(getattr(part, name))
+                if reason:
                     return f"{name} of layers.{number} {reason}"
             if len({layer.tp_size for layer in _maps(part)}) > 1:
                 return f"ranks share some maps of layers.{number} and not others"
@@ -259,31 +279,44 @@ class _Bound:
                 return f"rotary_emb of layers.{number} rotates a part of each head"
         return ""
 
+    def _path_with_hook(self) -> str:
+        """Return the path of the first module with a hook."""
+        hooked = set()
+        for module in self.modules:
+            if any(vars(module)[name] for name in HOOKS):
+                hooked.add(id(module))
+        path: str = next(
+            path for path, module in self.layers.named_modules() if id(module) in hooked
+        )
+        return path
+
     def holds(self) -> bool:
-        """Tell whether modules, parameters, settings and hooks are those that were bound."""
+        """Return True if modules, parameters, settings and hooks are those that were bound."""
         try:
-            same = [id(holder[name]) for holder, name in self.places] == self.ids
+            ids = [id(holder[name]) for holder, name in self.places]
+        # A parameter or a setting was deleted.
         except KeyError:
             return False
-        same = same and list(map(type, self.modules)) == self.types
-        return (
-            same
-            and list(map(len, self.attributes)) == self.lengths
-            and self._has_hooks() == self.hooked
-            and self._own_methods() == self.methods
-        )
+        if ids != self.ids or list(map(type, self.modules)) != self.types:
+            return False
+        # A new attribute of a module may hide a method, such as forward.
+        if list(map(len, self.attributes)) != self.lengths:
+            return False
+        return self._has_hooks() == self.hooked and self._own_methods() == self.methods
 
     def obstacle(self, batch: AttentionBatch, dtype: torch.dtype) -> str:
-        """Say what keeps a call of these layers from the library, or return ""."""
+        """Return the reason why the modules compute a call of these layers, or ""."""
         if self.reason:
             return self.reason
         if self.shared and _group() is None:
             return "ranks share them, and have no memory in common"
         if batch.block_size % attention.GROUP:
             return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
-        if reason := self.additions.bind():
+        reason = self.additions.bind()
+        if reason:
             return reason
-        if batch.pages is self.pages:  # as from one step to the next where both have the same shape
+        # Steps of one shape have the same pages, which passed the checks below.
+        if batch.pages is self.pages:
             return ""
         for prefix in self.prefixes:
             if prefix not in batch.pages:
@@ -299,12 +332,14 @@ class _Bound:
         """Compute the layers.
 
         Raises:
-            REFUSED: the library takes something else.
+            REFUSED: the library refuses an argument.
         """
         if batch.pages is not self.pages:
             pages = [batch.pages[prefix] for prefix in self.prefixes]
-            self.caches, self.slots = [each.cache for each in pages], [each.slots for each in pages]
-            self.tables, self.pages = [each.block_table for each in pages], batch.pages
+            self.caches = [each.cache for each in pages]
+            self.slots = [each.slots for each in pages]
+            self.tables = [each.block_table for each in pages]
+            self.pages = batch.pages
         ropes = [buffers["cos_sin_cache"] for buffers in self.ropes]
         group = _group() if self.shared else None
         return self.decoder.run(  # type: ignore[no-any-return]
@@ -323,7 +358,7 @@ class _Bound:
 
 
 def _group() -> Any:
-    """Return the library's group of the tensor-parallel ranks; ``None`` where they have no memory in common."""
+    """Return the library's group of tensor-parallel ranks, ``None`` if ranks share no memory."""
     communicator = get_tp_group().communicator
     return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
 
@@ -337,7 +372,7 @@ def _is_shared(part: DecoderParts) -> bool:
 
 
 def _reached(module: nn.Module, leaves: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and what it would call, as far as the parts of layers."""
+    """Yield a module and the modules within, down to the parts of layers."""
     yield module
     if module not in leaves:
         for child in module.children():
@@ -345,20 +380,22 @@ def _reached(module: nn.Module, leaves: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _places(module: nn.Module, is_leaf: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield a dictionary and a key for each object that must stay the same."""
     attributes = vars(module)
     held = module._parameters if is_leaf else module._modules
-    yield from ((held, name) for name in held)
-    yield from ((attributes, name) for name in SETTINGS if name in attributes)
+    for name in held:
+        yield held, name
+    for name in SETTINGS:
+        if name in attributes:
+            yield attributes, name
 
 
 def _decoder(parts: Sequence[DecoderParts]) -> Any:
-    """Make the library's decoder of layers that nothing keeps from it."""
+    """Make the library's decoder of layers without an obstacle."""
     decoder = torch.classes.opgraft_cpu_kernels.Decoder()
     for part in parts:
         attn = part.attn
-        norms = [
-            value for norm in (part.before_attention, part.before_mlp) for value in _norm(norm)
-        ]
+        norms = (*_norm(part.before_attention), *_norm(part.before_mlp))
         maps = [_map(layer) for layer in _maps(part)]
         sizes = [attn.num_heads, attn.num_kv_heads, attn.head_size]
         settings = attn.scale, attn.sliding_window, attn.logits_soft_cap, attn.sinks
@@ -373,20 +410,21 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
-    """Return the form of a linear layer and its tensors behind the input; the last is the bias."""
-    called: Any = form_called(layer, adds_adapters=True)  # which is known to be there
+    """Return the form of a linear layer, and the tensors behind the input, the bias last."""
+    # Not None: _no_map has asked before.
+    called: Any = form_called(layer, adds_adapters=True)
     form, tensors = called
+    # The results of ranks are summed, so that one rank alone adds the bias.
     bias = None if isinstance(layer, RowParallelLinear) and layer.tp_rank else layer.bias
     return form.name, [*tensors, bias]
 
 
 def _changed(op: Any) -> str:
-    """Say why it is not known what a part computes, or return ""."""
-    return (
-        hidden_by(op) and f"was changed: {hidden_by(op)}"
-        if isinstance(op, CustomOp)
-        else f"is a {_name(op)}"
-    )
+    """Return a reason if a part may compute anything, or ""."""
+    if not isinstance(op, CustomOp):
+        return f"is a {_name(op)}"
+    hidden = hidden_by(op)
+    return f"was changed: {hidden}" if hidden else ""
 
 
 def _name(thing: object) -> str:
@@ -394,8 +432,9 @@ def _name(thing: object) -> str:
 
 
 def _runs_another(op: Any, form: str) -> str:
-    """Say what a part runs in place of the kernel of that form, or return ""."""
-    if reason := _changed(op):
+    """Return a reason if a part does not run this plugin's kernel of a form, or ""."""
+    reason = _changed(op)
+    if reason:
         return reason
     known = op.binding.function(form, compiled=False) is getattr(kernels, form)
     return "" if known else _running(op.binding)
@@ -406,7 +445,7 @@ def _running(binding: Binding) -> str:
 
 
 def _no_adapters(op: Any) -> str:
-    """Say why the library does not add the adapters of an op, or return ""."""
+    """Return the reason why the library does not add the adapters of an op, or ""."""
     if op is None:
         return ""
     if any(vars(op)[name] for name in HOOKS):
@@ -417,25 +456,28 @@ def _no_adapters(op: Any) -> str:
 
 
 def _no_norm(op: Any) -> str:
-    if reason := _runs_another(op, "fused_add_rms_norm"):
+    reason = _runs_another(op, "fused_add_rms_norm")
+    if reason:
         return reason
     return "" if op.variance_size_override is None else "looks at a part of what it normalises"
 
 
 def no_attention(op: Any) -> str:
-    if reason := _changed(op):
+    """Return the reason why the library does not compute an attention layer, or ""."""
+    reason = _changed(op)
+    if reason:
         return reason
     if op.op_class is not ops.Attention:
         return f"is of {op.binding.provider}"
-    return (
-        f"has heads of {op.head_size}, no multiple of {attention.GROUP}"
-        if op.head_size % attention.GROUP
-        else ""
-    )
+    if op.head_size % attention.GROUP:
+        return f"has heads of {op.head_size}, no multiple of {attention.GROUP}"
+    return ""
 
 
 def _no_map(layer: Any) -> str:
-    if reason := _changed(layer):
+    """Return the reason why the library does not compute a linear layer, or ""."""
+    reason = _changed(layer)
+    if reason:
         return reason
     if layer.op_class not in LINEAR:
         return f"is a {_name(layer)} of {layer.binding.provider}"
@@ -445,24 +487,24 @@ def _no_map(layer: Any) -> str:
         return "gathers or cuts what ranks have"
     called = form_called(layer, adds_adapters=True)
     if called is None:
-        return (
-            "has a packed weight"
-            if layer._packed is not None
-            else f"has a {_name(layer.quant_method)}"
-        )
+        is_packed = layer._packed is not None
+        return "has a packed weight" if is_packed else f"has a {_name(layer.quant_method)}"
     form, tensors = called
-    kernel, binding = FORMS.get(form), binding_of(form)
+    kernel = FORMS.get(form)
+    binding = binding_of(form)
+    # Another plugin may have replaced the kernel of the form.
     if kernel is None or binding.function(form.name, compiled=False) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
     if form is functional.quantized_linear:
-        given: Any = tensors  # the form's weight and scales, which it always has
+        # The first two are weight and scales, and never None.
+        given: Any = tensors
         if not quantized.in_lanes(layer.input_size_per_partition, *given[:2]):
             return "has groups of weights that the kernel does not take"
     return ""
 
 
 def _ends_at_rank(layer: Any) -> bool:
-    """Tell whether ranks have parts of what is between two maps, and add the results of the second."""
+    """Return True if ranks hold parts of the rows between two maps, and sum after the second."""
     if isinstance(layer, RowParallelLinear):
         return layer.input_is_parallel and layer.reduce_results
     return not layer.gather_output
@@ -475,4 +517,4 @@ CHECKS: Mapping[str, Callable[[Any], str]] = {
     "act_fn": partial(_runs_another, form="silu_and_mul"),
     "rotary_emb": partial(_runs_another, form="rotary_embedding"),
 }
-"""Parts of a layer → what says why the library does not compute such a part, or returns ""."""
+"""Part of a layer → the function for the reason why the library does not compute it, or ""."""
