@@ -286,6 +286,20 @@ def test_changes_between_requests(folder: Path, change: Callable[[Any], None]) -
     )
 
 
+def test_a_change_before_a_prompt_that_the_modules_compute(folder: Path) -> None:
+    """The prompt is too long for the plan, and the steps behind it continue; they have the change all the same."""
+    import opgraft_cpu_kernels
+
+    opgraft_cpu_kernels.set_path("avx512")
+    ours, modules = Served(folder), Served(folder).by_modules()
+    for served in (ours, modules):
+        served.logits(17)
+        _replace_weight(served.stack)
+    expect_equal(ours.logits(47), modules.logits(47))
+    assert ours.answered > 0
+    assert ours.left > 0
+
+
 def test_hooks(folder: Path) -> None:
     """A hook is called from the next step on, with one of a request's tokens as well; without it the plan is back."""
     served, seen = Served(folder), []

@@ -82,6 +82,7 @@ class DecoderPlan(Base):
     takes_adapters: ClassVar[bool] = True
     _bound: _Bound | None = None
     _next_hook = 0
+    _unseen = True
     _computed = 0
 
     @cached_property
@@ -127,16 +128,19 @@ class DecoderPlan(Base):
             dtype: of the hidden states.
         """
         batch = current_batch()
+        # The modules may compute the first step of a request, of many tokens. Then the next step
+        # must look at the modules, though it continues.
+        self._unseen = self._unseen or batch is None or not batch.continues
         reason = _obstacle(batch, given, dtype)
         if batch is None or reason:
             return reason
-        return self._bind(layers, batch).obstacle(batch, dtype)
+        return self._bind(layers).obstacle(batch, dtype)
 
-    def _bind(self, layers: nn.ModuleList, batch: AttentionBatch) -> _Bound:
+    def _bind(self, layers: nn.ModuleList) -> _Bound:
         """Return the bound layers, bound again if something has changed."""
         # A look at every module takes a twentieth of a step. torch numbers hooks: if the next
         # number is the same, no hook was added.
-        unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
+        unseen = self._unseen or self._next_hook != RemovableHandle.next_id
         bound = self._bound
         if bound is None or bound.layers is not layers or (unseen and not bound.holds()):
             bound = _Bound(layers)
@@ -144,6 +148,7 @@ class DecoderPlan(Base):
         if unseen:
             bound.additions.forget()
         self._next_hook = RemovableHandle.next_id
+        self._unseen = False
         return bound
 
     def remark(self, owner: object) -> str:
