@@ -129,7 +129,7 @@ class DecoderPlan(Base):
         """
         batch = current_batch()
         # The modules may compute the first step of a request, of many tokens. Then the next step
-        # must look at the modules, though it continues.
+        # must look at the modules, though that step continues.
         self._unseen = self._unseen or batch is None or not batch.continues
         reason = _obstacle(batch, given, dtype)
         if batch is None or reason:
