@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.client_questions import MODEL, TEXT, TOKENS, Pet
+from support.client_questions import CALL_TOKENS, MODEL, TEXT, TOKENS, Pet
 
 FUNCTION = """
 def get_weather(city: str) -> str:
@@ -33,9 +33,13 @@ def _models(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
 
 
-def ask(*arguments: str) -> str:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "llm", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def ask(*arguments: str) -> str:
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -53,9 +57,27 @@ def test_a_stream_and_a_whole_answer() -> None:
 
 
 def test_tools() -> None:
-    """A tool may be called, and an answer comes."""
-    answer = ask("-m", "served", "--functions", FUNCTION, TEXT, *OPTIONS)
-    assert answer.strip()
+    """A tool is called and runs, and the server takes its result.
+
+    llm cannot force a call. An answer that must be JSON repeats the call of the question, and so
+    does the answer to the result, so that llm stops at its limit.
+    """
+    question = 'Answer with {"name": "get_weather", "arguments": {"city": "Paris"}}'
+    options = (
+        "-o",
+        "json_object",
+        "1",
+        "-o",
+        "max_tokens",
+        str(CALL_TOKENS),
+        "-o",
+        "temperature",
+        "0",
+    )
+    tools = ("--functions", FUNCTION, "--tools-debug", "--chain-limit", "2")
+    done = run("-m", "served", *tools, question, *options)
+    assert "Tool call: get_weather({'city': 'Paris'})\n  It is sunny in Paris." in done.stderr
+    assert done.returncode == 0 or "Chain limit of 2 exceeded" in done.stderr, done.stderr
 
 
 def test_structured_output() -> None:
