@@ -143,7 +143,6 @@ class Service:
         self.draining = False
         self.flights: set[Flight] = set()
         self.responses = ResponseStore(self.settings.max_kept_bytes, self.settings.max_body_bytes)
-        self._warm = False
         self.kernels = ""
 
     def _show_grammars(self) -> None:
@@ -228,7 +227,6 @@ class Service:
         for replica in self._model.replicas.each:
             self._exporter.show_cache(self._model.opgraft_config.cache, replica.engine.stats())
         self.kernels = _summary_of_decision(explanation)
-        self._warm = True
 
     def shutdown(self) -> None:
         """Let go of the model."""
@@ -310,7 +308,7 @@ class Service:
         if self.draining:
             message = "the server is shutting down: send the request to another one"
             raise HTTPError(503, message, code="draining")
-        if not self._warm or "ready" not in self._states():
+        if "ready" not in self._states():
             message = "the model is not ready yet: try again"
             raise HTTPError(503, message, code="starting", headers={"retry-after": "1"})
 
