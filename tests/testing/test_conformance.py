@@ -97,6 +97,7 @@ def test_pytest_starts_without_torch(tmp_path: Path) -> None:
     expected = {
         "opgraft",
         "opgraft.base",
+        "opgraft.base.collector",
         "opgraft.base.upward",
         "opgraft.base.version",
         "opgraft.testing",
