@@ -127,7 +127,8 @@ def _from_the_hub(name: str) -> Path:
         folders = ", ".join(sorted(map(str, revisions)))
         raise CheckpointError(
             f"{name!r} has {len(revisions)} revisions in the cache, and none is the branch "
-            f"{_MAIN}: give the folder of one, {folders}, or download the branch by 'hf download {name}'"
+            f"{_MAIN}: give the folder of one, {folders}, or download the branch by "
+            f"'hf download {name}'"
         )
     raise CheckpointError(
         f"{name!r} is no folder and no file, and as a model of the Hugging Face Hub it is not "

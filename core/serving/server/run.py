@@ -222,8 +222,7 @@ def tracing_of(settings: ServerConfig) -> Iterator[Tracing | None]:
     module = import_extra("opgraft.serving.server.tracing", "otel")
     tracing: Tracing = module.Tracing(settings.otlp_endpoint)
     try:
-        with recorded(tracing.start):
-            yield tracing
+        yield tracing
     except BaseException as error:
         # Without effect after the end of the start.
         tracing.end_start(error)
